@@ -1,0 +1,18 @@
+"""What can go wrong, in two kinds: the user's input, and the world of ranks."""
+
+
+class UserError(ValueError):
+    """Input that cannot be served: the message says what is wrong, what to set, and to what value.
+
+    `code` is the stable name that `--json` and the HTTP interface report.
+    """
+
+    def __init__(self, message: str, code: str = "invalid_argument") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: names the rank that failed and the cause."""
+
+    code = "engine_failed"
