@@ -1,0 +1,110 @@
+"""Placement: the policy that names the owner of a request's next KV block.
+
+Every scheme is an owner list; the closed forms below say the same without one. Both are exact because attention
+over a set of keys may be split over any partition of that set (docs/architecture.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from longhelix.errors import UserError
+
+
+class Placement(Protocol):
+    """How one request's KV blocks spread over the KVP ranks of an attention group."""
+
+    def next_owner(self, owners: Sequence[int]) -> int:
+        """The KVP rank of the next block, given the owners of all blocks so far."""
+        ...
+
+    def owner(self, position: int) -> int:
+        """Closed form: the KVP rank that keeps the token at `position`."""
+        ...
+
+    def local_length(self, rank: int, length: int) -> int:
+        """Closed form: how many of the request's first `length` tokens `rank` keeps."""
+        ...
+
+
+def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
+    """Tokens of `length` that fall to the rank whose turn is `turn` when blocks go round `kvp` ranks."""
+    round_tokens = block_tokens * kvp
+    full_rounds, rest = divmod(length, round_tokens)
+    return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
+
+
+@dataclass(frozen=True)
+class Striped:
+    """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
+
+    kvp: int
+    block_tokens: int
+    start: int = 0
+
+    def next_owner(self, owners: Sequence[int]) -> int:
+        return (owners[-1] + 1) % self.kvp if owners else self.start
+
+    def owner(self, position: int) -> int:
+        return (self.start + position // self.block_tokens) % self.kvp
+
+    def local_length(self, rank: int, length: int) -> int:
+        return striped_length(self.block_tokens, self.kvp, (rank - self.start) % self.kvp, length)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """One rank until it holds `limit_tokens`, then one more (Medha's dynamic KVP); striped once all are full.
+
+    `limit_tokens` is a multiple of the block.
+    """
+
+    kvp: int
+    block_tokens: int
+    limit_tokens: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit_tokens < 1 or self.limit_tokens % self.block_tokens:
+            raise UserError(
+                f"the growth limit is {self.limit_tokens} tokens: set it to a multiple of the KV block, "
+                f"{self.block_tokens} tokens"
+            )
+
+    def next_owner(self, owners: Sequence[int]) -> int:
+        limit_blocks = self.limit_tokens // self.block_tokens
+        if not owners:
+            return self.start
+        if len(owners) >= self.kvp * limit_blocks or len(owners) % limit_blocks == 0:
+            return (owners[-1] + 1) % self.kvp
+        return owners[-1]
+
+    def owner(self, position: int) -> int:
+        filled = self.kvp * self.limit_tokens
+        beyond = position - filled
+        turn = position // self.limit_tokens if beyond < 0 else beyond // self.block_tokens
+        return (self.start + turn) % self.kvp
+
+    def local_length(self, rank: int, length: int) -> int:
+        turn = (rank - self.start) % self.kvp
+        filling = min(max(length - turn * self.limit_tokens, 0), self.limit_tokens)
+        beyond = max(length - self.kvp * self.limit_tokens, 0)
+        return filling + striped_length(self.block_tokens, self.kvp, turn, beyond)
+
+
+@dataclass(frozen=True)
+class Local:
+    """All blocks on one rank (data-parallel attention, for short requests)."""
+
+    kvp: int
+    block_tokens: int
+    start: int = 0
+
+    def next_owner(self, owners: Sequence[int]) -> int:
+        return self.start
+
+    def owner(self, position: int) -> int:
+        return self.start
+
+    def local_length(self, rank: int, length: int) -> int:
+        return length if rank == self.start else 0

@@ -1,0 +1,173 @@
+"""Who owns what: the one place that divides heads, columns and vocabulary among ranks.
+
+One pipeline stage has N = KVP * TPA = TPF * EP * R ranks (Helix, arXiv 2507.07120, section 2). Layers ask the
+layout; nothing else divides.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from longhelix.errors import UserError
+
+
+def split(total: int, parts: int) -> tuple[range, ...]:
+    """Cut `total` consecutive items into `parts` ranges whose sizes differ by one at most, larger ones first."""
+    small, larger = divmod(total, parts)
+    bounds = [part * small + min(part, larger) for part in range(parts + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
+
+
+def _part(items: range, parts: int, index: int) -> range:
+    piece = split(len(items), parts)[index]
+    return range(items.start + piece.start, items.start + piece.stop)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The heads of a model's attention: Q query heads in equal groups over K KV heads."""
+
+    num_query_heads: int
+    num_kv_heads: int
+
+    @property
+    def group_size(self) -> int:
+        return self.num_query_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """A frozen parallel layout; ranks count TPA fastest, then KVP, then pipeline stage.
+
+    kvp: ranks that share a request's KV along the sequence. tpa: ranks that share its heads.
+    tpf: ranks that share an FFN's columns (default: whatever is left of N). ep: ranks that share experts.
+    pp: pipeline stages. ffn_replicas: copies of the FFN (the tied layout; 1 otherwise).
+    Splits may be uneven, and a rank may own none of something.
+    """
+
+    kvp: int
+    tpa: int
+    tpf: int
+    ep: int
+    pp: int
+    ffn_replicas: int
+
+    def __init__(
+        self, kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1, ffn_replicas: int = 1
+    ) -> None:
+        """Raises UserError where a degree is below 1 or the products do not match."""
+        for name, degree in (("kvp", kvp), ("tpa", tpa), ("ep", ep), ("pp", pp), ("ffn_replicas", ffn_replicas)):
+            _check_degree(name, degree)
+        num_ranks, experts = kvp * tpa, ep * ffn_replicas
+        if tpf is None:
+            if num_ranks % experts:
+                raise UserError(
+                    f"kvp * tpa = {num_ranks} ranks do not divide by ep * ffn_replicas = {experts}: "
+                    f"set ep to a divisor of {num_ranks}",
+                    "invalid_layout",
+                )
+            tpf = num_ranks // experts
+        _check_degree("tpf", tpf)
+        if tpf * experts != num_ranks:
+            raise UserError(
+                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks, but tpf * ep = {tpf} * {experts} = {tpf * experts}: "
+                f"both must give the same number; set tpf to {max(1, num_ranks // experts)} or leave it out",
+                "invalid_layout",
+            )
+        fields = {"kvp": kvp, "tpa": tpa, "tpf": tpf, "ep": ep, "pp": pp, "ffn_replicas": ffn_replicas}
+        for name, degree in fields.items():
+            object.__setattr__(self, name, degree)
+
+    @property
+    def num_ranks(self) -> int:
+        """N: the ranks of one pipeline stage."""
+        return self.kvp * self.tpa
+
+    @property
+    def world_size(self) -> int:
+        return self.num_ranks * self.pp
+
+    def stage(self, rank: int) -> int:
+        return rank // self.num_ranks
+
+    def stage_rank(self, rank: int) -> int:
+        return rank % self.num_ranks
+
+    def kvp_rank(self, rank: int) -> int:
+        return self.stage_rank(rank) // self.tpa
+
+    def tpa_rank(self, rank: int) -> int:
+        return self.stage_rank(rank) % self.tpa
+
+    def tpf_rank(self, rank: int) -> int:
+        return self.stage_rank(rank) % self.tpf
+
+    def ep_rank(self, rank: int) -> int:
+        return self.stage_rank(rank) // self.tpf % self.ep
+
+    def stage_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each pipeline stage."""
+        return tuple(tuple(range(s * self.num_ranks, (s + 1) * self.num_ranks)) for s in range(self.pp))
+
+    def kvp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same heads of different tokens: the groups of the exchange, in KVP order."""
+        return tuple(stage[tpa_rank :: self.tpa] for stage in self.stage_groups() for tpa_rank in range(self.tpa))
+
+    def tpa_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold different heads of the same tokens."""
+        return tuple(
+            stage[kvp_rank * self.tpa : (kvp_rank + 1) * self.tpa]
+            for stage in self.stage_groups()
+            for kvp_rank in range(self.kvp)
+        )
+
+    def check(self, heads: HeadShape) -> None:
+        """Refuse a model whose heads this layout cannot spread."""
+        if self.tpa > heads.num_query_heads:
+            raise UserError(
+                f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: "
+                f"set tpa to {heads.num_query_heads} or less, and spread the rest over kvp",
+                "invalid_layout",
+            )
+
+    def duplicates_kv(self, heads: HeadShape) -> bool:
+        """True where TPA > K, so that several ranks keep the same KV heads (plain TP's cost)."""
+        return self.tpa > heads.num_kv_heads
+
+    def kv_heads(self, heads: HeadShape, rank: int) -> range:
+        """KV heads whose keys and values this rank keeps: its share, or, where TPA > K, the one it shares."""
+        tpa_rank = self.tpa_rank(rank)
+        if not self.duplicates_kv(heads):
+            return split(heads.num_kv_heads, self.tpa)[tpa_rank]
+        kv_head = next(head for head, ranks in enumerate(split(self.tpa, heads.num_kv_heads)) if tpa_rank in ranks)
+        return range(kv_head, kv_head + 1)
+
+    def query_heads(self, heads: HeadShape, rank: int) -> range:
+        """Query heads of this rank's attention: those of its KV heads, or its part of a shared group.
+
+        Splitting by KV head keeps one group size on a rank, and a rank reads no KV head that it could avoid.
+        """
+        kv_heads = self.kv_heads(heads, rank)
+        group = range(kv_heads.start * heads.group_size, kv_heads.stop * heads.group_size)
+        if not self.duplicates_kv(heads):
+            return group
+        sharers = split(self.tpa, heads.num_kv_heads)[kv_heads.start]
+        return _part(group, len(sharers), self.tpa_rank(rank) - sharers.start)
+
+    def merged_query_heads(self, heads: HeadShape, rank: int) -> range:
+        """Query heads that this rank holds whole after the exchange: its rows of Wo."""
+        return _part(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
+
+    def ffn_columns(self, ffn_size: int, rank: int) -> range:
+        return split(ffn_size, self.tpf)[self.tpf_rank(rank)]
+
+    def experts(self, num_experts: int, rank: int) -> range:
+        return split(num_experts, self.ep)[self.ep_rank(rank)]
+
+    def vocabulary(self, vocab_size: int, rank: int) -> range:
+        """Rows of the embedding and of the LM head, over the N ranks of a stage."""
+        return split(vocab_size, self.num_ranks)[self.stage_rank(rank)]
+
+
+def _check_degree(name: str, degree: int) -> None:
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        raise UserError(f"{name} is {degree!r}: set it to a whole number of 1 or more", "invalid_layout")

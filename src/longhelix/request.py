@@ -1,0 +1,122 @@
+"""What is asked for, and what crosses from the scheduler to the runner: requests, steps and their results.
+
+Steps carry deltas only: a worker keeps its own copy of every sequence (tokens, blocks, lengths) and advances it by
+what the step says (Medha, section 5: replicated sequence state).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from longhelix.errors import UserError
+from longhelix.kv.blocks import Block
+
+MAX_LOGPROBS = 100
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the new tokens of one request.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the filters off.
+    Draws are keyed by (seed, position): the same seed gives the same tokens in any batch. `stop` strings end the
+    text before themselves. logprobs: the N best of the model's own distribution at each new token (None: none).
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+        )
+        for name, holds, allowed in rules:
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)!r}: set it {allowed}")
+        if any(not text for text in self.stop):
+            raise UserError("a stop string is empty: give at least one character")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds."""
+
+    id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    seed: int
+    arrival_s: float
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most tokens it can ever hold: prompt and new ones."""
+        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class NewSequence:
+    """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE."""
+
+    id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    capacity_tokens: int
+
+
+@dataclass(frozen=True)
+class SequenceWork:
+    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them."""
+
+    id: int
+    num_tokens: int
+    new_blocks: tuple[Block, ...]
+    sample: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of the engine over a mixed batch: prefill chunks and decodes alike."""
+
+    id: int
+    new: tuple[NewSequence, ...]
+    work: tuple[SequenceWork, ...]
+    ended: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(work.num_tokens for work in self.work)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution."""
+
+    sequence_id: int
+    token_id: int
+    logprobs: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave: sampled tokens, in the order of its work, and bytes that all ranks sent in the exchange."""
+
+    step_id: int
+    sampled: tuple[SampledToken, ...]
+    exchanged_bytes: int

@@ -1,0 +1,1 @@
+"""Which tokens run next: the scheduler makes Steps, the loop carries them over a Runner. Pure."""

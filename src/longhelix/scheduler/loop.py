@@ -1,0 +1,53 @@
+"""The loop: add, step and abort over a Runner. The live engine and a simulation differ in the runner alone."""
+
+from typing import Protocol
+
+from longhelix.request import Request, Step, StepResult
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+
+
+class Runner(Protocol):
+    """Computes steps, in order; `collect` returns the results in the order of `submit`."""
+
+    def submit(self, step: Step) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+class Loop:
+    """One scheduler over one runner, with at most `depth` steps in flight."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._depth = depth
+        self._in_flight = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._in_flight > 0 or self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises UserError where it could never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: int) -> tuple[int, ...] | None:
+        """End a request in any phase; its blocks are free at once, workers hear of it with the next step.
+
+        Returns the tokens it held on each KVP rank; None if it has ended already.
+        """
+        return self.scheduler.end(request_id)
+
+    def step(self) -> tuple[StepResult, list[TokenEvent]] | None:
+        """Fill the pipeline, then wait for its oldest step. None: nothing to do."""
+        while self._in_flight < self._depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                break
+            self._runner.submit(step)
+            self._in_flight += 1
+        if not self._in_flight:
+            return None
+        result = self._runner.collect()
+        self._in_flight -= 1
+        return result, self.scheduler.complete(result)

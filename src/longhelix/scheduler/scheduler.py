@@ -1,0 +1,216 @@
+"""The scheduler: requests in, Steps out. First come first served, fixed chunk size, continuous batching.
+
+It is the only decision maker: admission, blocks, chunks, ends. It never needs a sampled token's value to plan the
+next step, because workers keep their own copy of every sequence; so several steps may be in flight.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from longhelix.errors import UserError
+from longhelix.kv.blocks import Block, BlockAllocator
+from longhelix.kv.placement import Growing, Local, Placement, Striped
+from longhelix.request import NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
+
+FinishReason = Literal["stop", "length", "abort"]
+PLACEMENTS = ("striped", "growing", "local")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests."""
+
+    kvp: int
+    num_blocks: int
+    max_model_len: int
+    block_tokens: int = 16
+    chunk_tokens: int = 512
+    max_running: int = 64
+    placement: str = "striped"
+    growth_limit_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: set it to 1 or more")
+        if self.placement not in PLACEMENTS:
+            raise UserError(f"placement {self.placement!r} is not known: use one of {', '.join(PLACEMENTS)}")
+        self.place(start=0)
+
+    def place(self, start: int) -> Placement:
+        """A request's placement, beginning on KVP rank `start`."""
+        if self.placement == "growing":
+            return Growing(self.kvp, self.block_tokens, self.growth_limit_tokens, start)
+        return (Striped if self.placement == "striped" else Local)(self.kvp, self.block_tokens, start)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A request's new token (None where a stop token ended it), and why it ended, if it did.
+
+    A request that ends here is gone; `kv_tokens_per_rank` says what it held.
+    """
+
+    request_id: int
+    sampled: SampledToken | None
+    finish_reason: FinishReason | None = None
+    kv_tokens_per_rank: tuple[int, ...] = ()
+
+
+@dataclass
+class _Sequence:
+    """A running request. `length` and `num_sampled` count what has been submitted, known or not."""
+
+    request: Request
+    placement: Placement
+    reserved: list[int]
+    owners: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    length: int = 0
+    num_sampled: int = 0
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def prompt_left(self) -> int:
+        return max(len(self.request.prompt_token_ids) - self.length, 0)
+
+    @property
+    def decodes(self) -> bool:
+        return self.prompt_left == 0 and self.num_sampled < self.request.sampling.max_new_tokens
+
+
+class Scheduler:
+    """State + budget -> Step. `schedule` and `complete` are called in the order of steps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, _Sequence] = {}
+        self._ended: list[int] = []
+        self._next_step_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._ended)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises UserError where it could never run."""
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        if prompt == 0:
+            raise UserError("the prompt is empty: give at least one token", "empty_prompt")
+        if prompt + new > self.config.max_model_len:
+            raise UserError(
+                f"{prompt} prompt tokens plus {new} new tokens exceed --max-model-len {self.config.max_model_len}: "
+                f"set --max-new-tokens to at most {max(self.config.max_model_len - prompt, 0)}, "
+                f"or --max-model-len to at least {prompt + new}",
+                "context_length_exceeded",
+            )
+        needed = self._blocks_needed(request, self.config.place(start=0))
+        if max(needed) > self.config.num_blocks:
+            block_tokens = self.config.block_tokens
+            raise UserError(
+                f"{prompt} prompt tokens plus {new} new tokens need {max(needed) * block_tokens} tokens of KV cache on "
+                f"one rank, but a rank's pool holds {self.config.num_blocks * block_tokens}: set --kv-cache-tokens to "
+                f"at least {max(needed) * block_tokens * self.config.kvp}, or lower --max-new-tokens",
+                "kv_cache_exceeded",
+            )
+        self._waiting.append(request)
+
+    def schedule(self) -> Step | None:
+        """The next step, or None if there is nothing to run: all decodes, then prompt chunks, oldest first."""
+        new = self._admit()
+        work = [self._advance(seq, 1, sample=True) for seq in self._running.values() if seq.decodes]
+        budget = self.config.chunk_tokens
+        for seq in self._running.values():
+            num_tokens = min(seq.prompt_left, budget)
+            if num_tokens:
+                work.append(self._advance(seq, num_tokens, sample=num_tokens == seq.prompt_left))
+                budget -= num_tokens
+        ended, self._ended = tuple(self._ended), []
+        if not work and not ended:
+            return None
+        self._next_step_id += 1
+        return Step(self._next_step_id, new, tuple(work), ended)
+
+    def complete(self, result: StepResult) -> list[TokenEvent]:
+        """Take a step's tokens; those of requests that have ended meanwhile are dropped."""
+        return [self._append(sampled) for sampled in result.sampled if sampled.sequence_id in self._running]
+
+    def end(self, request_id: int) -> tuple[int, ...] | None:
+        """Drop a request, waiting or running, and free its blocks.
+
+        Returns the tokens it held on each KVP rank; None if it is not here (any more).
+        """
+        seq = self._running.pop(request_id, None)
+        if seq is None:
+            waiting = [request for request in self._waiting if request.id != request_id]
+            found = len(waiting) < len(self._waiting)
+            self._waiting = deque(waiting)
+            return (0,) * self.config.kvp if found else None
+        held: list[list[int]] = [[] for _ in self._allocators]
+        for owner, block_id in zip(seq.owners, seq.block_ids, strict=True):
+            held[owner].append(block_id)
+        for allocator, block_ids, reserved in zip(self._allocators, held, seq.reserved, strict=True):
+            allocator.release(block_ids, reserved)
+        self._ended.append(request_id)
+        return self._kv_tokens_per_rank(seq)
+
+    def _kv_tokens_per_rank(self, seq: _Sequence) -> tuple[int, ...]:
+        """Counted from the owner list; the last token of the output has no KV yet."""
+        length = min(seq.length, len(seq.request.prompt_token_ids) + max(len(seq.output) - 1, 0))
+        block_tokens = self.config.block_tokens
+        counts = [0] * self.config.kvp
+        for index, owner in enumerate(seq.owners):
+            counts[owner] += min(max(length - index * block_tokens, 0), block_tokens)
+        return tuple(counts)
+
+    def _blocks_needed(self, request: Request, placement: Placement) -> list[int]:
+        """Blocks on each KVP rank for a request at its largest (its last token is never written)."""
+        lengths = (placement.local_length(rank, request.capacity_tokens - 1) for rank in range(self.config.kvp))
+        return [-(-length // self.config.block_tokens) for length in lengths]
+
+    def _admit(self) -> tuple[NewSequence, ...]:
+        new = []
+        while self._waiting and len(self._running) < self.config.max_running:
+            request = self._waiting[0]
+            # Start where most is free: the tails of short requests spread over the ranks.
+            start = max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
+            placement = self.config.place(start)
+            needed = self._blocks_needed(request, placement)
+            if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
+                break
+            for count, allocator in zip(needed, self._allocators, strict=True):
+                allocator.reserve(count)
+            self._waiting.popleft()
+            self._running[request.id] = _Sequence(request, placement, needed)
+            new.append(
+                NewSequence(
+                    request.id, request.prompt_token_ids, request.sampling, request.seed, request.capacity_tokens
+                )
+            )
+        return tuple(new)
+
+    def _advance(self, seq: _Sequence, num_tokens: int, sample: bool) -> SequenceWork:
+        new_blocks = []
+        seq.length += num_tokens
+        seq.num_sampled += sample
+        while len(seq.owners) * self.config.block_tokens < seq.length:
+            owner = seq.placement.next_owner(seq.owners)
+            block_id = self._allocators[owner].take_reserved()
+            seq.reserved[owner] -= 1
+            seq.owners.append(owner)
+            seq.block_ids.append(block_id)
+            new_blocks.append(Block(owner, block_id))
+        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample)
+
+    def _append(self, sampled: SampledToken) -> TokenEvent:
+        seq = self._running[sampled.sequence_id]
+        request = seq.request
+        if sampled.token_id in request.stop_token_ids:
+            return TokenEvent(request.id, None, "stop", self.end(request.id) or ())
+        seq.output.append(sampled.token_id)
+        if len(seq.output) == request.sampling.max_new_tokens:
+            return TokenEvent(request.id, sampled, "length", self.end(request.id) or ())
+        return TokenEvent(request.id, sampled)
