@@ -1,0 +1,21 @@
+"""Exact LLM inference with contexts of millions of tokens: plan a parallel layout, run it, serve it."""
+
+from typing import TYPE_CHECKING, Any
+
+from longhelix.errors import EngineError, UserError
+from longhelix.layout import Layout
+from longhelix.request import SamplingParams
+
+if TYPE_CHECKING:
+    from longhelix.engine.llm import LLM
+
+__all__ = ["LLM", "EngineError", "Layout", "SamplingParams", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    # Planning and estimating need no engine, so its sockets and tokenizers load with the first LLM.
+    if name == "LLM":
+        from longhelix.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'longhelix' has no attribute {name!r}")

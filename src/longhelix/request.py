@@ -115,8 +115,12 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave: sampled tokens, in the order of its work, and bytes that all ranks sent in the exchange."""
+    """What a step gave: sampled tokens in the order of its work, rows that ran, bytes that ranks sent in the exchange.
+
+    A rank reports its own bytes, the runner over all ranks their sum.
+    """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
+    num_tokens: int
     exchanged_bytes: int

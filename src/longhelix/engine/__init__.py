@@ -1,0 +1,1 @@
+"""The running system: LLM and the processes behind it."""

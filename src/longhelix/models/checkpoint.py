@@ -127,9 +127,9 @@ class GgufCheckpoint:
         self.rope_factors: tuple[float, ...] | None = None
         self._stored = {}
         for tensor in reader.tensors:
-            _check_gguf_tensor(path, reader, tensor)
+            _check_readable(path, tensor)
             if tensor.name == "rope_freqs.weight":
-                self.rope_factors = tuple(dequantize(tensor.data, tensor.tensor_type).tolist())
+                self.rope_factors = tuple(dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
             else:
                 self._stored[_hugging_face_name(path, tensor.name)] = tensor
         self.tensors: Mapping[str, TensorInfo] = {
@@ -222,7 +222,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         held = _read_header(folder / shard)
         for name in held:
@@ -268,9 +268,10 @@ class _BoundedReader(GGUFReader):
 
 def _read_gguf(path: Path) -> tuple[GGUFReader, dict[str, object]]:
     try:
-        reader = _BoundedReader(path)
+        with np.errstate(over="raise"):  # a tensor offset near 2**64 would wrap to inside the header
+            reader = _BoundedReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, LookupError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise _invalid(f"{path} is not a sound GGUF file ({error}): download it again.") from error
     if reader.byte_order == "S":
         raise _invalid(f"{path} is big-endian: convert it to a little-endian GGUF file.")
@@ -295,10 +296,7 @@ def _gguf_head_size(path: Path, metadata: Mapping[str, Any]) -> int:
     return size
 
 
-def _check_gguf_tensor(path: Path, reader: GGUFReader, tensor: Any) -> None:
-    # The reader has checked the end; an offset near 2**64 wraps to before the start.
-    if tensor.data_offset < reader.data_offset:
-        raise _invalid(f"{path} places {tensor.name} outside the file's data: download it again.")
+def _check_readable(path: Path, tensor: Any) -> None:
     try:
         dequantize(np.zeros(GGML_QUANT_SIZES[tensor.tensor_type][1], np.uint8), tensor.tensor_type)
     except NotImplementedError:
@@ -323,12 +321,15 @@ def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
     """Bytes [..., blocks * block_bytes] of whole blocks as values [..., blocks * block]."""
     import torch
 
-    if kind in _GGUF_DTYPES:
-        return torch.from_numpy(np.array(stored)).view(getattr(torch, _GGUF_DTYPES[kind]))
     block, block_bytes = GGML_QUANT_SIZES[kind]
+    shape = (*stored.shape[:-1], stored.shape[-1] // block_bytes * block)
+    values = torch.empty(shape, dtype=getattr(torch, _GGUF_DTYPES.get(kind, "float32")))
+    if kind in _GGUF_DTYPES:
+        values.view(torch.uint8).numpy()[...] = stored
+        return values
     rows = stored.reshape(-1, stored.shape[-1])
-    values = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.float32)
+    out = values.numpy().reshape(len(rows), shape[-1])
     for start in range(0, len(rows), _DEQUANTISED_ROWS):
         piece = slice(start, start + _DEQUANTISED_ROWS)
-        values[piece] = dequantize(rows[piece], kind)
-    return torch.from_numpy(values).view(*stored.shape[:-1], values.shape[1])
+        out[piece] = dequantize(rows[piece], kind)
+    return values

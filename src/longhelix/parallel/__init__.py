@@ -1,0 +1,1 @@
+"""Ranks that work together: groups, collectives, and the exchange of partial attention."""

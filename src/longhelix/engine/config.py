@@ -1,0 +1,189 @@
+"""The engine's configuration: composed from what the user said, checked against the model, resolved once."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from longhelix.errors import UserError
+from longhelix.layout import HeadShape, Layout
+from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
+from longhelix.models.parameters import check, declare
+from longhelix.scheduler.scheduler import SchedulerConfig
+from longhelix.spec import DTYPE_BYTES, DTYPES, ModelSpec, RopeSpec
+
+# What the pool may take of the memory that is free once the weights are in.
+_POOL_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`."""
+
+    model_path: str
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    kv_dtype: str
+    threads_per_rank: int
+    scheduler: SchedulerConfig
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads)
+
+    def weight_elements(self, rank: int) -> int:
+        """Numbers in the weights that `rank` keeps."""
+        return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
+
+    def weight_bytes(self, rank: int) -> int:
+        return self.weight_elements(rank) * DTYPE_BYTES[self.dtype]
+
+    def kv_bytes_per_token(self, rank: int) -> int:
+        """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
+        return self.spec.kv_bytes_per_token(self.kv_dtype, len(self.layout.kv_heads(self.heads, rank)))
+
+
+def resolve(
+    checkpoint: SafetensorsCheckpoint | GgufCheckpoint,
+    layout: Layout,
+    *,
+    dtype: str | None,
+    kv_dtype: str | None,
+    max_model_len: int | None,
+    rope_scaling: Mapping[str, Any] | None,
+    kv_cache_tokens: int | None,
+    chunk_tokens: int,
+    block_tokens: int,
+    placement: str,
+    growth_limit_tokens: int,
+) -> EngineConfig:
+    """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
+    spec = _spec(checkpoint)
+    if rope_scaling is not None:
+        rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.head_size, spec.max_positions)
+        spec = replace(spec, rope=rope)
+    dtype = _dtype("dtype", dtype or spec.dtype)
+    kv_dtype = _dtype("kv_dtype", kv_dtype or dtype)
+    max_model_len = _max_model_len(spec, max_model_len)
+    _check_layout(spec, layout)
+    scheduler = SchedulerConfig(
+        kvp=layout.kvp,
+        num_blocks=1,
+        max_model_len=max_model_len,
+        block_tokens=block_tokens,
+        chunk_tokens=chunk_tokens,
+        placement=placement,
+        growth_limit_tokens=growth_limit_tokens,
+    )
+    cores = os.cpu_count() or 1
+    config = EngineConfig(
+        model_path=str(checkpoint.path),
+        spec=spec,
+        layout=layout,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        threads_per_rank=max(cores // layout.world_size, 1),
+        scheduler=scheduler,
+    )
+    if layout.world_size > cores:
+        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
+    num_blocks = _num_blocks(config, kv_cache_tokens)
+    return replace(config, scheduler=replace(scheduler, num_blocks=num_blocks))
+
+
+def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
+    tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
+    quantised = isinstance(checkpoint, GgufCheckpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        tied = "lm_head.weight" not in tensors
+        spec = ModelSpec.from_gguf(checkpoint.metadata, checkpoint.rope_factors or (), tied=tied)
+    else:
+        spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config)
+    check(spec, tensors, quantised)
+    return spec
+
+
+def _dtype(name: str, dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
+    max_model_len = spec.max_positions if asked is None else asked
+    if max_model_len < 1:
+        raise UserError(f"max_model_len is {max_model_len}: set it to 1 or more")
+    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
+        raise UserError(
+            f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not run "
+            f"yet: set --max-model-len to at most {spec.sliding_window}, where the window hides nothing",
+            "unsupported_model",
+        )
+    if max_model_len > spec.max_positions:
+        warnings.warn(
+            f"max_model_len {max_model_len} goes beyond the {spec.max_positions} positions that the model was made "
+            "for: it runs, but answers may lose their sense there",
+            stacklevel=3,
+        )
+    return max_model_len
+
+
+def _check_layout(spec: ModelSpec, layout: Layout) -> None:
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    layout.check(heads)
+    if layout.pp > 1:
+        raise UserError(f"pp is {layout.pp}: pipeline stages do not run yet, set pp to 1", "invalid_layout")
+    if layout.ep > 1:
+        raise UserError(f"ep is {layout.ep}, but the model has no experts: set ep to 1", "invalid_layout")
+    if layout.ffn_replicas > 1:
+        raise UserError(
+            f"ffn_replicas is {layout.ffn_replicas}: the tied layout does not run yet, set it to 1", "invalid_layout"
+        )
+    if layout.duplicates_kv(heads):
+        copies = -(-layout.tpa // spec.num_kv_heads)
+        warnings.warn(
+            f"tpa {layout.tpa} exceeds the model's {spec.num_kv_heads} KV heads: up to {copies} ranks keep and read "
+            f"the same KV; tpa {spec.num_kv_heads} with a larger kvp would not",
+            stacklevel=3,
+        )
+
+
+def _num_blocks(config: EngineConfig, asked_tokens: int | None) -> int:
+    """KV blocks of each KVP rank: what was asked for, or room for one longest request if memory allows."""
+    scheduler, layout = config.scheduler, config.layout
+    ranks = range(layout.world_size)
+    block_bytes = scheduler.block_tokens * sum(config.kv_bytes_per_token(rank) for rank in ranks)
+    budget = psutil.virtual_memory().available - sum(config.weight_bytes(rank) for rank in ranks)
+    affordable = max(int(budget * _POOL_SHARE), 0) // block_bytes
+    if asked_tokens is not None:
+        if asked_tokens < 1:
+            raise UserError(f"kv_cache_tokens is {asked_tokens}: set it to 1 or more")
+        num_blocks = -(-asked_tokens // (scheduler.block_tokens * layout.kvp))
+        if num_blocks > affordable:
+            raise UserError(
+                f"{asked_tokens} tokens of KV cache take {num_blocks * block_bytes} bytes, but only "
+                f"{max(int(budget * _POOL_SHARE), 0)} are free for it beside the weights: set --kv-cache-tokens to at "
+                f"most {affordable * scheduler.block_tokens * layout.kvp}",
+                "out_of_memory",
+            )
+        return num_blocks
+    placement = scheduler.place(start=0)
+    longest = max(placement.local_length(rank, scheduler.max_model_len) for rank in range(layout.kvp))
+    wanted = -(-longest // scheduler.block_tokens)
+    if affordable < 1:
+        raise UserError(
+            f"the weights take {sum(config.weight_bytes(rank) for rank in ranks)} bytes, which leaves no memory for a "
+            "KV cache: free some, or use a smaller model or dtype",
+            "out_of_memory",
+        )
+    if wanted > affordable:
+        warnings.warn(
+            f"memory holds {affordable * scheduler.block_tokens * layout.kvp} tokens of KV cache, less than one "
+            f"request of max_model_len {scheduler.max_model_len}",
+            stacklevel=3,
+        )
+    return min(wanted, affordable)

@@ -1,0 +1,147 @@
+"""The ranks as processes: started, watched, ended. To the loop they are one runner."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from longhelix.engine import torchrun
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.transport import Done, EngineSocket, Failed, Joined, Loaded, Ready, Run, Start, Stop, ToEngine
+from longhelix.errors import EngineError, UserError
+from longhelix.request import Step, StepResult
+
+# A stopped or wedged process misses several heartbeats in a row; a busy one does not.
+SILENCE_S = 5.0
+_START_S = 120.0
+_POLL_S = 0.1
+_STOP_S = 3.0
+
+
+class WorkerPool:
+    """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError."""
+
+    def __init__(self, config: EngineConfig, on_loaded: Callable[[int], None]) -> None:
+        """Start all ranks and wait until they take steps; `on_loaded` is told elements of weights as they come."""
+        self._ranks = range(config.layout.world_size)
+        self._results: dict[int, dict[int, StepResult]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        # Quiet time counts only while the engine itself listens, so that a suspended engine blames nobody.
+        self._quiet_s = dict.fromkeys(self._ranks, SILENCE_S - _START_S)
+        self._consequences: dict[int, str] = {}
+        self._closed = False
+        self._directory = (
+            torchrun.make_directory() if torchrun.is_active() else Path(tempfile.mkdtemp(prefix="longhelix-"))
+        )
+        self._socket = EngineSocket(self._directory)
+        try:
+            for rank in [0] if torchrun.is_active() else self._ranks:
+                self._processes[rank] = self._start_process(rank)
+            self._await_ready(config, on_loaded)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Rank to process id, of the processes that this pool started."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def submit(self, step: Step) -> None:
+        if self._closed:
+            raise EngineError("the engine has ended: make a new one")
+        self._results[step.id] = {}
+        self._socket.send(self._ranks, Run(step))
+
+    def collect(self) -> StepResult:
+        """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""
+        step_id = next(iter(self._results))
+        try:
+            while len(self._results[step_id]) < len(self._ranks):
+                rank, message = self._receive()
+                if isinstance(message, Done):
+                    self._results[message.result.step_id][rank] = message.result
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        by_rank = self._results.pop(step_id)
+        return replace(by_rank[0], exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()))
+
+    def close(self, grace_s: float = _STOP_S) -> None:
+        """End every process that this pool started and remove its sockets; does nothing the second time."""
+        if self._closed:
+            return
+        self._closed = True
+        self._socket.send(self._ranks, Stop())
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
+            time.sleep(0.01)
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
+        arguments = ["--rank", str(rank), "--directory", str(self._directory)]
+        # -P: a worker imports nothing from the directory that the user happens to stand in.
+        command = [sys.executable, "-P", "-m", "longhelix.engine.worker", *arguments]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+
+    def _await_ready(self, config: EngineConfig, on_loaded: Callable[[int], None]) -> None:
+        ready: set[int] = set()
+        while len(ready) < len(self._ranks):
+            rank, message = self._receive()
+            match message:
+                case Joined():
+                    self._socket.send(range(rank, rank + 1), Start(config))
+                case Loaded(elements):
+                    on_loaded(elements)
+                case Ready():
+                    ready.add(rank)
+
+    def _receive(self) -> tuple[int, ToEngine]:
+        """The next message; raises the error that names the first rank to fail, and why."""
+        while True:
+            before = time.monotonic()
+            received = self._socket.receive(_POLL_S)
+            waited_s = min(time.monotonic() - before, _POLL_S)
+            for rank in self._ranks:
+                self._quiet_s[rank] += waited_s
+            if received is None:
+                self._check_processes()
+                continue
+            rank, message = received
+            self._quiet_s[rank] = 0.0
+            if not isinstance(message, Failed):
+                return rank, message
+            if message.user_error_code:
+                raise UserError(message.cause, message.user_error_code)
+            if not message.lost_peer:
+                raise EngineError(f"rank {rank} failed: {message.cause}")
+            # The rank that went first says so itself, or shows as a dead or silent process; wait for that.
+            self._consequences[rank] = message.cause
+
+    def _check_processes(self) -> None:
+        for rank, process in self._processes.items():
+            status = process.poll()
+            if status is not None and status < 0:
+                raise EngineError(f"rank {rank} (process {process.pid}) was ended by {_signal_name(-status)}")
+        for rank, process in self._processes.items():
+            if process.poll() is not None and rank not in self._consequences and self._quiet_s[rank] > 1.0:
+                raise EngineError(f"rank {rank} (process {process.pid}) ended with status {process.returncode}")
+        for rank in self._ranks:
+            if self._quiet_s[rank] > SILENCE_S and rank not in self._consequences:
+                raise EngineError(f"rank {rank} has not answered for {SILENCE_S:.0f} s: it is stopped or wedged")
+        for rank, cause in self._consequences.items():
+            if self._quiet_s[rank] > 2 * SILENCE_S:
+                raise EngineError(f"rank {rank} failed: {cause}")
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

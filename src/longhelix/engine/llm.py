@@ -1,0 +1,260 @@
+"""LLM: prompts in, results out. Holds the tokenizer, the loop and the worker pool; tells the loop the time."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from longhelix.engine import torchrun
+from longhelix.engine.config import resolve
+from longhelix.engine.launch import WorkerPool
+from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
+from longhelix.errors import EngineError, UserError
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
+from longhelix.request import Request, SamplingParams
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished request.
+
+    token_ids: the new tokens, without the end-of-sequence or stop token that ended them. ttft_s: from `add` to the
+    first token. tbt_s: between tokens, one entry fewer than tokens. kv_tokens_per_rank: this request's tokens on
+    each KVP rank at its end. exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of
+    prompt and output that ran. logprobs: per new token, token id to natural log (None if not asked for).
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    ttft_s: float | None
+    tbt_s: list[float]
+    layout: dict[str, int]
+    kv_tokens_per_rank: list[int]
+    exchanged_bytes_per_token: float
+    logprobs: list[dict[int, float]] | None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step gave one request: new text (may be empty), and its result if it ended."""
+
+    request_id: int
+    text: str
+    result: Result | None
+
+
+@dataclass
+class _Live:
+    """A request between `add` and its end."""
+
+    request: Request
+    tokens: TextStream
+    stops: StopStrings
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+
+class LLM:
+    """A model over the ranks of a layout. Close it, or use it in a `with` statement: its ranks are processes.
+
+    model: "builtin", a folder in Hugging Face format, or a GGUF file. dtype defaults to the checkpoint's (bfloat16
+    for GGUF), kv_dtype to dtype, max_model_len to the model's positions. kv_cache_tokens: the pool's size over all
+    KVP ranks (default: one request of max_model_len). chunk_tokens: prompt tokens of one step. placement: striped,
+    growing (with growth_limit_tokens on a rank before the next one joins) or local. on_load is told the share of
+    the weights that is in, from 0 to 1. Raises UserError for input that cannot work, EngineError if a rank fails.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layout: Layout | None = None,
+        *,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        max_model_len: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        chunk_tokens: int = 512,
+        block_tokens: int = 16,
+        placement: str = "striped",
+        growth_limit_tokens: int = 4096,
+        on_load: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        layout = layout or Layout()
+        torchrun.join(layout.world_size)
+        checkpoint = open_checkpoint(str(model))
+        self.config = resolve(
+            checkpoint,
+            layout,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_model_len=max_model_len,
+            rope_scaling=rope_scaling,
+            kv_cache_tokens=kv_cache_tokens,
+            chunk_tokens=chunk_tokens,
+            block_tokens=block_tokens,
+            placement=placement,
+            growth_limit_tokens=growth_limit_tokens,
+        )
+        self.tokenizer = (
+            Tokenizer.from_gguf(checkpoint.metadata)
+            if isinstance(checkpoint, GgufCheckpoint)
+            else Tokenizer.from_folder(checkpoint.path)
+        )
+        self._live: dict[int, _Live] = {}
+        self._rows = 0
+        self._exchanged_bytes = 0
+        self._next_id = 0
+        self._pool = WorkerPool(self.config, self._loading(on_load))
+        self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self.close()
+
+    def close(self) -> None:
+        """End all ranks. May be called more than once."""
+        self._pool.close()
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Rank to process id."""
+        return self._pool.process_ids
+
+    @property
+    def has_work(self) -> bool:
+        return self._loop.has_work
+
+    def add(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> int:
+        """Queue a prompt, as text or as token ids; returns the request's id. Raises UserError if it can never run."""
+        sampling = sampling or SamplingParams()
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        _check_token_ids(token_ids, self.config.spec.vocab_size)
+        ends = frozenset(sampling.stop_token_ids) | frozenset(
+            () if sampling.ignore_eos else self.config.spec.eos_token_ids
+        )
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        request = Request(self._next_id, tuple(token_ids), sampling, ends, seed, time.monotonic())
+        self._loop.add(request)
+        self._next_id += 1
+        self._live[request.id] = _Live(request, self.tokenizer.stream(), StopStrings(sampling.stop))
+        return request.id
+
+    def step(self) -> list[Delta]:
+        """Run until the oldest step in flight is done; what it gave, request by request.
+
+        Raises EngineError if a rank failed: every request is then over.
+        """
+        try:
+            stepped = self._loop.step()
+        except EngineError:
+            self._live.clear()
+            raise
+        if stepped is None:
+            return []
+        result, events = stepped
+        self._exchanged_bytes += result.exchanged_bytes
+        self._rows += result.num_tokens
+        now_s = time.monotonic()
+        return [self._deliver(event, now_s) for event in events]
+
+    def abort(self, request_id: int) -> Result | None:
+        """End a request in any phase; its result so far, or None if it had ended."""
+        kv_tokens_per_rank = self._loop.abort(request_id)
+        live = self._live.pop(request_id, None)
+        if live is None or kv_tokens_per_rank is None:
+            return None
+        return self._result(live, "abort", kv_tokens_per_rank)
+
+    def generate(
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Result]:
+        """Run prompts to their ends, together; one result per prompt, in order."""
+        ids = [self.add(prompt, sampling) for prompt in _as_prompts(prompts)]
+        results: dict[int, Result] = {}
+        while len(results) < len(ids):
+            results |= {delta.request_id: delta.result for delta in self.step() if delta.result}
+        return [results[request_id] for request_id in ids]
+
+    def stream(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Iterator[Delta]:
+        """Run one prompt, giving its text as it comes; the last delta has the result."""
+        request_id = self.add(prompt, sampling)
+        while request_id in self._live:
+            yield from (delta for delta in self.step() if delta.request_id == request_id)
+
+    def _deliver(self, event: TokenEvent, now_s: float) -> Delta:
+        live = self._live[event.request_id]
+        finish_reason, kv_tokens_per_rank = event.finish_reason, event.kv_tokens_per_rank
+        text, stopped = "", False
+        if event.sampled is not None:
+            live.token_ids.append(event.sampled.token_id)
+            live.times_s.append(now_s)
+            if live.request.sampling.logprobs is not None:
+                live.logprobs.append(dict(event.sampled.logprobs))
+            text, stopped = live.stops.push(live.tokens.push(event.sampled.token_id))
+        if finish_reason is not None and not stopped:
+            rest, stopped = live.stops.push(live.tokens.finish())
+            text += rest if stopped else rest + live.stops.flush()
+        if stopped and finish_reason is None:
+            kv_tokens_per_rank = self._loop.abort(event.request_id) or ()
+        if stopped:
+            finish_reason = "stop"
+        live.text += text
+        if finish_reason is None:
+            return Delta(event.request_id, text, None)
+        del self._live[event.request_id]
+        return Delta(event.request_id, text, self._result(live, finish_reason, kv_tokens_per_rank))
+
+    def _result(self, live: _Live, finish_reason: FinishReason, kv_tokens_per_rank: tuple[int, ...]) -> Result:
+        layout, times_s = self.config.layout, live.times_s
+        return Result(
+            text=live.text,
+            token_ids=live.token_ids,
+            prompt_tokens=len(live.request.prompt_token_ids),
+            finish_reason=finish_reason,
+            ttft_s=times_s[0] - live.request.arrival_s if times_s else None,
+            tbt_s=[after - before for before, after in pairwise(times_s)],
+            layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
+            kv_tokens_per_rank=list(kv_tokens_per_rank),
+            exchanged_bytes_per_token=self._exchanged_bytes / max(self._rows, 1),
+            logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
+        )
+
+    def _loading(self, on_load: Callable[[float], None]) -> Callable[[int], None]:
+        total = sum(self.config.weight_elements(rank) for rank in range(self.config.layout.world_size))
+        loaded = 0
+
+        def report(elements: int) -> None:
+            nonlocal loaded
+            loaded += elements
+            on_load(loaded / total)
+
+        return report
+
+
+def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> Sequence[str | Sequence[int]]:
+    return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise UserError(f"prompt token {wrong} is outside the model's vocabulary of {vocab_size}")

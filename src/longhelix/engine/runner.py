@@ -1,0 +1,164 @@
+"""The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longhelix.cache.pool import KVPool
+from longhelix.engine import sampler
+from longhelix.kv.blocks import Block
+from longhelix.models.batch import Batch
+from longhelix.models.decoder import Decoder
+from longhelix.models.rope import inverse_frequencies, rotation
+from longhelix.parallel.mesh import Mesh
+from longhelix.request import NewSequence, SampledToken, SequenceWork, Step, StepResult
+from longhelix.spec import ModelSpec
+
+
+@dataclass
+class SequenceState:
+    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here."""
+
+    new: NewSequence
+    token_ids: list[int]
+    frequencies_R: Tensor
+    length: int = 0
+    local_length: int = 0
+    owners: list[int] = field(default_factory=list)
+    local_blocks: list[int] = field(default_factory=list)
+
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
+        self.owners += [block.owner for block in blocks]
+        self.local_blocks += [block.id for block in blocks if block.owner == kvp_rank]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One sequence's rows of a batch."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    limits: Tensor
+
+
+class ModelRunner:
+    """Executes steps on one rank, in order. Every rank of the stage executes every step."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, model: Decoder, pool: KVPool) -> None:
+        self.spec = spec
+        self.mesh = mesh
+        self.model = model
+        self.pool = pool
+        self.block_tokens = pool.k[0].shape[1]
+        self.device = pool.k[0].device
+        self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
+        self.sequences: dict[int, SequenceState] = {}
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
+        sent_before = self.mesh.kvp.exchanged_bytes
+        self.admit(step)
+        sampled = self.sample(step, self.forward(step)) if step.work else ()
+        return StepResult(step.id, sampled, step.num_tokens, self.mesh.kvp.exchanged_bytes - sent_before)
+
+    def admit(self, step: Step) -> None:
+        """Forget ended sequences, then take in new ones."""
+        for sequence_id in step.ended:
+            del self.sequences[sequence_id]
+        for new in step.new:
+            frequencies = inverse_frequencies(self.spec.rope, self.spec.head_size, new.capacity_tokens)
+            frequencies_R = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+            self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R)
+
+    def forward(self, step: Step) -> Tensor:
+        """Hidden states of all rows of the step, hidden_TH."""
+        return self.model(self._batch(step), self.pool)
+
+    def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
+        """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""
+        last_rows, sequences, row = [], [], -1
+        for work in step.work:
+            row += work.num_tokens
+            if work.sample:
+                last_rows.append(row)
+                sequences.append(self.sequences[work.id])
+        if not sequences:
+            return ()
+        logits_SV = self._gather_logits(hidden_TH[last_rows])
+        tokens_S = torch.zeros(len(sequences), dtype=torch.int64, device=self.device)
+        if self.mesh.stage.index == 0:
+            chosen = [
+                sampler.sample(logits_V, seq.new.sampling, seq.new.seed, seq.token_ids)
+                for logits_V, seq in zip(logits_SV, sequences, strict=True)
+            ]
+            tokens_S = torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        sampled = []
+        for index, token_id in enumerate(self.mesh.stage.broadcast(tokens_S).tolist()):
+            seq = sequences[index]
+            seq.token_ids.append(token_id)
+            count = seq.new.sampling.logprobs
+            wanted = count is not None and self.mesh.stage.index == 0
+            found = sampler.logprobs(logits_SV[index], count, token_id) if wanted else {}
+            sampled.append(SampledToken(seq.new.id, token_id, found))
+        return tuple(sampled)
+
+    def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
+        layout, size = self.mesh.layout, self.spec.vocab_size
+        logits_Sv = self.model.logits(hidden_SH)
+        # Uneven shares are padded to the largest, because a gather wants equal shapes.
+        widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.stage.ranks]
+        padded_SW = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
+        parts = self.mesh.stage.gather(padded_SW)
+        trimmed = [part[:, :width] for part, width in zip(parts, widths, strict=False)]
+        return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
+
+    def _batch(self, step: Step) -> Batch:
+        sequences, rows, starts = [], [], [0]
+        for work in step.work:
+            seq = self.sequences[work.id]
+            seq.add_blocks(work.new_blocks, self.kvp_rank)
+            rows.append(self._advance(seq, work))
+            sequences.append(seq)
+            starts.append(starts[-1] + work.num_tokens)
+        counts = torch.tensor([work.num_tokens for work in step.work])
+        frequencies_TR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts, dim=0)
+        positions_T = torch.cat([part.positions for part in rows])
+        cos_TR, sin_TR = rotation(
+            positions_T.to(self.device), frequencies_TR.to(self.device), self.spec.rope.attention_factor
+        )
+        longest = max(len(seq.local_blocks) for seq in sequences)
+        blocks_BJ = torch.tensor(
+            [seq.local_blocks + [0] * (longest - len(seq.local_blocks)) for seq in sequences], dtype=torch.int64
+        )
+        return Batch(
+            token_ids_T=torch.cat([part.token_ids for part in rows]).to(self.device),
+            cos_TR=cos_TR,
+            sin_TR=sin_TR,
+            slots_T=torch.cat([part.slots for part in rows]).to(self.device),
+            limits_T=torch.cat([part.limits for part in rows]).to(self.device),
+            row_starts_B=torch.tensor(starts).to(self.device),
+            blocks_BJ=blocks_BJ.view(len(sequences), longest).to(self.device),
+        )
+
+    def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
+        """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""
+        stop = seq.length + work.num_tokens
+        positions = torch.arange(seq.length, stop)
+        first_block = seq.length // self.block_tokens
+        owners = torch.tensor(seq.owners[first_block : -(-stop // self.block_tokens)])
+        mine = owners[positions // self.block_tokens - first_block] == self.kvp_rank
+        limits = seq.local_length + mine.cumsum(0)
+        # Local order follows position, so the i-th local token lies in the sequence's local block i // D.
+        local_index = (limits - 1).clamp_(min=0)
+        first_local = seq.local_length // self.block_tokens
+        last_local = -(-int(limits[-1]) // self.block_tokens)
+        blocks = torch.tensor([*seq.local_blocks[first_local:last_local], 0])
+        block = blocks[(local_index // self.block_tokens - first_local).clamp_(min=0)]
+        slots = torch.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
+        token_ids = torch.tensor(seq.token_ids[seq.length : stop])
+        seq.length, seq.local_length = stop, int(limits[-1])
+        return _Rows(token_ids, positions, slots, limits)

@@ -1,0 +1,61 @@
+"""Choosing the next token from one row of logits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longhelix.request import SamplingParams
+
+
+def sample(logits_V: Tensor, params: SamplingParams, seed: int, token_ids: Sequence[int]) -> int:
+    """The next token after `token_ids`. logits_V float32, left as they are.
+
+    Greedy takes the lowest id of the largest logits. Otherwise one uniform number, keyed by (seed, position), is
+    looked up in the cumulative distribution of what the filters leave, likeliest first: no other request, batch or
+    layout has a part in it.
+    """
+    logits_V = _penalise(logits_V, params.repetition_penalty, token_ids)
+    if params.temperature == 0:
+        return int(logits_V.argmax())
+    sorted_V, ids_V = (logits_V / params.temperature).sort(descending=True, stable=True)
+    kept = _filter(sorted_V, params)
+    cumulative = sorted_V[:kept].double().softmax(-1).cumsum(-1)
+    index = torch.searchsorted(cumulative, uniform(seed, len(token_ids)) * cumulative[-1], right=True)
+    return int(ids_V[min(int(index), kept - 1)])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number of [0, 1) that depends on the seed and the position alone (Philox, counter-based)."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+def logprobs(logits_V: Tensor, count: int, chosen: int) -> dict[int, float]:
+    """Natural-log probabilities of the `count` likeliest tokens and of the chosen one, likeliest first."""
+    logprobs_V = logits_V.log_softmax(-1)
+    best = logprobs_V.topk(min(count, len(logprobs_V)))
+    found = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return found | {chosen: float(logprobs_V[chosen])}
+
+
+def _penalise(logits_V: Tensor, penalty: float, token_ids: Sequence[int]) -> Tensor:
+    """Repetition penalty over prompt and output (arXiv 1909.05858, section 4.1)."""
+    if penalty == 1:
+        return logits_V
+    seen = torch.tensor(sorted(set(token_ids)), device=logits_V.device)
+    values = logits_V[seen]
+    return logits_V.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+
+
+def _filter(sorted_V: Tensor, params: SamplingParams) -> int:
+    """How many of the logits, sorted with the largest first, pass top-k, then top-p, then min-p: at least one."""
+    kept = min(params.top_k, len(sorted_V)) if params.top_k else len(sorted_V)
+    if params.top_p < 1:
+        before = sorted_V[:kept].softmax(-1).cumsum(-1)
+        # A token stays while what lies before it has not yet reached top_p.
+        kept = 1 + int((before[: kept - 1] < params.top_p).sum())
+    if params.min_p > 0:
+        probabilities = sorted_V[:kept].softmax(-1)
+        kept = int((probabilities >= params.min_p * probabilities[0]).sum())
+    return max(kept, 1)

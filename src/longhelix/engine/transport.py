@@ -1,0 +1,128 @@
+"""What engine and workers say to each other, and the sockets that carry it.
+
+msgspec messages over ZeroMQ, on a socket file in a directory that only this user can enter: nothing listens on the
+network, and no message is ever code.
+"""
+
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from longhelix.engine.config import EngineConfig
+from longhelix.request import Step, StepResult
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Engine: load your part of the model."""
+
+    config: EngineConfig
+
+
+class Run(msgspec.Struct, tag=True, frozen=True):
+    """Engine: execute a step."""
+
+    step: Step
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Engine: end yourself."""
+
+
+class Joined(msgspec.Struct, tag=True, frozen=True):
+    """Worker: I am up and want to be told what to load."""
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Worker: my process runs (sent about every second, whatever its main thread does)."""
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """Worker: so many more elements of the weights are in."""
+
+    elements: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Worker: I take steps."""
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """Worker: a step's result; the stage's first rank adds the logprobs."""
+
+    result: StepResult
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank went first.
+
+    `user_error_code`: the code of a UserError, empty for other causes.
+    """
+
+    cause: str
+    lost_peer: bool
+    user_error_code: str
+
+
+ToWorker = Start | Run | Stop
+ToEngine = Joined | Alive | Loaded | Ready | Done | Failed
+
+
+class EngineSocket:
+    """The engine's end: one socket to all ranks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
+        self._socket.bind(f"ipc://{directory / 'engine'}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, ranks: range, message: ToWorker) -> None:
+        """Give one message to all `ranks`; a rank that is gone shows in `receive`'s silence, not here."""
+        payload = self._encoder.encode(message)
+        for rank in ranks:
+            try:
+                self._socket.send_multipart((_identity(rank), payload))
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+
+    def receive(self, timeout_s: float) -> tuple[int, ToEngine] | None:
+        """The next (rank, message), or None after `timeout_s`."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        identity, payload = self._socket.recv_multipart()
+        return int(identity.split(b"-")[1]), self._decoder.decode(payload)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class WorkerSocket:
+    """A worker's end. Sockets belong to one thread; the heartbeat has its own, named apart."""
+
+    def __init__(self, directory: Path, rank: int, role: str = "main") -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.IDENTITY, _identity(rank, role))
+        self._socket.connect(f"ipc://{directory / 'engine'}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+
+    def send(self, message: ToEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self) -> ToWorker:
+        return self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        """Close after what was sent has had a second to leave."""
+        self._context.destroy()
+
+
+def _identity(rank: int, role: str = "main") -> bytes:
+    return f"rank-{rank}-{role}".encode()

@@ -1,0 +1,125 @@
+"""A worker: one process, one rank. It does what the engine says and decides nothing."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.transport import (
+    Alive,
+    Done,
+    Failed,
+    Joined,
+    Loaded,
+    Ready,
+    Run,
+    Start,
+    Stop,
+    WorkerSocket,
+)
+from longhelix.errors import UserError
+
+HEARTBEAT_S = 1.0
+
+
+def main() -> int:
+    """Entry of `python -m longhelix.engine.worker`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    arguments = parser.parse_args()
+    return serve(arguments.directory, arguments.rank)
+
+
+def serve(directory: Path, rank: int) -> int:
+    """Serve the engine behind `directory` until it says stop; returns the process's exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the engine's to handle
+    threading.Thread(target=_beat, args=(directory, rank, os.getppid()), daemon=True).start()
+    socket = WorkerSocket(directory, rank)
+    try:
+        _serve(socket, directory, rank)
+    except Exception as error:
+        user_error_code = error.code if isinstance(error, UserError) else ""
+        lost_peer = type(error).__name__ == "PeerLostError"
+        if not user_error_code and not lost_peer:
+            traceback.print_exc()
+        cause = str(error) if user_error_code else f"{type(error).__name__}: {error}"
+        socket.send(Failed(cause, lost_peer, user_error_code))
+        return 1
+    finally:
+        socket.close()
+    return 0
+
+
+def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
+    socket.send(Joined())
+    match socket.receive():
+        case Start(config):
+            runner = _load(config, directory, rank, socket)
+        case _:
+            return
+    socket.send(Ready())
+    while True:
+        match socket.receive():
+            case Run(step):
+                socket.send(Done(runner.execute(step)))
+            case Stop():
+                return
+
+
+def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket):
+    """Join the other ranks and build this one's part of the model."""
+    import torch
+    import torch.distributed as dist
+
+    from longhelix.cache.pool import KVPool
+    from longhelix.engine.runner import ModelRunner
+    from longhelix.models.checkpoint import open_checkpoint
+    from longhelix.models.decoder import Decoder
+    from longhelix.models.parameters import declare
+    from longhelix.models.weights import load
+    from longhelix.parallel.mesh import Mesh
+
+    torch.set_num_threads(config.threads_per_rank)
+    spec, layout, device = config.spec, config.layout, torch.device("cpu")
+    if layout.world_size > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host: nothing listens beyond it
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=layout.world_size
+        )
+    mesh = Mesh.build(layout, rank)
+    weights = load(
+        open_checkpoint(config.model_path),
+        declare(spec, layout, rank),
+        getattr(torch, config.dtype),
+        device,
+        lambda elements: socket.send(Loaded(elements)),
+    )
+    pool = KVPool(
+        spec.num_layers,
+        config.scheduler.num_blocks,
+        config.scheduler.block_tokens,
+        len(layout.kv_heads(config.heads, rank)),
+        spec.head_size,
+        getattr(torch, config.kv_dtype),
+        device,
+    )
+    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights), pool)
+
+
+def _beat(directory: Path, rank: int, parent: int) -> None:
+    """Tell the engine that this process runs; end it if the parent is gone, so that no rank is left an orphan."""
+    socket = WorkerSocket(directory, rank, role="heartbeat")
+    while os.getppid() == parent:
+        socket.send(Alive())
+        time.sleep(HEARTBEAT_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The truth in plain torch: slow, short, float32 inside. Every fast form is tested against these functions."""
+
+import torch
+from torch import Tensor
+
+# Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
+_TILE_ROWS = 128
+
+
+def partial_attention(
+    q_TqC: Tensor,
+    k_PDkC: Tensor,
+    v_PDkC: Tensor,
+    blocks_BJ: Tensor,
+    row_starts_B: Tensor,
+    limits_T: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `ops.partial_attention`."""
+    out_TqC = torch.zeros_like(q_TqC)
+    lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
+    starts = row_starts_B.tolist()
+    for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
+        longest = int(limits_T[start:stop].max()) if stop > start else 0
+        if longest == 0:
+            continue
+        used = blocks_J[: -(-longest // k_PDkC.shape[1])]
+        k_SkC = k_PDkC[used].flatten(0, 1)[:longest].float()
+        v_SkC = v_PDkC[used].flatten(0, 1)[:longest].float()
+        for tile in range(start, stop, _TILE_ROWS):
+            rows = slice(tile, min(tile + _TILE_ROWS, stop))
+            seen = int(limits_T[rows].max())
+            out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], limits_T[rows], scale)
+    return out_TqC, lse_Tq
+
+
+def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention of rows that each see the first `limits_T` keys; query heads in groups over KV heads."""
+    rows, num_query_heads, head_size = q_TqC.shape
+    num_kv_heads = k_SkC.shape[1]
+    q_kgTC = q_TqC.float().mul(scale).view(rows, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
+    k_k1CS = k_SkC.permute(1, 2, 0).unsqueeze(1)
+    v_k1SC = v_SkC.transpose(0, 1).unsqueeze(1)
+    scores_kgTS = q_kgTC @ k_k1CS
+    hidden_TS = torch.arange(k_SkC.shape[0], device=limits_T.device) >= limits_T.unsqueeze(1)
+    scores_kgTS.masked_fill_(hidden_TS, -torch.inf)
+    lse_kgT = scores_kgTS.logsumexp(-1)
+    # A row that sees nothing has LSE -inf; any finite base then gives exp(-inf) = 0 in place of NaN.
+    base_kgT = lse_kgT.masked_fill(lse_kgT == -torch.inf, 0.0)
+    out_kgTC = scores_kgTS.sub_(base_kgT.unsqueeze(-1)).exp_() @ v_k1SC
+    out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, head_size)
+    return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
+
+
+def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.merge_states`."""
+    accurate = torch.promote_types(out_NTQC.dtype, torch.float32)
+    largest_TQ = lse_NTQ.amax(0)
+    # Where all shards are empty, any finite base makes every weight exp(-inf) = 0.
+    base_TQ = largest_TQ.masked_fill(largest_TQ == -torch.inf, 0.0)
+    total_TQ = torch.zeros_like(base_TQ, dtype=accurate)
+    sum_TQC = torch.zeros(out_NTQC.shape[1:], dtype=accurate, device=out_NTQC.device)
+    for out_TQC, lse_TQ in zip(out_NTQC, lse_NTQ, strict=True):  # rank order: the same bits on every run
+        weight_TQ = (lse_TQ - base_TQ).to(accurate).exp()
+        # An empty shard's output may hold anything, NaN included, and 0 * NaN is NaN.
+        out_TQC = out_TQC.to(accurate).masked_fill((lse_TQ == -torch.inf).unsqueeze(-1), 0.0)
+        sum_TQC += weight_TQ.unsqueeze(-1) * out_TQC
+        total_TQ += weight_TQ
+    lse_TQ = base_TQ + total_TQ.log()
+    out_TQC = sum_TQC / total_TQ.masked_fill(total_TQ == 0, 1.0).unsqueeze(-1)
+    return out_TQC.to(out_NTQC.dtype), lse_TQ.to(lse_NTQ.dtype)
+
+
+def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
+    """See `ops.write_kv`."""
+    mine_T = slots_T >= 0
+    k_PDkC.flatten(0, 1)[slots_T[mine_T]] = k_TkC[mine_T].to(k_PDkC.dtype)
+    v_PDkC.flatten(0, 1)[slots_T[mine_T]] = v_TkC[mine_T].to(v_PDkC.dtype)
