@@ -260,7 +260,7 @@ def test_sentencepiece_joins_by_score_in_any_vocabulary(scores, text):
 
 
 def test_sentencepiece_spells_no_byte_token():
-    scores = {token: 0.0 for token in [*"<0x41>", "<0", "<0x", "<0x4", "<0x41"]}
+    scores = dict.fromkeys([*"<0x41>", "<0", "<0x", "<0x4", "<0x41"], 0.0)
     assert pieces(sentencepiece_metadata(scores, ["<0x41>"]), "<0x41>") == ["<0x41", ">"]
 
 
@@ -504,7 +504,7 @@ class CountingBackend:
 
 @pytest.mark.parametrize("text", ["hello world ", "日本語", "<s>"])
 def test_stream_decodes_few_ids_at_a_time(text):
-    assert most_ids_decoded(byte_level_backend().encode(text * 200, add_special_tokens=False).ids) <= 8
+    assert most_ids_decoded(byte_level_backend().encode(text * 200, add_special_tokens=False).ids) <= 16
 
 
 def test_stream_of_no_text_decodes_few_ids_at_a_time():
