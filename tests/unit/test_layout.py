@@ -234,10 +234,16 @@ def test_products_that_differ_are_refused_with_the_tpf_that_works():
     assert Layout(kvp=2, tpa=4, tpf=4, ep=2) == Layout(kvp=2, tpa=4, ep=2)
 
 
-@pytest.mark.parametrize("degrees", [{"ep": 4}, {"ffn_replicas": 4}, {"ep": 2, "ffn_replicas": 2}, {"ep": 12}])
-def test_experts_that_do_not_divide_the_ranks_are_refused(degrees):
-    with pytest.raises(UserError, match=r"6 ranks do not divide by .*: set ep to a divisor of 6") as caught:
-        Layout(kvp=2, tpa=3, **degrees)
+@pytest.mark.parametrize("ep", [4, 5, 12])
+def test_an_ep_that_does_not_divide_the_ranks_is_refused_with_what_would(ep):
+    with pytest.raises(UserError, match=rf"6 ranks do not divide by .* {ep}: set ep to a divisor of 6") as caught:
+        Layout(kvp=2, tpa=3, ep=ep)
+    assert caught.value.code == "invalid_layout"
+
+
+def test_ffn_replicas_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(UserError, match=r"6 ranks do not divide by .* 4") as caught:
+        Layout(kvp=2, tpa=3, ffn_replicas=4)
     assert caught.value.code == "invalid_layout"
 
 

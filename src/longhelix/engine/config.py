@@ -42,6 +42,12 @@ class EngineConfig:
     def weight_bytes(self, rank: int) -> int:
         return self.weight_elements(rank) * DTYPE_BYTES[self.dtype]
 
+    def weight_bytes_read(self, rank: int) -> int:
+        """Bytes of weights that one decode step reads: all but an embedding that is not the head as well."""
+        parameters = declare(self.spec, self.layout, rank)
+        read = (p for p in parameters if p.name != "embedding" or self.spec.tied_embeddings)
+        return sum(parameter.num_elements for parameter in read) * DTYPE_BYTES[self.dtype]
+
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
         return self.spec.kv_bytes_per_token(self.kv_dtype, len(self.layout.kv_heads(self.heads, rank)))

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -118,6 +119,7 @@ def _beat(directory: Path, rank: int, parent: int) -> None:
     while os.getppid() == parent:
         socket.send(Alive())
         time.sleep(HEARTBEAT_S)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

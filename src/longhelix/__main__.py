@@ -1,0 +1,7 @@
+"""`python -m longhelix`."""
+
+import sys
+
+from longhelix.cli.main import main
+
+sys.exit(main())

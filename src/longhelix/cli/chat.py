@@ -1,0 +1,43 @@
+"""`longhelix chat`: a conversation in the terminal."""
+
+import sys
+
+from longhelix.cli.options import ModelOptions, SamplingOptions
+from longhelix.engine.llm import LLM
+from longhelix.errors import UserError
+from longhelix.request import SamplingParams
+
+
+def chat(model: ModelOptions, sampling: SamplingOptions = SamplingOptions()) -> None:  # noqa: B008 - frozen
+    """Talk with a model: one line a turn; an empty line or end of input ends it. Ctrl-C cuts an answer short."""
+    params = sampling.params()
+    messages: list[dict[str, str]] = []
+    with model.start() as llm:
+        while line := _read_line():
+            messages.append({"role": "user", "content": line})
+            try:
+                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            except UserError as error:  # too long, say: the conversation so far is still good
+                messages.pop()
+                print(f"error: {error}", file=sys.stderr)
+
+
+def _read_line() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    request_id = llm.add(llm.tokenizer.encode_chat(messages), params)
+    text = ""
+    try:
+        while llm.has_work:
+            for delta in llm.step():
+                text += delta.text
+                print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        llm.abort(request_id)
+    print()
+    return text

@@ -1,0 +1,68 @@
+"""Entry of the command line: runs a verb, and turns every error into one sentence and an exit status."""
+
+import difflib
+import importlib.metadata
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, UnknownCommandError
+
+from longhelix.errors import EngineError, UserError
+
+USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+
+app = App(name="longhelix", help=__doc__, version=lambda: importlib.metadata.version("longhelix"))
+app.help = "Exact LLM inference with contexts of millions of tokens."
+app.command("longhelix.cli.generate:generate", name="generate")
+app.command("longhelix.cli.chat:chat", name="chat")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 2 for a user's error, 1 for a failed engine."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
+    warnings.showwarning = _show_warning
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        return _fail(_usage_error(error), "usage", USER_ERROR, as_json)
+    except UserError as error:
+        return _fail(str(error), error.code, USER_ERROR, as_json)
+    except EngineError as error:
+        return _fail(str(error), error.code, ENGINE_ERROR, as_json)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _fail(message: str, code: str, status: int, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": {"message": message, "code": code}}))
+    else:
+        print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def _usage_error(error: CycloptsError) -> str:
+    message = " ".join(str(error).split())
+    if isinstance(error, UnknownCommandError):
+        verbs = [name for name in app if not name.startswith("-")]
+        nearest = difflib.get_close_matches(error.unused_tokens[0] if error.unused_tokens else "", verbs, 1, 0)
+        return f"{message} Did you mean {nearest[0]}?"
+    return message
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _terminate(number, frame) -> None:
+    raise SystemExit(TERMINATED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Options that verbs share, and what they make of them."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, Token
+from rich.console import Console
+from rich.progress import Progress
+
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.llm import LLM
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.request import SamplingParams
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+stderr = Console(stderr=True)
+
+
+def size(type_: Any, tokens: tuple[Token, ...]) -> int:
+    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary."""
+    text = tokens[0].value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?i?)", text)
+    number = float(match[1]) * _UNITS.get(match[2].lower(), 0.5) if match else 0.5
+    if number != int(number):
+        raise ValueError(f'"{text}" is no size: give a whole number such as 4096, 128k or 64Ki')
+    return int(number)
+
+
+Size = Annotated[int, Parameter(converter=size, negative=())]
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how it is laid out over ranks."""
+
+    model: str
+    "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    layout: Literal["auto"] | None = None
+    "`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth."
+    kvp: int | None = None
+    "Ranks that share each request's KV along the sequence. [default: 1]"
+    tpa: int | None = None
+    "Ranks that share its attention heads. [default: 1]"
+    tpf: int | None = None
+    "Ranks that share an FFN's columns. [default: kvp * tpa / ep]"
+    ep: int | None = None
+    "Ranks that share the experts. [default: 1]"
+    pp: int | None = None
+    "Pipeline stages. [default: 1]"
+    dtype: str | None = None
+    "float32, bfloat16 or float16. [default: the checkpoint's; bfloat16 for GGUF]"
+    kv_dtype: str | None = None
+    "The KV cache's dtype. [default: dtype]"
+    max_model_len: Size | None = None
+    "Most tokens of prompt and answer. [default: the model's positions]"
+    rope_scaling: str | None = None
+    'RoPE settings as JSON, such as {"rope_type": "yarn", "factor": 4}. [default: the model\'s own]'
+    kv_cache_tokens: Size | None = None
+    "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]"
+    chunk_tokens: Size = 512
+    "Prompt tokens that run in one step."
+    block_tokens: int = 16
+    "Tokens of a KV block."
+    placement: Literal["striped", "growing", "local"] = "striped"
+    "Which KVP rank takes a request's next KV block."
+    growth_limit_tokens: Size = 4096
+    "With growing placement: tokens on a rank before the next one joins."
+
+    def start(self) -> LLM:
+        """Start the engine, with a progress bar and what it resolved to on standard error."""
+        with Progress(console=stderr, transient=True) as progress:
+            bar = progress.add_task("loading weights", total=1.0)
+            llm = LLM(
+                self.model,
+                self._layout(),
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                max_model_len=self.max_model_len,
+                rope_scaling=self._rope_scaling(),
+                kv_cache_tokens=self.kv_cache_tokens,
+                chunk_tokens=self.chunk_tokens,
+                block_tokens=self.block_tokens,
+                placement=self.placement,
+                growth_limit_tokens=self.growth_limit_tokens,
+                on_load=lambda share: progress.update(bar, completed=share),
+            )
+        for line in describe(llm.config):
+            print(line, file=sys.stderr)
+        return llm
+
+    def _layout(self) -> Layout:
+        given = {name: getattr(self, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+        given = {name: degree for name, degree in given.items() if degree is not None}
+        if self.layout == "auto" and given:
+            raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(given))}", "invalid_layout")
+        return Layout(**given)
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        if self.rope_scaling is None:
+            return None
+        try:
+            settings = json.loads(self.rope_scaling)
+        except json.JSONDecodeError as error:
+            raise UserError(f"--rope-scaling is not JSON ({error}): give an object in quotes") from error
+        if not isinstance(settings, dict):
+            raise UserError('--rope-scaling must be a JSON object, such as {"rope_type": "linear", "factor": 2}')
+        return settings
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How new tokens are chosen."""
+
+    max_new_tokens: Size = 128
+    "Most tokens of the answer."
+    temperature: float = 0.0
+    "0 takes the likeliest token each time."
+    top_k: int = 0
+    "Keep the k likeliest tokens; 0 keeps all."
+    top_p: float = 1.0
+    "Keep the likeliest tokens that together reach this probability."
+    min_p: float = 0.0
+    "Keep tokens at least this likely, relative to the likeliest."
+    repetition_penalty: float = 1.0
+    "Above 1 makes tokens that have occurred less likely."
+    seed: int | None = None
+    "The same seed gives the same draws. [default: a new one each time]"
+    stop: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    "Text that ends the answer, before itself; may be given several times."
+    stop_token_ids: Annotated[tuple[int, ...], Parameter(negative=())] = ()
+    "Token ids that end the answer."
+    ignore_eos: Flag = False
+    "Go on after the model's end-of-sequence token."
+    logprobs: int | None = None
+    "Also give the N likeliest tokens and their log-probabilities."
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+
+
+def describe(config: EngineConfig) -> list[str]:
+    """What the engine resolved to, in words that operators search logs for."""
+    layout, scheduler = config.layout, config.scheduler
+    held_tokens = scheduler.num_blocks * scheduler.block_tokens * layout.kvp
+    return [
+        f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
+        f"{layout.world_size} ranks x {config.threads_per_rank} threads; {config.dtype}, KV {config.kv_dtype}",
+        f"KV cache holds {held_tokens} tokens ({scheduler.placement}, blocks of {scheduler.block_tokens}); "
+        f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "
+        f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",
+    ]

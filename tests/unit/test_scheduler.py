@@ -1,0 +1,542 @@
+import re
+import zlib
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhelix.errors import UserError
+from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.scheduler import PLACEMENTS, Scheduler, SchedulerConfig
+
+pytestmark = pytest.mark.unit
+
+VOCAB = 50
+WHOLE = 10_000
+
+
+def next_token(token_ids) -> int:
+    """The fake model: a token that depends on every token before it."""
+    return zlib.crc32(repr(list(token_ids)).encode()) % VOCAB
+
+
+def expected_output(request: Request) -> list[int]:
+    """What one request alone gives: new tokens without the one that stopped it."""
+    token_ids = list(request.prompt_token_ids)
+    while len(token_ids) < request.capacity_tokens:
+        token = next_token(token_ids)
+        if token in request.stop_token_ids:
+            break
+        token_ids.append(token)
+    return token_ids[len(request.prompt_token_ids) :]
+
+
+@dataclass
+class Replica:
+    """A worker's copy of one sequence, advanced by what steps say and nothing else."""
+
+    new: NewSequence
+    token_ids: list[int]
+    length: int = 0
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def prompt_left(self) -> int:
+        return max(len(self.new.prompt_token_ids) - self.length, 0)
+
+    @property
+    def wants_decode(self) -> bool:
+        return self.prompt_left == 0 and len(self.token_ids) < self.new.capacity_tokens
+
+
+class FakeRunner:
+    """All ranks in one process: keeps KV as (sequence, position, token) in slots, samples from what it reads back."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.replicas: dict[int, Replica] = {}
+        self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
+        self.steps = []
+        self.first_blocks: dict[int, int] = {}
+        self.results: deque[StepResult] = deque()
+
+    def submit(self, step) -> None:
+        self.results.append(self.execute(step))
+
+    def collect(self) -> StepResult:
+        return self.results.popleft()
+
+    def execute(self, step) -> StepResult:
+        assert step.id == len(self.steps) + 1
+        self.steps.append(step)
+        for sequence_id in step.ended:
+            del self.replicas[sequence_id]
+        for new in step.new:
+            assert new.id not in self.replicas
+            self.replicas[new.id] = Replica(new, list(new.prompt_token_ids))
+        self.check_plan(step)
+        for work in step.work:
+            self.write(work)
+        sampled = []
+        for work in step.work:
+            seq = self.replicas[work.id]
+            assert self.read(work.id) == seq.token_ids[: seq.length]
+            if work.sample:
+                assert seq.length == len(seq.token_ids)
+                seq.token_ids.append(next_token(self.read(work.id)))
+                sampled.append(SampledToken(work.id, seq.token_ids[-1]))
+        return StepResult(step.id, tuple(sampled), step.num_tokens, 0)
+
+    def check_plan(self, step) -> None:
+        """Every running sequence that can decode does; prompts fill the chunk budget, oldest first."""
+        decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
+        assert [(work.id, work.num_tokens, work.sample) for work in step.work[: len(decodes)]] == [
+            (sequence_id, 1, True) for sequence_id in decodes
+        ]
+        budget, chunks = self.config.chunk_tokens, []
+        for seq in self.replicas.values():
+            num_tokens = min(seq.prompt_left, budget)
+            if num_tokens:
+                chunks.append((seq.new.id, num_tokens, num_tokens == seq.prompt_left))
+                budget -= num_tokens
+        assert [(work.id, work.num_tokens, work.sample) for work in step.work[len(decodes) :]] == chunks
+        assert len(self.replicas) <= self.config.max_running
+
+    def write(self, work) -> None:
+        seq, block_tokens = self.replicas[work.id], self.config.block_tokens
+        taken = {block for other in self.replicas.values() for block in other.blocks}
+        for block in work.new_blocks:
+            assert 0 <= block.id < self.config.num_blocks
+            assert (block.owner, block.id) not in taken
+            taken.add((block.owner, block.id))
+            seq.blocks.append((block.owner, block.id))
+        for position in range(seq.length, seq.length + work.num_tokens):
+            owner, block_id = seq.blocks[position // block_tokens]
+            slot = block_id * block_tokens + position % block_tokens
+            self.pools[owner][slot] = (work.id, position, seq.token_ids[position])
+        seq.length += work.num_tokens
+        assert len(seq.blocks) == -(-seq.length // block_tokens)
+        self.first_blocks.setdefault(work.id, seq.blocks[0][0])
+
+    def read(self, sequence_id: int) -> list[int]:
+        """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
+        seq, block_tokens = self.replicas[sequence_id], self.config.block_tokens
+        found: dict[int, int] = {}
+        for rank in range(self.config.kvp):
+            local = [block_id for owner, block_id in seq.blocks if owner == rank]
+            placement = self.config.place(self.first_blocks[sequence_id])
+            slots = [
+                local[index // block_tokens] * block_tokens + index % block_tokens
+                for index in range(placement.local_length(rank, seq.length))
+            ]
+            entries = [self.pools[rank][slot] for slot in slots]
+            assert all(entry[0] == sequence_id for entry in entries)
+            positions = [position for _, position, _ in entries]
+            assert positions == sorted(positions)
+            found |= {position: token for _, position, token in entries}
+        return [found[position] for position in range(seq.length)]
+
+
+@dataclass
+class Outcome:
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    kv_tokens_per_rank: tuple[int, ...] = ()
+
+
+def request(request_id: int, prompt_tokens: int, max_new_tokens: int = 4, stop=(), first: int = 0) -> Request:
+    prompt = tuple((first + request_id * 31 + index) % VOCAB for index in range(prompt_tokens))
+    return Request(request_id, prompt, SamplingParams(max_new_tokens=max_new_tokens), frozenset(stop), 0, 0.0)
+
+
+class Engine:
+    """A loop over the fake runner, and what came out per request."""
+
+    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+        self.scheduler = Scheduler(config)
+        self.runner = FakeRunner(config)
+        self.loop = Loop(self.scheduler, self.runner, depth)
+        self.outcomes: dict[int, Outcome] = {}
+        self.num_sampled = 0
+
+    def add(self, *requests: Request) -> None:
+        for new in requests:
+            self.loop.add(new)
+            self.outcomes[new.id] = Outcome()
+
+    def step(self) -> None:
+        stepped = self.loop.step()
+        assert stepped is not None
+        result, events = stepped
+        self.num_sampled += len(result.sampled)
+        for event in events:
+            outcome = self.outcomes[event.request_id]
+            assert outcome.finish_reason is None
+            if event.sampled is not None:
+                outcome.token_ids.append(event.sampled.token_id)
+            if event.finish_reason is not None:
+                outcome.finish_reason = event.finish_reason
+                outcome.kv_tokens_per_rank = event.kv_tokens_per_rank
+
+    def abort(self, request_id: int) -> tuple[int, ...] | None:
+        held = self.loop.abort(request_id)
+        if held is not None:
+            self.outcomes[request_id].finish_reason = "abort"
+            self.outcomes[request_id].kv_tokens_per_rank = held
+        return held
+
+    def drain(self) -> dict[int, Outcome]:
+        while self.loop.has_work:
+            self.step()
+        assert self.loop.step() is None
+        self.assert_nothing_is_left()
+        return self.outcomes
+
+    def free_blocks(self) -> list[int]:
+        return [allocator.available for allocator in self.scheduler._allocators]
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.free_blocks() == [self.scheduler.config.num_blocks] * self.scheduler.config.kvp
+        assert all(allocator.reserved == 0 for allocator in self.scheduler._allocators)
+        assert not self.runner.replicas
+        assert not self.runner.results
+
+
+def config(**settings) -> SchedulerConfig:
+    return SchedulerConfig(**{"kvp": 2, "num_blocks": 100, "max_model_len": 1000, "block_tokens": 4} | settings)
+
+
+def run(settings: SchedulerConfig, *requests: Request, depth: int = 1) -> dict[int, Outcome]:
+    engine = Engine(settings, depth)
+    engine.add(*requests)
+    return engine.drain()
+
+
+BATCH = (request(0, 37, 9), request(1, 1, 5), request(2, 64, 1), request(3, 16, 12), request(4, 5, 7))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 64, WHOLE])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_outputs_do_not_depend_on_chunks_depth_or_placement(placement, chunk_tokens, depth):
+    outcomes = run(
+        config(placement=placement, chunk_tokens=chunk_tokens, growth_limit_tokens=8, kvp=3), *BATCH, depth=depth
+    )
+    assert {key: outcome.token_ids for key, outcome in outcomes.items()} == {
+        asked.id: expected_output(asked) for asked in BATCH
+    }
+    assert {outcome.finish_reason for outcome in outcomes.values()} == {"length"}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_kv_tokens_at_the_end_follow_the_closed_form(placement, depth):
+    settings = config(placement=placement, growth_limit_tokens=8, kvp=3)
+    engine = Engine(settings, depth)
+    engine.add(*BATCH)
+    for key, outcome in engine.drain().items():
+        asked = BATCH[key]
+        length = len(asked.prompt_token_ids) + len(outcome.token_ids) - 1
+        place = settings.place(engine.runner.first_blocks[key])
+        assert outcome.kv_tokens_per_rank == tuple(place.local_length(rank, length) for rank in range(3))
+
+
+def test_the_prompt_comes_in_chunks_of_the_budget():
+    engine = Engine(config(chunk_tokens=16))
+    engine.add(request(0, 37, 2))
+    engine.drain()
+    work = [(item.num_tokens, item.sample) for step in engine.runner.steps for item in step.work]
+    assert work == [(16, False), (16, False), (5, True), (1, True)]
+
+
+def test_one_step_mixes_decodes_with_chunks_of_several_prompts():
+    engine = Engine(config(chunk_tokens=16))
+    engine.add(request(0, 3, 8))
+    engine.step()
+    engine.add(request(1, 10), request(2, 10))
+    engine.step()
+    mixed = engine.runner.steps[-1]
+    assert [(work.id, work.num_tokens, work.sample) for work in mixed.work] == [
+        (0, 1, True),
+        (1, 10, True),
+        (2, 6, False),
+    ]
+    assert mixed.num_tokens == 17
+    engine.drain()
+
+
+def test_requests_start_first_come_first_served():
+    engine = Engine(config(num_blocks=12, max_running=3), depth=2)
+    asked = [request(index, 5 + 7 * (index % 4), 3) for index in range(12)]
+    engine.add(*asked)
+    engine.drain()
+    assert [new.id for step in engine.runner.steps for new in step.new] == list(range(12))
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits():
+    engine = Engine(config(kvp=1, num_blocks=10))
+    engine.add(request(0, 20, 5), request(1, 30, 5), request(2, 1, 1))
+    engine.step()
+    assert list(engine.runner.replicas) == [0]
+    engine.drain()
+    assert [new.id for step in engine.runner.steps for new in step.new] == [0, 1, 2]
+
+
+def test_a_request_waits_for_a_full_pool_and_runs_later():
+    engine = Engine(config(kvp=2, num_blocks=3))
+    asked = (request(0, 20, 4), request(1, 20, 4))
+    engine.add(*asked)
+    while engine.outcomes[0].finish_reason is None:
+        assert not engine.outcomes[1].token_ids
+        assert 1 not in engine.runner.replicas
+        engine.step()
+    outcomes = engine.drain()
+    assert [outcomes[key].token_ids for key in (0, 1)] == [expected_output(one) for one in asked]
+
+
+def test_no_more_requests_run_than_max_running():
+    engine = Engine(config(max_running=2))
+    engine.add(*(request(index, 4, 3) for index in range(5)))
+    engine.step()
+    assert list(engine.runner.replicas) == [0, 1]
+    engine.drain()
+
+
+def test_a_requests_whole_capacity_is_set_aside_at_admission():
+    engine = Engine(config(kvp=2, num_blocks=100))
+    engine.add(request(0, 5, 20))
+    engine.step()
+    # 24 tokens get KV (the last one never does): 6 blocks over 2 ranks.
+    assert engine.free_blocks() == [97, 97]
+    engine.drain()
+
+
+def test_short_striped_requests_start_on_different_ranks():
+    engine = Engine(config(kvp=4, block_tokens=16))
+    engine.add(*(request(index, 5, 3) for index in range(8)))
+    engine.drain()
+    starts = [engine.runner.first_blocks[index] for index in range(8)]
+    assert sorted(starts[:4]) == sorted(starts[4:]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stop_token_ends_a_request_and_is_not_part_of_its_output(depth):
+    full = expected_output(request(0, 10, 20))
+    stop = full[6]
+    asked = (request(0, 10, 20, stop=[stop]), request(1, 10, 20, first=7))
+    engine = Engine(config(), depth)
+    engine.add(*asked)
+    outcomes = engine.drain()
+    assert outcomes[0].token_ids == full[: full.index(stop)]
+    assert outcomes[0].finish_reason == "stop"
+    assert outcomes[1].token_ids == expected_output(asked[1])
+    assert outcomes[1].finish_reason == "length"
+
+
+def test_tokens_that_ran_on_after_a_stop_token_are_dropped():
+    full = expected_output(request(0, 10, 20))
+    one = Engine(config(), depth=1)
+    three = Engine(config(), depth=3)
+    for engine in (one, three):
+        engine.add(request(0, 10, 20, stop=[full[6]]))
+        engine.drain()
+    assert three.num_sampled == one.num_sampled + 2
+    assert three.outcomes == one.outcomes
+
+
+def test_an_ended_request_frees_its_blocks_at_once():
+    engine = Engine(config(), depth=3)
+    engine.add(request(0, 10, 20, stop=[expected_output(request(0, 10, 20))[0]]))
+    engine.step()
+    assert engine.outcomes[0].finish_reason == "stop"
+    assert engine.free_blocks() == [100, 100]
+    engine.drain()
+
+
+def test_aborting_a_waiting_request_leaves_no_trace():
+    engine = Engine(config(max_running=1))
+    engine.add(request(0, 4, 4), request(1, 4, 4), request(2, 4, 4))
+    engine.step()
+    assert engine.abort(1) == (0, 0)
+    outcomes = engine.drain()
+    assert outcomes[1] == Outcome([], "abort", (0, 0))
+    assert [new.id for step in engine.runner.steps for new in step.new] == [0, 2]
+    assert all(1 not in step.ended for step in engine.runner.steps)
+
+
+def test_aborting_during_prefill_frees_all_blocks():
+    engine = Engine(config(chunk_tokens=16))
+    engine.add(request(0, 40, 4))
+    engine.step()
+    assert engine.abort(0) == (8, 8)
+    assert engine.free_blocks() == [100, 100]
+    outcomes = engine.drain()
+    assert outcomes[0].token_ids == []
+    assert engine.runner.steps[-1].ended == (0,)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_aborting_during_decode_frees_all_blocks(depth):
+    engine = Engine(config(), depth)
+    asked = (request(0, 10, 20), request(1, 9, 30))
+    engine.add(*asked)
+    for _ in range(5):
+        engine.step()
+    held = engine.abort(0)
+    assert held is not None
+    assert sum(held) == 10 + 5 - 1
+    outcomes = engine.drain()
+    assert outcomes[0].token_ids == expected_output(asked[0])[:5]
+    assert outcomes[1].token_ids == expected_output(asked[1])
+
+
+def test_aborting_twice_or_an_unknown_request_does_nothing():
+    engine = Engine(config())
+    engine.add(request(0, 4, 4))
+    engine.step()
+    assert engine.abort(0) is not None
+    assert engine.abort(0) is None
+    assert engine.abort(99) is None
+    engine.drain()
+    assert engine.abort(0) is None
+
+
+def test_blocks_of_an_aborted_request_serve_the_next_one():
+    engine = Engine(config(kvp=1, num_blocks=6), depth=3)
+    asked = (request(0, 12, 12), request(1, 12, 12))
+    engine.add(*asked)
+    for _ in range(4):
+        engine.step()
+    engine.abort(0)
+    assert engine.drain()[1].token_ids == expected_output(asked[1])
+
+
+def test_has_work_until_workers_have_heard_of_every_end():
+    engine = Engine(config())
+    engine.add(request(0, 4, 1))
+    engine.step()
+    assert engine.outcomes[0].finish_reason == "length"
+    assert engine.loop.has_work
+    engine.step()
+    assert engine.runner.steps[-1].ended == (0,)
+    assert engine.runner.steps[-1].work == ()
+    assert not engine.loop.has_work
+
+
+def test_an_empty_loop_has_nothing_to_do():
+    engine = Engine(config())
+    assert not engine.loop.has_work
+    assert engine.loop.step() is None
+
+
+def refusal(settings: SchedulerConfig, asked: Request) -> UserError:
+    scheduler = Scheduler(settings)
+    with pytest.raises(UserError) as caught:
+        scheduler.add(asked)
+    assert not scheduler.has_work
+    return caught.value
+
+
+def test_an_empty_prompt_is_refused():
+    error = refusal(config(), request(0, 0))
+    assert error.code == "empty_prompt"
+    assert "give at least one token" in str(error)
+
+
+def test_a_prompt_that_exceeds_the_context_is_refused_with_values_that_work():
+    settings = config(max_model_len=100)
+    error = refusal(settings, request(0, 90, 11))
+    assert error.code == "context_length_exceeded"
+    found = re.search(r"--max-new-tokens to at most (\d+), or --max-model-len to at least (\d+)", str(error))
+    assert found.groups() == ("10", "101")
+    Scheduler(settings).add(request(0, 90, 10))
+    Scheduler(replace(settings, max_model_len=101)).add(request(0, 90, 11))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_prompt_that_exceeds_the_pool_is_refused_with_a_size_that_works(placement):
+    settings = config(num_blocks=3, placement=placement, growth_limit_tokens=8)
+    error = refusal(settings, request(0, 90, 11))
+    assert error.code == "kv_cache_exceeded"
+    tokens = int(re.search(r"--kv-cache-tokens to at least (\d+)", str(error))[1])
+    num_blocks = -(-tokens // (settings.block_tokens * settings.kvp))
+    Scheduler(replace(settings, num_blocks=num_blocks)).add(request(0, 90, 11))
+    assert refusal(replace(settings, num_blocks=num_blocks - 1), request(0, 90, 11)).code == "kv_cache_exceeded"
+
+
+def test_a_request_that_fills_the_pool_to_the_last_token_runs():
+    asked = request(0, 15, 2)
+    assert run(config(kvp=2, num_blocks=2), asked)[0].token_ids == expected_output(asked)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
+def test_a_setting_below_one_is_refused(name):
+    with pytest.raises(UserError, match=f"{name} is 0: set it to 1 or more"):
+        config(**{name: 0})
+
+
+def test_an_unknown_placement_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="'random' is not known: use one of striped, growing, local"):
+        config(placement="random")
+
+
+def test_a_growth_limit_that_is_no_multiple_of_the_block_is_refused():
+    with pytest.raises(UserError, match="multiple of the KV block"):
+        config(placement="growing", growth_limit_tokens=6)
+
+
+@st.composite
+def workloads(draw):
+    """A pool just large enough for the largest request, and a few requests with stop tokens and aborts."""
+    asked = [
+        request(
+            index,
+            draw(st.integers(1, 40)),
+            draw(st.integers(1, 12)),
+            stop=draw(st.sets(st.integers(0, VOCAB - 1), max_size=5)),
+        )
+        for index in range(draw(st.integers(1, 6)))
+    ]
+    block_tokens = draw(st.integers(1, 6))
+    settings = SchedulerConfig(
+        kvp=draw(st.integers(1, 4)),
+        num_blocks=1,
+        max_model_len=64,
+        block_tokens=block_tokens,
+        chunk_tokens=draw(st.sampled_from([1, 7, 16, WHOLE])),
+        max_running=draw(st.integers(1, 4)),
+        placement=draw(st.sampled_from(PLACEMENTS)),
+        growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
+    )
+    largest = max(one.capacity_tokens - 1 for one in asked)
+    longest = settings.place(start=0).local_length(0, largest)
+    num_blocks = max(-(-longest // block_tokens), 1) + draw(st.integers(0, 4))
+    aborts = draw(st.dictionaries(st.integers(0, 40), st.integers(0, len(asked) - 1), max_size=3))
+    return replace(settings, num_blocks=num_blocks), asked, aborts, draw(st.integers(1, 4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(workload=workloads())
+def test_any_workload_gives_each_request_its_own_output_and_leaves_nothing(workload):
+    settings, asked, aborts, depth = workload
+    engine = Engine(settings, depth)
+    engine.add(*asked)
+    count = 0
+    while engine.loop.has_work:
+        if count in aborts:
+            engine.abort(aborts[count])
+        if engine.loop.has_work:
+            engine.step()
+        count += 1
+    engine.assert_nothing_is_left()
+    for one in asked:
+        outcome, expected = engine.outcomes[one.id], expected_output(one)
+        if outcome.finish_reason == "abort":
+            assert outcome.token_ids == expected[: len(outcome.token_ids)]
+        else:
+            assert outcome.token_ids == expected
+            stopped = len(expected) < one.sampling.max_new_tokens
+            assert outcome.finish_reason == ("stop" if stopped else "length")
