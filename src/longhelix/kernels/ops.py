@@ -1,6 +1,7 @@
-"""The ops that models call, with their shapes (letters in docs/shapes.md) and fakes, so that graphs keep them whole.
+"""The ops that models call: signatures, shapes (letters in docs/shapes.md) and fakes, so that graphs keep them whole.
 
-LSE is a natural logarithm in float32, everywhere.
+LSE is a natural logarithm in float32, everywhere. Registered as torch.ops.longhelix.*; every backend that has no
+form of its own runs the reference.
 """
 
 import torch
@@ -8,8 +9,18 @@ from torch import Tensor
 
 from longhelix.kernels import reference
 
+_library = torch.library.Library("longhelix", "DEF")
+_library.define(
+    "partial_attention(Tensor q_TqC, Tensor k_PDkC, Tensor v_PDkC, Tensor blocks_BJ, Tensor row_starts_B, "
+    "Tensor limits_T, float scale) -> (Tensor, Tensor)"
+)
+_library.define("merge_states(Tensor out_NTQC, Tensor lse_NTQ) -> (Tensor, Tensor)")
+_library.define("write_kv(Tensor k_TkC, Tensor v_TkC, Tensor(a!) k_PDkC, Tensor(b!) v_PDkC, Tensor slots_T) -> ()")
+_library.impl("partial_attention", reference.partial_attention, "CompositeExplicitAutograd")
+_library.impl("merge_states", reference.merge_states, "CompositeExplicitAutograd")
+_library.impl("write_kv", reference.write_kv, "CompositeExplicitAutograd")
 
-@torch.library.custom_op("longhelix::partial_attention", mutates_args=())
+
 def partial_attention(
     q_TqC: Tensor,
     k_PDkC: Tensor,
@@ -26,15 +37,14 @@ def partial_attention(
     T. limits_T (int64): how many local tokens a row sees. Returns out_TqC (dtype of q) and lse_Tq (float32); a row
     with limit 0 gives 0 and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
-    return reference.partial_attention(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale)
+    return torch.ops.longhelix.partial_attention(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale)
 
 
-@partial_attention.register_fake
+@torch.library.register_fake("longhelix::partial_attention", lib=_library)
 def _(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale):
     return torch.empty_like(q_TqC), q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("longhelix::merge_states", mutates_args=())
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     """Merge N partial attentions over disjoint sets of keys into the attention over their union, exactly.
 
@@ -42,18 +52,22 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     lse = m + log(sum). A shard with LSE -inf has weight 0, whatever its output holds; all empty gives 0 and -inf.
     Any float dtype in, the same out: (out_TQC, lse_TQ). Source: Helix, arXiv 2507.07120, section 2.1.
     """
-    return reference.merge_states(out_NTQC, lse_NTQ)
+    return torch.ops.longhelix.merge_states(out_NTQC, lse_NTQ)
 
 
-@merge_states.register_fake
+@torch.library.register_fake("longhelix::merge_states", lib=_library)
 def _(out_NTQC, lse_NTQ):
     return torch.empty_like(out_NTQC[0]), torch.empty_like(lse_NTQ[0])
 
 
-@torch.library.custom_op("longhelix::write_kv", mutates_args=("k_PDkC", "v_PDkC"))
 def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
     """Write the rows that this rank owns into one layer's pool, in the pool's dtype.
 
     slots_T (int64): block id * D + offset in the block, or -1 for a row that another rank owns.
     """
-    reference.write_kv(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T)
+    torch.ops.longhelix.write_kv(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T)
+
+
+@torch.library.register_fake("longhelix::write_kv", lib=_library)
+def _(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T):
+    return None

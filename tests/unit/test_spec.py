@@ -1,0 +1,373 @@
+import json
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from longhelix.errors import UserError
+from longhelix.spec import ARCHITECTURES, ROPE_KINDS, ModelSpec, RopeSpec
+
+pytestmark = pytest.mark.unit
+
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SIZES = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 200,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 2e-5,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 1024},
+    "yarn": YARN,
+    "longrope": LONGROPE | {"original_max_position_embeddings": 1024},
+}
+MINIMAL = {"model_type": "llama", "num_hidden_layers": 3} | {
+    key: SIZES[key]
+    for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
+}
+GGUF = {
+    "llama.block_count": 30,
+    "llama.embedding_length": 576,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.feed_forward_length": 1536,
+    "llama.context_length": 8192,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100_000.0,
+    "llama.rope.dimension_count": 64,
+    "llama.vocab_size": 49_152,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def read(config, **changes) -> ModelSpec:
+    return ModelSpec.from_hf_config(config | changes)
+
+
+def rope_of(rope, **changes) -> RopeSpec:
+    return read(MINIMAL, rope_parameters=rope, **changes).rope
+
+
+def refused(config, *words: str, code: str = "invalid_model") -> None:
+    with pytest.raises(UserError) as caught:
+        ModelSpec.from_hf_config(config)
+    assert caught.value.code == code
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_those_of_transformers(family):
+    config = FAMILIES[family](**SIZES, tie_word_embeddings=True, eos_token_id=[7, 9], dtype="bfloat16")
+    spec = ModelSpec.from_hf_config(config.to_dict())
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert spec == ModelSpec(
+        architecture=family,
+        num_layers=3,
+        hidden_size=96,
+        num_query_heads=6,
+        num_kv_heads=2,
+        head_size=head_size,
+        ffn_size=200,
+        vocab_size=1000,
+        max_positions=4096,
+        rms_norm_eps=2e-5,
+        rope=RopeSpec(theta=10_000.0, original_max_positions=4096),
+        dtype="bfloat16",
+        tied_embeddings=True,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        sliding_window=4096 if family == "mistral" else None,
+        eos_token_ids=(7, 9),
+    )
+    assert head_size == (128 if family == "qwen3" else 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_default_config_is_read_and_json_makes_no_difference(family):
+    config = FAMILIES[family]()
+    spec = ModelSpec.from_hf_config(config.to_dict())
+    assert (spec.architecture, spec.dtype) == (family, "float32")
+    for use_diff in (True, False):
+        assert ModelSpec.from_hf_config(json.loads(config.to_json_string(use_diff=use_diff))) == spec
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_forms_of_rope_settings_read_alike(family, kind):
+    scaling = {"head_dim": 16} if family == "qwen3" else {}
+    config = FAMILIES[family](**SIZES, **scaling, rope_parameters=SCALINGS[kind] | {"rope_theta": 500_000.0})
+    new = config.to_dict()
+    assert new["rope_parameters"]["rope_theta"] == 500_000.0
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    older = {"type" if key == "rope_type" else key: value for key, value in SCALINGS[kind].items()}
+    spec = ModelSpec.from_hf_config(new)
+    assert (spec.rope.kind, spec.rope.theta) == (kind, 500_000.0)
+    assert read(old, rope_theta=500_000.0, rope_scaling=SCALINGS[kind]) == spec
+    assert read(old, rope_theta=500_000.0, rope_scaling=older) == spec
+    assert ModelSpec.from_hf_config(json.loads(json.dumps(new))) == spec
+
+
+def test_old_style_theta_alone_is_the_default_rope():
+    assert read(MINIMAL, rope_theta=500_000, rope_scaling=None).rope == RopeSpec(
+        theta=500_000.0, original_max_positions=4096
+    )
+    assert read(MINIMAL).rope.theta == 10_000.0
+
+
+def test_original_positions_beside_the_rope_settings_count():
+    rope = rope_of(LONGROPE, original_max_position_embeddings=512)
+    assert rope.original_max_positions == 512
+    assert rope.factor == 8.0
+    assert rope.attention_factor == math.sqrt(1 + math.log(8) / math.log(512))
+
+
+def test_only_rope_kinds_that_follow_the_length_say_so():
+    assert {kind for kind in ROPE_KINDS if RopeSpec(kind=kind).depends_on_length} == {"dynamic", "longrope"}
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", None])
+def test_an_unknown_architecture_is_refused_with_the_known_ones(architecture):
+    refused(MINIMAL | {"model_type": architecture}, repr(architecture), *ARCHITECTURES, code="unknown_architecture")
+
+
+def test_an_unknown_rope_type_is_refused_with_the_known_ones():
+    refused(MINIMAL | {"rope_scaling": {"type": "su", "factor": 2}}, "'su'", *ROPE_KINDS, code="unknown_rope")
+
+
+def test_an_unknown_rope_setting_is_refused():
+    refused(MINIMAL | {"rope_scaling": YARN | {"mrope_section": [2, 3]}}, "'mrope_section'", code="invalid_argument")
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "longrope"])
+def test_a_rope_type_without_what_it_needs_is_refused(kind):
+    for key in set(SCALINGS[kind]) - {"rope_type", "original_max_position_embeddings"}:
+        rope = {name: value for name, value in SCALINGS[kind].items() if name != key}
+        refused(MINIMAL | {"rope_parameters": rope}, repr(kind), repr(key), code="invalid_argument")
+        refused(MINIMAL | {"rope_parameters": rope | {key: None}}, repr(key), code="invalid_argument")
+
+
+def test_longrope_factors_of_the_wrong_length_are_refused():
+    for key in ("short_factor", "long_factor"):
+        rope = LONGROPE | {key: [1.0] * 7}
+        refused(MINIMAL | {"rope_parameters": rope}, key, "has 7 entries", "needs 8", code="invalid_argument")
+
+
+@pytest.mark.parametrize("factor", [-1.0, -8])
+def test_a_negative_rope_factor_is_refused(factor):
+    refused(MINIMAL | {"rope_scaling": {"type": "linear", "factor": factor}}, "above zero", code="invalid_argument")
+
+
+@pytest.mark.parametrize("place", ["top", "rope_parameters"])
+def test_partial_rotary_is_refused(place):
+    config = {"partial_rotary_factor": 0.5} if place == "top" else {"rope_parameters": {"partial_rotary_factor": 0.5}}
+    refused(MINIMAL | config, "partial_rotary_factor", code="invalid_argument")
+    assert read(MINIMAL, partial_rotary_factor=1.0) == read(MINIMAL)
+
+
+def test_a_quantised_checkpoint_is_refused():
+    refused(MINIMAL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised", "bfloat16")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_pytorch_tanh"])
+def test_another_activation_than_silu_is_refused(activation):
+    refused(MINIMAL | {"hidden_act": activation}, repr(activation), "'silu'")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "float8_e4m3fn"])
+def test_another_dtype_is_refused_with_those_that_run(dtype):
+    refused(MINIMAL | {"torch_dtype": dtype}, repr(dtype), "float32, bfloat16, float16")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_is_read_under_both_names(key):
+    assert read(MINIMAL, **{key: "float16"}).dtype == "float16"
+    assert read(MINIMAL, **{key: "torch.bfloat16"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+@pytest.mark.parametrize("value", [None, 0, -3, 2.5, "8", True])
+def test_a_size_that_is_missing_or_no_count_is_refused(key, value):
+    refused(MINIMAL | {key: value}, f"{key} = {value!r}", "whole number of 1 or more")
+    if value is None:
+        refused({name: size for name, size in MINIMAL.items() if name != key}, f"{key} = None")
+
+
+def test_kv_heads_default_to_query_heads_for_llama_alone():
+    assert read(MINIMAL).num_kv_heads == 6
+    for family in ("mistral", "qwen2", "qwen3"):
+        refused(MINIMAL | {"model_type": family}, "num_key_value_heads")
+
+
+def test_query_heads_that_form_no_groups_are_refused():
+    refused(MINIMAL | {"num_key_value_heads": 4}, "6 query heads", "4 KV heads", "num_key_value_heads")
+
+
+def test_an_odd_head_size_is_refused():
+    refused(MINIMAL | {"head_dim": 15}, "head size 15 is odd")
+
+
+def test_an_explicit_head_size_need_not_divide_the_hidden_size():
+    assert read(MINIMAL, head_dim=64).head_size == 64
+    assert read(MINIMAL, head_dim=None).head_size == 16
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qkv", "output", "ffn"),
+    [("llama", True, True, True), ("mistral", False, False, False), ("qwen2", True, False, False),
+     ("qwen3", True, True, False)],
+)  # fmt: skip
+def test_biases_follow_the_architecture(architecture, qkv, output, ffn):
+    spec = read(MINIMAL, model_type=architecture, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
+    assert (spec.qkv_bias, spec.attention_output_bias, spec.ffn_bias) == (qkv, output, ffn)
+
+
+def test_mistrals_window_is_4096_where_the_key_is_absent_and_none_where_it_is_null():
+    config = MINIMAL | {"model_type": "mistral", "num_key_value_heads": 2}
+    assert read(config).sliding_window == MistralConfig().sliding_window == 4096
+    assert read(config, sliding_window=None).sliding_window is None
+    assert read(config, sliding_window=512).sliding_window == 512
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwens_window_counts_only_where_it_is_used(family):
+    config = MINIMAL | {"model_type": family, "num_key_value_heads": 2, "sliding_window": 512}
+    assert read(config).sliding_window is None
+    assert read(config, use_sliding_window=False).sliding_window is None
+    assert read(config, use_sliding_window=True).sliding_window == 512
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwens_window_is_recorded_where_a_layer_slides(family):
+    settings = SIZES | {"use_sliding_window": True, "sliding_window": 512}
+    some = FAMILIES[family](**settings, max_window_layers=2)
+    assert some.layer_types == ["full_attention", "full_attention", "sliding_attention"]
+    assert ModelSpec.from_hf_config(some.to_dict()).sliding_window == 512
+    none = FAMILIES[family](**settings, max_window_layers=3)
+    assert ModelSpec.from_hf_config(none.to_dict()).sliding_window is None
+
+
+def test_llama_has_no_window():
+    assert read(MINIMAL, sliding_window=512).sliding_window is None
+
+
+def test_eos_ids_of_the_generation_config_win():
+    config = MINIMAL | {"eos_token_id": 2}
+    assert ModelSpec.from_hf_config(config).eos_token_ids == (2,)
+    assert ModelSpec.from_hf_config(config, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
+    assert ModelSpec.from_hf_config(config, {"eos_token_id": 5}).eos_token_ids == (5,)
+    assert ModelSpec.from_hf_config(config, {"temperature": 0.6}).eos_token_ids == (2,)
+    assert ModelSpec.from_hf_config(MINIMAL).eos_token_ids == ()
+
+
+def test_a_spec_is_frozen_and_checks_itself():
+    spec = read(MINIMAL)
+    with pytest.raises(FrozenInstanceError):
+        spec.num_layers = 4
+    with pytest.raises(UserError, match="num_layers is 0"):
+        replace(spec, num_layers=0)
+
+
+def test_kv_bytes_count_both_tensors_of_all_layers():
+    spec = read(MINIMAL, num_key_value_heads=2)
+    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2) == 2 * 3 * 2 * 16 * 2
+    assert spec.kv_bytes_per_token("float32", num_kv_heads=1) == 2 * 3 * 1 * 16 * 4
+
+
+def test_gguf_metadata_gives_the_built_in_models_shape():
+    assert ModelSpec.from_gguf(GGUF, tied=True) == ModelSpec(
+        architecture="llama",
+        num_layers=30,
+        hidden_size=576,
+        num_query_heads=9,
+        num_kv_heads=3,
+        head_size=64,
+        ffn_size=1536,
+        vocab_size=49_152,
+        max_positions=8192,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=100_000.0, original_max_positions=8192),
+        dtype="bfloat16",
+        tied_embeddings=True,
+        eos_token_ids=(2,),
+    )
+
+
+def test_gguf_defaults_are_those_of_the_format():
+    optional = (
+        "llama.attention.head_count_kv",
+        "llama.rope.freq_base",
+        "llama.rope.dimension_count",
+        "llama.vocab_size",
+    )
+    metadata = {key: value for key, value in GGUF.items() if key not in optional}
+    spec = ModelSpec.from_gguf(metadata | {"tokenizer.ggml.tokens": ["a", "b", "c"]}, tied=False)
+    assert (spec.num_kv_heads, spec.rope.theta, spec.vocab_size, spec.tied_embeddings) == (9, 10_000.0, 3, False)
+    assert ModelSpec.from_gguf(GGUF | {"llama.attention.key_length": 64}, tied=True).head_size == 64
+
+
+def test_gguf_rope_scaling_is_read():
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    rope = ModelSpec.from_gguf(GGUF | linear, tied=True).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 100_000.0)
+    yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 2048}
+    rope = ModelSpec.from_gguf(GGUF | yarn, tied=True).rope
+    assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 2048)
+    assert rope.attention_factor == 0.1 * math.log(4.0) + 1
+    none = ModelSpec.from_gguf(GGUF | {"llama.rope.scaling.type": "none"}, tied=True)
+    assert none == ModelSpec.from_gguf(GGUF, tied=True)
+
+
+def test_gguf_rope_divisors_are_kept_with_theta():
+    divisors = [1.0] * 16 + [8.0] * 16
+    rope = ModelSpec.from_gguf(GGUF, divisors, tied=True).rope
+    assert rope == RopeSpec(kind="default", theta=100_000.0, divisors=tuple(divisors))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "embedding_length",
+        "attention.head_count",
+        "feed_forward_length",
+        "context_length",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
+def test_a_missing_gguf_key_is_refused_by_name(key):
+    metadata = {name: value for name, value in GGUF.items() if name != f"llama.{key}"}
+    with pytest.raises(UserError, match=f"'llama.{key}'") as caught:
+        ModelSpec.from_gguf(metadata, tied=True)
+    assert caught.value.code == "invalid_model"
+
+
+def test_a_gguf_file_that_rotates_part_of_a_head_is_refused():
+    with pytest.raises(UserError, match="whole heads"):
+        ModelSpec.from_gguf(GGUF | {"llama.rope.dimension_count": 32}, tied=True)
+
+
+def test_an_unknown_gguf_rope_scaling_is_refused():
+    with pytest.raises(UserError, match="'ntk' is not known") as caught:
+        ModelSpec.from_gguf(GGUF | {"llama.rope.scaling.type": "ntk"}, tied=True)
+    assert caught.value.code == "unknown_rope"
