@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(arguments, exit_on_error=False, print_error=False)
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _fail(_usage_error(error), "usage", USER_ERROR, as_json)
     except UserError as error:

@@ -53,13 +53,13 @@ class WorkerPool:
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def submit(self, step: Step) -> None:
-        if self._closed:
-            raise EngineError("the engine has ended: make a new one")
+        self._check_open()
         self._results[step.id] = {}
         self._socket.send(self._ranks, Run(step))
 
     def collect(self) -> StepResult:
         """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""
+        self._check_open()
         step_id = next(iter(self._results))
         try:
             while len(self._results[step_id]) < len(self._ranks):
@@ -86,6 +86,10 @@ class WorkerPool:
             process.wait()
         self._socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine has ended: make a new one")
 
     def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
         arguments = ["--rank", str(rank), "--directory", str(self._directory)]

