@@ -57,20 +57,26 @@ class Layout:
         """Raises UserError where a degree is below 1 or the products do not match."""
         for name, degree in (("kvp", kvp), ("tpa", tpa), ("ep", ep), ("pp", pp), ("ffn_replicas", ffn_replicas)):
             _check_degree(name, degree)
-        num_ranks, experts = kvp * tpa, ep * ffn_replicas
-        if tpf is None:
-            if num_ranks % experts:
-                raise UserError(
-                    f"kvp * tpa = {num_ranks} ranks do not divide by ep * ffn_replicas = {experts}: "
-                    f"set ep to a divisor of {num_ranks}",
-                    "invalid_layout",
-                )
-            tpf = num_ranks // experts
-        _check_degree("tpf", tpf)
-        if tpf * experts != num_ranks:
+        num_ranks, copies = kvp * tpa, ep * ffn_replicas
+        if num_ranks % copies:
+            # Copies of the FFN divide the ranks first, then experts divide what each copy has.
+            name, degree, among = (
+                ("ep", ep, num_ranks // ffn_replicas)
+                if num_ranks % ffn_replicas == 0
+                else ("ffn_replicas", ffn_replicas, num_ranks)
+            )
             raise UserError(
-                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks, but tpf * ep = {tpf} * {experts} = {tpf * experts}: "
-                f"both must give the same number; set tpf to {max(1, num_ranks // experts)} or leave it out",
+                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks do not divide by {name} = {degree}: "
+                f"set {name} to a divisor of {among}",
+                "invalid_layout",
+            )
+        if tpf is None:
+            tpf = num_ranks // copies
+        _check_degree("tpf", tpf)
+        if tpf * copies != num_ranks:
+            raise UserError(
+                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks, but tpf * ep = {tpf} * {copies} = {tpf * copies}: "
+                f"both must give the same number; set tpf to {num_ranks // copies} or leave it out",
                 "invalid_layout",
             )
         fields = {"kvp": kvp, "tpa": tpa, "tpf": tpf, "ep": ep, "pp": pp, "ffn_replicas": ffn_replicas}

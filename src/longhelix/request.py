@@ -4,6 +4,7 @@ Steps carry deltas only: a worker keeps its own copy of every sequence (tokens, 
 what the step says (Medha, section 5: replicated sequence state).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,11 +38,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         rules = (
             ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 is off), and finite"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
         )

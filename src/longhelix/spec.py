@@ -6,7 +6,7 @@ specs out; anything that longhelix would have to guess is refused.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longhelix.errors import UserError
@@ -72,34 +72,48 @@ class RopeSpec:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
         if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
-        original = int(rope.get("original_max_position_embeddings") or max_positions)
-        factor = float(rope.get("factor") or max_positions / original)
-        if factor <= 0 or original <= 0:
-            raise UserError(f"rope factor {factor} and original positions {original} must be above zero")
-        short, long = tuple(rope.get("short_factor") or ()), tuple(rope.get("long_factor") or ())
-        for name, values in (("short_factor", short), ("long_factor", long)):
-            if kind == "longrope" and len(values) != head_size // 2:
-                raise UserError(f"{name} has {len(values)} entries, but head size {head_size} needs {head_size // 2}")
+        original = int(_positive(rope, "original_max_position_embeddings", max_positions))
+        factor = _positive(rope, "factor", max_positions / original)
+        low, high = _positive(rope, "low_freq_factor", 1.0), _positive(rope, "high_freq_factor", 1.0)
+        if kind == "llama3" and low >= high:
+            raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
         return cls(
             kind=kind,
-            theta=float(rope.get("rope_theta") or 10_000.0),
+            theta=_positive(rope, "rope_theta", 10_000.0),
             factor=factor,
             original_max_positions=max_positions if kind == "dynamic" else original,
             attention_factor=_attention_factor(kind, rope, factor, original),
-            low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(rope.get("high_freq_factor") or 1.0),
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=_positive(rope, "beta_fast", 32.0),
+            beta_slow=_positive(rope, "beta_slow", 1.0),
             truncate=bool(rope.get("truncate", True)),
-            short_factor=tuple(float(value) for value in short),
-            long_factor=tuple(float(value) for value in long),
+            short_factor=_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
+            long_factor=_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
         )
+
+
+def _positive(rope: Mapping[str, Any], key: str, default: float) -> float:
+    """A number above zero; absent and null mean the default."""
+    value = rope.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UserError(f"{key} is {value!r} in the model's settings: set it to a number above 0")
+    return float(value)
+
+
+def _divisors(rope: Mapping[str, Any], key: str, head_size: int) -> tuple[float, ...]:
+    values = tuple(rope[key]) if isinstance(rope[key], (list, tuple)) else ()
+    if len(values) != head_size // 2 or not all(isinstance(value, (int, float)) and value > 0 for value in values):
+        raise UserError(f"{key} must be a list of {head_size // 2} numbers above 0, half the head size {head_size}")
+    return tuple(float(value) for value in values)
 
 
 def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, original: int) -> float:
     """Yarn: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22); longrope: sqrt(1 + ln factor / ln original)."""
     if rope.get("attention_factor") is not None and kind in ("yarn", "longrope"):
-        return float(rope["attention_factor"])
+        return _positive(rope, "attention_factor", 1.0)
     if factor <= 1 or kind not in ("yarn", "longrope"):
         return 1.0
     if kind == "longrope":
@@ -109,7 +123,7 @@ def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, origina
         return 0.1 * weight * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(float(rope["mscale"])) / mscale(float(rope["mscale_all_dim"]))
+        return mscale(_positive(rope, "mscale", 1.0)) / mscale(_positive(rope, "mscale_all_dim", 1.0))
     return mscale(1.0)
 
 
@@ -188,7 +202,7 @@ class ModelSpec:
             ffn_size=_count(config, "intermediate_size"),
             vocab_size=_count(config, "vocab_size"),
             max_positions=max_positions,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
             rope=RopeSpec.from_config(_rope_mapping(config), head_size, max_positions),
             dtype=_dtype(config.get("dtype", config.get("torch_dtype"))),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -216,16 +230,30 @@ class ModelSpec:
         hidden_size, num_query_heads = int(value("embedding_length")), int(value("attention.head_count"))
         head_size = int(value("attention.key_length", hidden_size // num_query_heads))
         max_positions = int(value("context_length"))
-        scaling = value("rope.scaling.type", "none")
         rope: dict[str, Any] = {"rope_theta": value("rope.freq_base", 10_000.0)}
-        if scaling != "none":
-            rope |= {"rope_type": scaling, "factor": value("rope.scaling.factor", 1.0)}
-            rope["original_max_position_embeddings"] = metadata.get("llama.rope.scaling.original_context_length")
+        scaling = {
+            key.removeprefix("llama.rope.scaling."): setting
+            for key, setting in metadata.items()
+            if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
+        }
+        kind = scaling.pop("type", "none")
+        if kind != "none":
+            rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
+            rope["original_max_position_embeddings"] = scaling.pop("original_context_length", None)
+            if scaling or rope_divisors:
+                extra = next(iter(scaling), "rope_freqs")
+                raise UserError(
+                    f"the GGUF file combines rope scaling {kind!r} with {extra!r}, which longhelix does not know: "
+                    "use the model's Hugging Face folder",
+                    "unknown_rope",
+                )
         if value("rope.dimension_count", head_size) != head_size:
             raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
         resolved = RopeSpec.from_config(rope, head_size, max_positions)
         if rope_divisors:
-            resolved = RopeSpec(kind="default", theta=resolved.theta, divisors=tuple(map(float, rope_divisors)))
+            resolved = replace(
+                resolved, divisors=_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)
+            )
         vocabulary: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ())
         return cls(
             architecture="llama",
@@ -241,6 +269,7 @@ class ModelSpec:
             rope=resolved,
             dtype="bfloat16",
             tied_embeddings=tied,
+            sliding_window=metadata.get("llama.attention.sliding_window"),
             eos_token_ids=_token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         )
 
@@ -262,9 +291,10 @@ def _dtype(name: Any) -> str:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    ids = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise UserError(f"eos_token_id is {value!r}: it must be a token id or a list of them", "invalid_model")
+    return ids
 
 
 def _rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -254,9 +254,6 @@ def test_dtypes_and_shapes_out_are_those_that_went_in(dtype, lse_dtype):
     assert error(lse_TQ, expected_lse_TQ) <= 1e-2
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="merge_states subtracts half-precision LSEs in half precision"
-)
 @pytest.mark.parametrize("lse_dtype", [torch.float16, torch.bfloat16])
 def test_weights_are_float32_whatever_the_dtype_of_the_lse(lse_dtype):
     out_NTQC, lse_NTQ = random_states((4, 50, 2, 32), seed=20)
@@ -264,9 +261,6 @@ def test_weights_are_float32_whatever_the_dtype_of_the_lse(lse_dtype):
     assert error(out_TQC, formula(out_NTQC, lse_NTQ.to(lse_dtype))[0]) <= 1e-5
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="merge_states subtracts float32 LSEs in float32 when outputs are float64"
-)
 def test_weights_are_float64_for_float64_outputs_and_float32_lse():
     out_NTQC, lse_NTQ = random_states((4, 50, 2, 32), seed=20, dtype=torch.float64)
     out_TQC, _ = merge_states(out_NTQC, lse_NTQ)
@@ -300,9 +294,6 @@ def test_torch_accepts_the_op_and_its_fake(shape, dtype):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the fake keeps permuted strides, the op returns contiguous tensors"
-)
 def test_the_fake_of_permuted_inputs_has_the_strides_of_the_op():
     def strides() -> list[tuple[int, ...]]:
         out_NQTC, lse_NQT = torch.zeros(4, 2, 7, 32), torch.zeros(4, 2, 7)

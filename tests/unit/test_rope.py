@@ -37,6 +37,11 @@ SETTINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic with original positions": {
+        "rope_type": "dynamic",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+    },
     "llama3": LLAMA3,
     "llama3 of 3.2": LLAMA3 | {"factor": 32.0},
     "yarn": YARN,
@@ -46,8 +51,12 @@ SETTINGS = {
     "yarn untruncated": YARN | {"truncate": False},
     "yarn with betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
     "yarn with equal betas": YARN | {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
+    "yarn of factor below 1": YARN | {"factor": 0.5, "mscale": 0.707, "mscale_all_dim": 1.2},
+    "yarn of a short context": YARN | {"original_max_position_embeddings": 64},
+    "yarn of a long context": YARN | {"original_max_position_embeddings": 1_000_000},
     "longrope": LONGROPE,
     "longrope with factor": LONGROPE | {"factor": 8.0},
+    "longrope of factor below 1": LONGROPE | {"factor": 0.5},
     "longrope with attention factor": LONGROPE | {"attention_factor": 1.1},
 }
 THETAS = (1e4, 1e5, 5e5, 1e6)
@@ -103,7 +112,7 @@ def test_dynamic_and_longrope_change_at_their_length_and_no_other_kind_does():
         spec = configured(rope, 10_000.0)[1]
         by_length = [inverse_frequencies(spec.rope, 64, length) for length in (1, 4096, 4097, 16_384, 16_385, 99_999)]
         changes = [before != after for before, after in pairwise(by_length)]
-        if name == "dynamic":
+        if name.startswith("dynamic"):
             assert changes == [False, False, False, True, True]
         elif name.startswith("longrope"):
             assert changes == [False, True, False, False, False]

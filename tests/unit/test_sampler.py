@@ -146,9 +146,14 @@ def test_the_extreme_uniform_numbers_give_the_first_and_the_last_token(monkeypat
     assert draws(monkeypatch, logits_V, SamplingParams(temperature=1.0), [1], [0.0, below_one]) == [2, 0]
 
 
+def test_a_tokens_stretch_of_numbers_begins_with_its_lower_edge(monkeypatch):
+    quarters = [0.0, 0.25, 0.5, 0.75]
+    assert draws(monkeypatch, torch.zeros(4), SamplingParams(temperature=1.0), [1], quarters) == [0, 1, 2, 3]
+
+
 def test_top_k_keeps_k_tokens_even_of_equals():
     params = SamplingParams(temperature=1.0, top_k=3)
-    assert {sample(torch.zeros(10), params, seed, [1]) for seed in range(100)} == {0, 1, 2}
+    assert {sample(torch.zeros(50_000), params, seed, [1]) for seed in range(60)} == {0, 1, 2}
 
 
 def test_a_token_of_probability_zero_is_never_drawn():

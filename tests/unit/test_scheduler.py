@@ -336,6 +336,13 @@ def test_a_stop_token_ends_a_request_and_is_not_part_of_its_output(depth):
     assert outcomes[1].finish_reason == "length"
 
 
+def test_a_stop_token_has_no_kv_but_all_before_it_have():
+    full = expected_output(request(0, 10, 20))
+    stop = full.index(full[6])
+    outcome = run(config(), request(0, 10, 20, stop=[full[6]]))[0]
+    assert sum(outcome.kv_tokens_per_rank) == 10 + stop
+
+
 def test_tokens_that_ran_on_after_a_stop_token_are_dropped():
     full = expected_output(request(0, 10, 20))
     one = Engine(config(), depth=1)

@@ -130,6 +130,12 @@ def test_original_positions_beside_the_rope_settings_count():
     assert rope.original_max_positions == 512
     assert rope.factor == 8.0
     assert rope.attention_factor == math.sqrt(1 + math.log(8) / math.log(512))
+    both = rope_of(LONGROPE | {"original_max_position_embeddings": 1024}, original_max_position_embeddings=512)
+    assert both == rope
+
+
+def test_theta_in_the_rope_settings_goes_before_one_beside_them():
+    assert rope_of({"rope_type": "default", "rope_theta": 7.0}, rope_theta=9.0).theta == 7.0
 
 
 def test_only_rope_kinds_that_follow_the_length_say_so():
@@ -160,12 +166,24 @@ def test_a_rope_type_without_what_it_needs_is_refused(kind):
 def test_longrope_factors_of_the_wrong_length_are_refused():
     for key in ("short_factor", "long_factor"):
         rope = LONGROPE | {key: [1.0] * 7}
-        refused(MINIMAL | {"rope_parameters": rope}, key, "has 7 entries", "needs 8", code="invalid_argument")
+        refused(MINIMAL | {"rope_parameters": rope}, key, "a list of 8 numbers above 0", code="invalid_argument")
 
 
-@pytest.mark.parametrize("factor", [-1.0, -8])
-def test_a_negative_rope_factor_is_refused(factor):
-    refused(MINIMAL | {"rope_scaling": {"type": "linear", "factor": factor}}, "above zero", code="invalid_argument")
+@pytest.mark.parametrize("factor", [-1.0, -8, 0, "x", True, float("inf")])
+def test_a_rope_factor_that_is_no_positive_number_is_refused(factor):
+    refused(MINIMAL | {"rope_scaling": {"type": "linear", "factor": factor}}, "above 0", code="invalid_argument")
+
+
+def test_llama3_needs_two_different_wavelengths():
+    rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+    refused(MINIMAL | {"rope_parameters": rope}, "must be below high_freq_factor", code="invalid_argument")
+
+
+def test_gguf_scaling_settings_that_would_be_dropped_are_refused():
+    scaled = GGUF | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    for metadata, divisors in ((scaled | {"llama.rope.scaling.attn_factor": 2.0}, ()), (scaled, [1.0] * 32)):
+        with pytest.raises(UserError, match="combines rope scaling 'yarn'"):
+            ModelSpec.from_gguf(metadata, divisors, tied=True)
 
 
 @pytest.mark.parametrize("place", ["top", "rope_parameters"])
@@ -341,7 +359,7 @@ def test_gguf_rope_scaling_is_read():
 def test_gguf_rope_divisors_are_kept_with_theta():
     divisors = [1.0] * 16 + [8.0] * 16
     rope = ModelSpec.from_gguf(GGUF, divisors, tied=True).rope
-    assert rope == RopeSpec(kind="default", theta=100_000.0, divisors=tuple(divisors))
+    assert rope == RopeSpec(theta=100_000.0, original_max_positions=8192, divisors=tuple(divisors))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, token_ids: Seque
     logits_V = _penalise(logits_V, params.repetition_penalty, token_ids)
     if params.temperature == 0:
         return int(logits_V.argmax())
-    sorted_V, ids_V = (logits_V / params.temperature).sort(descending=True, stable=True)
+    # Relative to the largest, because a tiny temperature would make infinities of the logits themselves.
+    sorted_V, ids_V = ((logits_V - logits_V.amax()) / params.temperature).sort(descending=True, stable=True)
     kept = _filter(sorted_V, params)
     cumulative = sorted_V[:kept].double().softmax(-1).cumsum(-1)
     index = torch.searchsorted(cumulative, uniform(seed, len(token_ids)) * cumulative[-1], right=True)

@@ -42,7 +42,7 @@ def partial_attention(
 
 @torch.library.register_fake("longhelix::partial_attention", lib=_library)
 def _(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale):
-    return torch.empty_like(q_TqC), q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
+    return q_TqC.new_empty(q_TqC.shape), q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
 
 
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("longhelix::merge_states", lib=_library)
 def _(out_NTQC, lse_NTQ):
-    return torch.empty_like(out_NTQC[0]), torch.empty_like(lse_NTQ[0])
+    return out_NTQC.new_empty(out_NTQC.shape[1:]), lse_NTQ.new_empty(lse_NTQ.shape[1:])
 
 
 def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:

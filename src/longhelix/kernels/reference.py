@@ -17,7 +17,7 @@ def partial_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.partial_attention`."""
-    out_TqC = torch.zeros_like(q_TqC)
+    out_TqC = q_TqC.new_zeros(q_TqC.shape)
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
     starts = row_starts_B.tolist()
     for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
@@ -30,6 +30,8 @@ def partial_attention(
         for tile in range(start, stop, _TILE_ROWS):
             rows = slice(tile, min(tile + _TILE_ROWS, stop))
             seen = int(limits_T[rows].max())
+            if seen == 0:
+                continue
             out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], limits_T[rows], scale)
     return out_TqC, lse_Tq
 
@@ -44,10 +46,13 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     scores_kgTS = q_kgTC @ k_k1CS
     hidden_TS = torch.arange(k_SkC.shape[0], device=limits_T.device) >= limits_T.unsqueeze(1)
     scores_kgTS.masked_fill_(hidden_TS, -torch.inf)
-    lse_kgT = scores_kgTS.logsumexp(-1)
-    # A row that sees nothing has LSE -inf; any finite base then gives exp(-inf) = 0 in place of NaN.
-    base_kgT = lse_kgT.masked_fill(lse_kgT == -torch.inf, 0.0)
-    out_kgTC = scores_kgTS.sub_(base_kgT.unsqueeze(-1)).exp_() @ v_k1SC
+    largest_kgT1 = scores_kgTS.amax(-1, keepdim=True)
+    # A row that sees nothing has no finite score; any finite base then gives exp(-inf) = 0 in place of NaN.
+    base_kgT1 = largest_kgT1.masked_fill(largest_kgT1 == -torch.inf, 0.0)
+    weights_kgTS = scores_kgTS.sub_(base_kgT1).exp_()
+    total_kgT1 = weights_kgTS.sum(-1, keepdim=True)
+    out_kgTC = weights_kgTS @ v_k1SC / total_kgT1.masked_fill(total_kgT1 == 0, 1.0)
+    lse_kgT = (base_kgT1 + total_kgT1.log()).squeeze(-1)
     out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, head_size)
     return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
 
@@ -55,13 +60,14 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     """See `ops.merge_states`."""
     accurate = torch.promote_types(out_NTQC.dtype, torch.float32)
-    largest_TQ = lse_NTQ.amax(0)
+    exact_NTQ = lse_NTQ.to(accurate)
+    largest_TQ = exact_NTQ.amax(0)
     # Where all shards are empty, any finite base makes every weight exp(-inf) = 0.
     base_TQ = largest_TQ.masked_fill(largest_TQ == -torch.inf, 0.0)
-    total_TQ = torch.zeros_like(base_TQ, dtype=accurate)
+    total_TQ = torch.zeros_like(base_TQ)
     sum_TQC = torch.zeros(out_NTQC.shape[1:], dtype=accurate, device=out_NTQC.device)
-    for out_TQC, lse_TQ in zip(out_NTQC, lse_NTQ, strict=True):  # rank order: the same bits on every run
-        weight_TQ = (lse_TQ - base_TQ).to(accurate).exp()
+    for out_TQC, lse_TQ in zip(out_NTQC, exact_NTQ, strict=True):  # rank order: the same bits on every run
+        weight_TQ = (lse_TQ - base_TQ).exp()
         # An empty shard's output may hold anything, NaN included, and 0 * NaN is NaN.
         out_TQC = out_TQC.to(accurate).masked_fill((lse_TQ == -torch.inf).unsqueeze(-1), 0.0)
         sum_TQC += weight_TQ.unsqueeze(-1) * out_TQC
@@ -74,5 +80,6 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
 def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
     """See `ops.write_kv`."""
     mine_T = slots_T >= 0
-    k_PDkC.flatten(0, 1)[slots_T[mine_T]] = k_TkC[mine_T].to(k_PDkC.dtype)
-    v_PDkC.flatten(0, 1)[slots_T[mine_T]] = v_TkC[mine_T].to(v_PDkC.dtype)
+    block_T, offset_T = slots_T[mine_T] // k_PDkC.shape[1], slots_T[mine_T] % k_PDkC.shape[1]
+    k_PDkC[block_T, offset_T] = k_TkC[mine_T].to(k_PDkC.dtype)
+    v_PDkC[block_T, offset_T] = v_TkC[mine_T].to(v_PDkC.dtype)

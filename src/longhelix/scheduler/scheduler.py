@@ -101,10 +101,11 @@ class Scheduler:
         if prompt == 0:
             raise UserError("the prompt is empty: give at least one token", "empty_prompt")
         if prompt + new > self.config.max_model_len:
+            room = self.config.max_model_len - prompt
             raise UserError(
                 f"{prompt} prompt tokens plus {new} new tokens exceed --max-model-len {self.config.max_model_len}: "
-                f"set --max-new-tokens to at most {max(self.config.max_model_len - prompt, 0)}, "
-                f"or --max-model-len to at least {prompt + new}",
+                + (f"set --max-new-tokens to at most {room}, or " if room > 0 else "shorten the prompt, or set ")
+                + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
         needed = self._blocks_needed(request, self.config.place(start=0))
@@ -208,9 +209,9 @@ class Scheduler:
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]
         request = seq.request
+        seq.output.append(sampled.token_id)
         if sampled.token_id in request.stop_token_ids:
             return TokenEvent(request.id, None, "stop", self.end(request.id) or ())
-        seq.output.append(sampled.token_id)
         if len(seq.output) == request.sampling.max_new_tokens:
             return TokenEvent(request.id, sampled, "length", self.end(request.id) or ())
         return TokenEvent(request.id, sampled)
