@@ -40,10 +40,9 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     """Softmax attention of rows that each see the first `limits_T` keys; query heads in groups over KV heads."""
     rows, num_query_heads, head_size = q_TqC.shape
     num_kv_heads = k_SkC.shape[1]
-    q_kgTC = q_TqC.float().mul(scale).view(rows, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-    k_k1CS = k_SkC.permute(1, 2, 0).unsqueeze(1)
-    v_k1SC = v_SkC.transpose(0, 1).unsqueeze(1)
-    scores_kgTS = q_kgTC @ k_k1CS
+    # The heads of a group lie side by side as rows of one product, so that K and V are read once for all of them.
+    q_kXC = q_TqC.float().mul(scale).view(rows, num_kv_heads, -1, head_size).permute(1, 2, 0, 3).flatten(1, 2)
+    scores_kgTS = (q_kXC @ k_SkC.permute(1, 2, 0)).unflatten(1, (-1, rows))
     hidden_TS = torch.arange(k_SkC.shape[0], device=limits_T.device) >= limits_T.unsqueeze(1)
     scores_kgTS.masked_fill_(hidden_TS, -torch.inf)
     largest_kgT1 = scores_kgTS.amax(-1, keepdim=True)
@@ -51,7 +50,8 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     base_kgT1 = largest_kgT1.masked_fill(largest_kgT1 == -torch.inf, 0.0)
     weights_kgTS = scores_kgTS.sub_(base_kgT1).exp_()
     total_kgT1 = weights_kgTS.sum(-1, keepdim=True)
-    out_kgTC = weights_kgTS @ v_k1SC / total_kgT1.masked_fill(total_kgT1 == 0, 1.0)
+    sum_kgTC = (weights_kgTS.flatten(1, 2) @ v_SkC.transpose(0, 1)).unflatten(1, (-1, rows))
+    out_kgTC = sum_kgTC / total_kgT1.masked_fill(total_kgT1 == 0, 1.0)
     lse_kgT = (base_kgT1 + total_kgT1.log()).squeeze(-1)
     out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, head_size)
     return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
