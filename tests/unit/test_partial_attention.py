@@ -382,7 +382,8 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     shape = Shape()
     q_TqC, *rest = arguments([make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])], shape)
     fused_TXC = torch.cat((q_TqC, q_TqC), dim=1).to(q_dtype)
-    for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], q_TqC.to(q_dtype)[:0]):
+    turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
         call = rest if len(view_TqC) else [*rest[:3], torch.zeros(4, dtype=torch.int64), rest[4][:0], rest[5]]
         assert set(opcheck(torch.ops.longhelix.partial_attention.default, (view_TqC, *call)).values()) == {"SUCCESS"}
 

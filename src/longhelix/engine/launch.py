@@ -1,5 +1,6 @@
 """The ranks as processes: started, watched, ended. To the loop they are one runner."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -95,7 +96,10 @@ class WorkerPool:
         arguments = ["--rank", str(rank), "--directory", str(self._directory)]
         # -P: a worker imports nothing from the directory that the user happens to stand in.
         command = [sys.executable, "-P", "-m", "longhelix.engine.worker", *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+        # Threads that spin while they wait for each other starve on a machine that does anything else (6x slower
+        # prefill beside one busy process), so they sleep unless the user says otherwise.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment)
 
     def _await_ready(self, config: EngineConfig, on_loaded: Callable[[int], None]) -> None:
         ready: set[int] = set()
