@@ -488,3 +488,21 @@ def test_export_keeps_each_op_as_one_node():
     ]
     out, lse = (node.meta["val"] for node in program.graph.find_nodes(op="output")[0].args[0])
     assert (out.shape, lse.shape, lse.dtype) == ((5, 6, 16), (5, 6), torch.float32)
+
+
+def test_a_limit_beyond_the_blocks_is_refused():
+    k_PDkC = torch.zeros(4, 4, 1, 8)
+    with pytest.raises(ValueError, match="a row sees 9 tokens, but its sequence has 2 KV blocks"):
+        partial_attention(
+            torch.zeros(1, 1, 8), k_PDkC, k_PDkC, torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([9]), 1.0
+        )
+
+
+def test_a_row_that_sees_nothing_stays_zero_beside_an_overflowed_value():
+    k_PDkC = torch.zeros(1, 4, 1, 8)
+    v_PDkC = torch.full((1, 4, 1, 8), torch.inf)
+    out_TqC, lse_Tq = partial_attention(
+        torch.zeros(2, 1, 8), k_PDkC, v_PDkC, torch.tensor([[0]]), torch.tensor([0, 2]), torch.tensor([0, 4]), 1.0
+    )
+    assert torch.equal(out_TqC[0], torch.zeros(1, 8))
+    assert lse_Tq[0] == -torch.inf

@@ -24,6 +24,8 @@ def partial_attention(
         longest = int(limits_T[start:stop].max()) if stop > start else 0
         if longest == 0:
             continue
+        if longest > len(blocks_J) * k_PDkC.shape[1]:
+            raise ValueError(f"a row sees {longest} tokens, but its sequence has {len(blocks_J)} KV blocks here")
         used = blocks_J[: -(-longest // k_PDkC.shape[1])]
         k_SkC = k_PDkC[used].flatten(0, 1)[:longest].float()
         v_SkC = v_PDkC[used].flatten(0, 1)[:longest].float()
@@ -54,6 +56,8 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     out_kgTC = sum_kgTC / total_kgT1.masked_fill(total_kgT1 == 0, 1.0)
     lse_kgT = (base_kgT1 + total_kgT1.log()).squeeze(-1)
     out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, head_size)
+    # A value that overflowed is seen by the other rows of its tile as 0 * inf; a row that sees nothing stays 0.
+    out_TqC = out_TqC.masked_fill((limits_T == 0).view(-1, 1, 1), 0.0)
     return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
 
 

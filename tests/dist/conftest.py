@@ -1,0 +1,17 @@
+import pytest
+from world import World
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """Worlds by size, started when first asked for, all ended with the session."""
+    started = {}
+
+    def world(size):
+        if size not in started or any(process.poll() is not None for process in started[size].processes):
+            started[size] = World(size)
+        return started[size]
+
+    yield world
+    for world_of_size in started.values():
+        world_of_size.close()

@@ -1,0 +1,117 @@
+"""Tiny random models, and what transformers says about them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+VOCAB, NEW_TOKENS = 199, 32
+# Short ones leave shards empty; the longest goes round six ranks of 4-token blocks three times.
+PROMPT_LENGTHS = (1, 3, 18, 41)
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 90,
+    "intermediate_size": 77,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(
+        num_attention_heads=9, num_key_value_heads=3, head_dim=16, tie_word_embeddings=True, **_COMMON
+    ),
+    "llama-bias": LlamaConfig(
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=16,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        **_COMMON,
+    ),
+    "mistral": MistralConfig(
+        num_attention_heads=14, num_key_value_heads=2, head_dim=16, sliding_window=None, **_COMMON
+    ),
+    "qwen2": Qwen2Config(num_attention_heads=7, num_key_value_heads=1, **(_COMMON | {"hidden_size": 84})),
+    "qwen3": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **_COMMON),
+}
+SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A saved model, prompts, and transformers' greedy tokens and logits at every position (prompt and output)."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: list[np.ndarray]
+
+
+def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "bias")):  # ones and zeros would hide a missing factor
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in prompt_lengths]
+    tokens, logits = zip(*(greedy(model, prompt) for prompt in prompts), strict=True)
+    return Oracle(Path(folder), prompts, list(tokens), list(logits))
+
+
+@torch.no_grad()
+def greedy(model, prompt, new_tokens=NEW_TOKENS):
+    """Greedy tokens, each from a whole forward pass without cache, and the logits of all positions that were fed."""
+    ids = list(prompt)
+    for _ in range(new_tokens):
+        logits_SV = model(torch.tensor([ids]), use_cache=False).logits[0]
+        ids.append(int(logits_SV[-1].argmax()))
+    return ids[len(prompt) :], logits_SV.numpy()
+
+
+def save_tokenizer_files(folder):
+    """The least that a folder needs to be served: a word-level tokenizer over the toy vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({}))
+
+
+def gguf_model(path):
+    """A GGUF file as transformers' own reader and model take it, in float32."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=skeleton)["tensors"]
+    # On the meta device the buffers of the rotary embedding would have no values.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model

@@ -1,0 +1,167 @@
+"""One rank of a test world: reads cases as JSON lines, runs the engine's own scheduler and runner, writes logits.
+
+Every rank runs the same deterministic scheduler, so no messages are needed; only collectives connect the ranks.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from longhelix.cache.pool import KVPool
+from longhelix.engine import runner as runner_module
+from longhelix.engine.config import resolve
+from longhelix.engine.runner import ModelRunner, SequenceState
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.models.weights import load
+from longhelix.parallel import exchange as exchange_module
+from longhelix.parallel.mesh import Mesh
+from longhelix.request import Request, SamplingParams
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.scheduler import Scheduler
+
+
+class RecordingRunner(ModelRunner):
+    """Keeps the logits of every row, by sequence and position; computes at `submit`, so that `collect` only returns."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.logits = {}
+        self.local_lengths = {}
+        self._results = []
+
+    def submit(self, step):
+        self._results.append(self.execute(step))
+
+    def collect(self):
+        return self._results.pop(0)
+
+    def forward(self, step):
+        hidden_TH = super().forward(step)
+        logits_TV = self._gather_logits(hidden_TH)
+        rows = iter(logits_TV)
+        for work in step.work:
+            kept = self.logits.setdefault(work.id, [])
+            kept += [row.numpy().copy() for row in islice(rows, work.num_tokens)]
+            self.local_lengths[work.id] = self.sequences[work.id].local_length
+        return hidden_TH
+
+
+def build(case, rank, meshes):
+    layout = Layout(kvp=case["kvp"], tpa=case["tpa"])
+    if layout not in meshes:
+        meshes[layout] = Mesh.build(layout, rank)
+    checkpoint = open_checkpoint(case["model"])
+    config = resolve(
+        checkpoint,
+        layout,
+        dtype=case.get("dtype"),
+        kv_dtype=case.get("kv_dtype"),
+        max_model_len=case.get("max_model_len"),
+        rope_scaling=case.get("rope_scaling"),
+        kv_cache_tokens=None,
+        chunk_tokens=case["chunk_tokens"],
+        block_tokens=case["block_tokens"],
+        placement=case["placement"],
+        growth_limit_tokens=case["growth_limit_tokens"],
+    )
+    spec, dtype, cpu = config.spec, getattr(torch, config.dtype), torch.device("cpu")
+    weights = load(checkpoint, declare(spec, layout, rank), dtype, cpu, lambda elements: None)
+    heads = len(layout.kv_heads(config.heads, rank))
+    # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
+    num_blocks = config.scheduler.num_blocks * len(case["prompts"])
+    kv_dtype = getattr(torch, config.kv_dtype)
+    pool = KVPool(spec.num_layers, num_blocks, case["block_tokens"], heads, spec.head_size, kv_dtype, cpu)
+    for layer in (*pool.k, *pool.v):
+        layer.fill_(torch.nan)
+    return config, RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights), pool)
+
+
+def run(case, rank, meshes):
+    config, runner = build(case, rank, meshes)
+    scheduler = Scheduler(config.scheduler)
+    for allocator in scheduler._allocators:
+        allocator.__init__(runner.pool.k[0].shape[0])
+    loop = Loop(scheduler, runner, depth=case.get("depth", 1))
+    sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
+    for index, prompt in enumerate(case["prompts"]):
+        loop.add(Request(index, tuple(prompt), sampling, frozenset(), 0, 0.0))
+    tokens, held = {}, {}
+    with mutation(case.get("mutation")):
+        while (stepped := loop.step()) is not None:
+            for event in stepped[1]:
+                tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
+                if event.finish_reason:
+                    held[event.request_id] = event.kv_tokens_per_rank
+    arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
+    arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes)
+    arrays["sequences_left"] = np.array(len(runner.sequences))
+    runner.mesh.kvp.exchanged_bytes = 0
+    for index in range(len(case["prompts"])):
+        arrays[f"tokens_{index}"] = np.array(tokens[index])
+        arrays[f"held_{index}"] = np.array(held[index])
+        if rank == 0:
+            arrays[f"logits_{index}"] = np.stack(runner.logits[index])
+    np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
+
+
+class mutation:  # noqa: N801 - reads as a statement
+    """Break one thing on purpose: what the tests then see must not pass."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __enter__(self):
+        self.saved = (ModelRunner._advance, SequenceState.add_blocks, exchange_module.merge_states)
+        advance, add_blocks, _ = self.saved
+        if self.kind == "mask":
+
+            def later_rows_see_less(runner, seq, work):
+                rows = advance(runner, seq, work)
+                return runner_module._Rows(rows.token_ids, rows.positions, rows.slots, (rows.limits - 1).clamp(min=0))
+
+            ModelRunner._advance = later_rows_see_less
+        if self.kind == "owner":
+
+            def second_block_has_no_owner(seq, blocks, kvp_rank):
+                add_blocks(seq, blocks, kvp_rank)
+                if len(seq.owners) > 1 and kvp_rank == seq.owners[1]:
+                    seq.owners[1] = -1
+
+            SequenceState.add_blocks = second_block_has_no_owner
+        if self.kind == "merge":
+            exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
+
+    def __exit__(self, *_):
+        ModelRunner._advance, SequenceState.add_blocks, exchange_module.merge_states = self.saved
+
+
+def main():
+    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+    meshes = {}
+    for line in sys.stdin:
+        try:
+            run(json.loads(line), rank, meshes)
+            print("ok", flush=True)
+        except Exception:
+            traceback.print_exc()
+            print("failed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The built-in model at real size: KVP = 2 gives the tokens that transformers gives, on a prompt of the repository."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import gguf_model
+
+from longhelix import LLM, Layout, SamplingParams
+from longhelix.models.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.dist
+
+NEW_TOKENS = 64
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """Text of the project's own, long enough."""
+    return Path(__file__).parents[2].joinpath("LICENSE").read_text()
+
+
+@torch.no_grad()
+def continue_with_transformers(model, prompt_ids, count):
+    """Greedy tokens, and the gap between the two best logits at each, relative to the largest."""
+    tokens, gaps = [], []
+    out = model(torch.tensor([prompt_ids]), use_cache=True, logits_to_keep=1)
+    for _ in range(count):
+        logits_V = out.logits[0, -1]
+        best = logits_V.topk(2).values
+        tokens.append(int(logits_V.argmax()))
+        gaps.append(float((best[0] - best[1]) / logits_V.abs().max()))
+        out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+    return tokens, gaps
+
+
+def test_greedy_continuation_equals_transformers(prompt):
+    with LLM("builtin", Layout(kvp=2), dtype="float32") as llm:
+        prompt_ids = llm.tokenizer.encode(prompt)
+        (result,) = llm.generate([prompt_ids], SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert len(prompt_ids) > 2000
+    assert sum(result.kv_tokens_per_rank) == len(prompt_ids) + NEW_TOKENS - 1
+    model = gguf_model(open_checkpoint("builtin").path)
+    tokens, gaps = continue_with_transformers(model, prompt_ids, NEW_TOKENS)
+    assert len(set(tokens)) >= 8
+    differs = next((i for i in range(NEW_TOKENS) if result.token_ids[i] != tokens[i]), None)
+    assert differs is None or gaps[differs] < 2 * TOLERANCE, (differs, gaps[differs])

@@ -1,0 +1,261 @@
+"""The command line as a user meets it: answers, JSON, and one sentence for each mistake."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
+from safetensors.torch import load_file, save_file
+
+from longhelix.cli.main import main
+
+pytestmark = pytest.mark.dist
+
+PROMPT = " ".join(f"w{i}" for i in range(1, 38))
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    made = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    save_tokenizer_files(made.path)
+    return made
+
+
+@pytest.fixture
+def model(oracle, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(oracle.path, tmp_path / "model")
+
+
+def run(capfd, *arguments):
+    """Exit status, standard output and standard error of the command line in this process."""
+    status = main([str(argument) for argument in arguments])
+    assert not psutil.Process().children(), "a worker is still there"
+    return status, *capfd.readouterr()
+
+
+def refusal(capfd, *arguments):
+    """The one sentence that a mistake gets, checked to be one line with exit status 2."""
+    status, out, err = run(capfd, *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (status, out, len(lines)) == (2, "", 1), err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def generate(model, *more):
+    return ["generate", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 8, *more]
+
+
+def test_json_has_the_documented_fields_and_nothing_else_on_stdout(capfd, oracle):
+    status, out, err = run(capfd, *generate(oracle.path, "--kvp", 2, "--json", "--logprobs", 1))
+    result = json.loads(out)
+    assert status == 0
+    assert set(result) == {
+        "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tbt_s", "layout", "kv_tokens_per_rank",
+        "exchanged_bytes_per_token", "logprobs",
+    }  # fmt: skip
+    assert result["layout"] == {"kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "pp": 1}
+    assert (result["prompt_tokens"], len(result["token_ids"]), len(result["tbt_s"])) == (37, 8, 7)
+    assert sum(result["kv_tokens_per_rank"]) == 37 + 8 - 1
+    assert [str(token) in logprobs for token, logprobs in zip(result["token_ids"], result["logprobs"], strict=True)]
+    assert "KV cache holds" in err
+
+
+def test_text_streams_to_stdout_and_the_table_to_stderr(capfd, oracle):
+    status, out, err = run(capfd, *generate(oracle.path))
+    assert status == 0
+    assert len(out.split()) == 8
+    for name in ("prompt tokens", "TTFT", "TTL", "tokens/s", "KV on rank 0", "exchanged", "achieved"):
+        assert name in err
+
+
+def test_prompt_file_is_fed_as_it_is(capfd, oracle, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n")
+    _, by_file, _ = run(capfd, "generate", "--model", oracle.path, "--prompt-file", file, "--max-new-tokens", 4)
+    _, by_text, _ = run(capfd, "generate", "--model", oracle.path, "--prompt", PROMPT + "\n", "--max-new-tokens", 4)
+    assert by_file == by_text
+
+
+def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
+    _, _, err = run(capfd, *generate(oracle.path, "--kv-cache-tokens", "2Ki", "--max-model-len", "1k"))
+    assert "KV cache holds 2048 tokens" in err
+    assert "max_model_len 1000" in err
+    assert "warning: max_model_len 1000 goes beyond the 128 positions" in err
+
+
+def test_torchrun_starts_the_ranks_and_gives_the_same_tokens(oracle):
+    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--json")]
+    plain = subprocess.run([sys.executable, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    by_torchrun = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    assert by_torchrun.returncode == 0, by_torchrun.stderr.decode()
+    assert json.loads(by_torchrun.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle, as_json):
+    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--max-model-len", "100k")]
+    arguments += ["--ignore-eos", *(["--json"] if as_json else [])]
+    arguments[arguments.index("8")] = "50000"
+    command = subprocess.Popen(
+        [sys.executable, "-m", "longhelix", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    workers = wait_for(lambda: [p for p in psutil.Process(command.pid).children() if p.num_threads() > 1], 2)
+    while b"KV cache holds" not in command.stderr.readline():
+        pass
+    workers[1].kill()
+    out, err = command.communicate(timeout=30)
+    assert command.returncode == 1
+    message = json.loads(out)["error"]["message"] if as_json else err.decode().splitlines()[-1]
+    assert "SIGKILL" in message
+    assert "rank" in message
+    assert not any(worker.is_running() for worker in workers)
+
+
+def wait_for(find, count, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while len(found := find()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+MISTAKES = {
+    "kvp is 0": (["--kvp", 0], "kvp is 0: set it to a whole number of 1 or more"),
+    "tpa above the query heads": (["--tpa", 10], "tpa is 10, but the model has 9 query heads: set tpa to 9 or less"),
+    "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
+    "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
+    "pipeline stages": (["--pp", 2], "set pp to 1"),
+    "auto beside a degree": (["--layout", "auto", "--kvp", 2], "leave out --kvp"),
+    "beyond max-model-len": (["--max-model-len", 40], "37 prompt tokens plus 8 new tokens exceed --max-model-len 40"),
+    "beyond the pool": (["--kv-cache-tokens", 16], "set --kv-cache-tokens to at least 48"),
+    "pool beyond memory": (["--kv-cache-tokens", "1000G"], "set --kv-cache-tokens to at most"),
+    "unknown dtype": (["--dtype", "int3"], "use one of float32, bfloat16, float16"),
+    "unknown flag": (["--kpv", 2], "--kvp"),
+    "size with a wrong unit": (["--max-model-len", "8x"], '"8x" is no size'),
+    "rope settings that are not JSON": (["--rope-scaling", "{yarn"], "--rope-scaling is not JSON"),
+    "unknown rope type": (["--rope-scaling", '{"type": "spiral"}'], "use one of default, linear, dynamic, llama3"),
+    "unknown rope key": (["--rope-scaling", '{"rope_tipe": "linear"}'], "unknown rope setting 'rope_tipe'"),
+    "negative temperature": (["--temperature", -1], "temperature is -1.0: set it 0 (greedy) or more"),
+    "both prompts": (["--prompt-file", "x"], "give one of --prompt and --prompt-file"),
+    "no chat template": (["--chat"], "no chat template"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_gets_one_sentence(capfd, oracle, mistake):
+    arguments, words = MISTAKES[mistake]
+    assert words in refusal(capfd, *generate(oracle.path, *arguments))
+
+
+def test_mistake_in_json_form(capfd, oracle):
+    status, out, _ = run(capfd, *generate(oracle.path, "--tpa", 10, "--json"))
+    error = json.loads(out)["error"]
+    assert status == 2
+    assert error["code"] == "invalid_layout"
+    assert "9 query heads" in error["message"]
+
+
+def test_empty_prompt_and_broken_prompt_files(capfd, oracle, tmp_path):
+    def words(content):
+        file = tmp_path / "prompt"
+        file.write_bytes(content)
+        return refusal(capfd, "generate", "--model", oracle.path, "--prompt-file", file)
+
+    assert "the prompt is empty" in words(b"")
+    assert "is not UTF-8 at byte 2" in words(b"ab\xff")
+    missing = refusal(capfd, "generate", "--model", oracle.path, "--prompt-file", tmp_path / "none")
+    assert "cannot be read: No such file" in missing
+
+
+def test_unknown_verb_names_the_nearest(capfd):
+    assert "Did you mean generate?" in refusal(capfd, "generat")
+
+
+def test_missing_model(capfd, tmp_path):
+    assert "No model at" in refusal(capfd, *generate(tmp_path / "none"))
+
+
+def test_unknown_architecture_names_the_known_ones(capfd, model):
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "mamba"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "'mamba': longhelix runs llama, mistral, qwen2, qwen3" in refusal(capfd, *generate(model))
+
+
+def test_sliding_window_is_refused_where_it_would_hide_something(capfd, tmp_path):
+    config = FAMILIES["mistral"].__class__(**(FAMILIES["mistral"].to_dict() | {"sliding_window": 16}))
+    oracle = make_oracle(config, tmp_path, prompt_lengths=(1,))
+    save_tokenizer_files(oracle.path)
+    assert "set --max-model-len to at most 16" in refusal(capfd, *generate(oracle.path))
+    status, _, _ = run(capfd, *generate(oracle.path, "--max-model-len", 16, "--prompt", "w1"))
+    assert status == 2  # two prompts
+
+
+def test_weights_that_do_not_fit_the_config(capfd, model):
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def words(changed):
+        save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+        return refusal(capfd, *generate(model))
+
+    assert f"no tensor '{name}'" in words({n: w for n, w in weights.items() if n != name})
+    assert "has shape [90, 76], but the model's config makes it [90, 77]" in words(
+        weights | {name: weights[name][:, :76].contiguous()}
+    )
+    assert "has dtype I64" in words(weights | {name: weights[name].to(torch.int64)})
+    assert "'model.layers.7.extra'" in words(weights | {"model.layers.7.extra": torch.zeros(1)})
+
+
+def test_damaged_safetensors(capfd, model):
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert "model.safetensors" in refusal(capfd, *generate(model))
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.loads(whole[8 : 8 + length])
+    first, second, *_ = (name for name in header if name != "__metadata__")
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+    changed = json.dumps(header).encode().ljust(length)
+    file.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + length :])
+    assert "not a sound safetensors file" in refusal(capfd, *generate(model))
+    file.unlink()
+    assert "model.safetensors" in refusal(capfd, *generate(model))
+
+
+def test_chat_keeps_the_conversation(oracle, tmp_path):
+    folder = shutil.copytree(oracle.path, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    arguments = ["chat", "--model", str(folder), "--max-new-tokens", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "longhelix", *arguments],
+        input=b"w1 w2\nw3\n\n",
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    first, second, _ = done.stdout.decode().split("> ")[1:]
+    conversation = f"w1 w2 {first.strip()} w3 ".split()
+    (again,) = [line for line in [second.strip()] if line]
+    ids = [int(word[1:]) for word in conversation]
+    assert len(first.split()) == len(again.split()) == 3
+    expected = expected_tokens(folder, ids, 3)
+    assert [int(word[1:]) for word in again.split()] == expected
+
+
+def expected_tokens(folder, ids, count):
+    from oracle import greedy
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return greedy(model, ids, count)[0]

@@ -1,0 +1,168 @@
+"""Every layout, family, chunk size and placement gives transformers' logits and greedy tokens, in float32."""
+
+import itertools
+
+import numpy as np
+import pytest
+from oracle import FAMILIES, NEW_TOKENS, SINGLE_HEAD, make_oracle
+
+from longhelix.kv.placement import Growing, Local, Striped
+from longhelix.layout import HeadShape, Layout
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 1e-4  # max|d| / max|ref|, float32 logits against transformers
+BLOCK_TOKENS, GROWTH_LIMIT_TOKENS = 4, 8
+LAYOUTS = [(kvp, n // kvp) for n in (1, 2, 3, 4, 6) for kvp in range(1, n + 1) if n % kvp == 0]
+CHUNKS = (1, 7, 16, 64, 4096)
+PLACEMENTS = ("striped", "growing", "local")
+VARIANTS = list(itertools.product(CHUNKS, PLACEMENTS))
+CASES = list(itertools.product(FAMILIES, LAYOUTS))
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(family):
+        if family not in made:
+            made[family] = make_oracle(FAMILIES[family], tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return oracle
+
+
+def make_case(oracle, kvp, tpa, chunk_tokens, placement, **more):
+    return {
+        "model": str(oracle.path),
+        "kvp": kvp,
+        "tpa": tpa,
+        "chunk_tokens": chunk_tokens,
+        "placement": placement,
+        "block_tokens": BLOCK_TOKENS,
+        "growth_limit_tokens": GROWTH_LIMIT_TOKENS,
+        "prompts": oracle.prompts,
+        "max_new_tokens": NEW_TOKENS,
+    } | more
+
+
+def deviation(found, reference):
+    return np.abs(found - reference).max() / np.abs(reference).max()
+
+
+def first_difference(tokens, reference):
+    return next((i for i, pair in enumerate(zip(tokens, reference, strict=True)) if pair[0] != pair[1]), None)
+
+
+def is_near_tie(logits, tokens):
+    """The reference's two best logits lie nearer than twice the tolerance."""
+    best = np.sort(logits)[-2:]
+    return best[1] - best[0] < 2 * TOLERANCE * np.abs(logits).max()
+
+
+def assert_equal(oracle, ranks):
+    for index, prompt in enumerate(oracle.prompts):
+        reference, tokens = oracle.logits[index], oracle.tokens[index]
+        found = ranks[0][f"tokens_{index}"].tolist()
+        differs = first_difference(found, tokens)
+        if differs is not None:
+            assert is_near_tie(reference[len(prompt) - 1 + differs], tokens), f"request {index}, token {differs}"
+        compared = len(reference) if differs is None else len(prompt) + differs
+        assert deviation(ranks[0][f"logits_{index}"][:compared], reference[:compared]) <= TOLERANCE
+        for rank in ranks:
+            assert rank[f"tokens_{index}"].tolist() == found
+
+
+def run_variant(worlds, oracle, kvp, tpa, chunk_tokens, placement):
+    assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_continuations_vary(oracles, family):
+    oracle = oracles(family)
+    assert all(len(set(tokens)) >= 8 for tokens in oracle.tokens), [len(set(tokens)) for tokens in oracle.tokens]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=lambda value: str(value).replace(" ", ""))
+def test_logits_and_tokens_equal_transformers(worlds, oracles, family, layout):
+    """One chunk size and placement per family and layout, in turn, so that all of them come up."""
+    chunk_tokens, placement = VARIANTS[CASES.index((family, layout)) % len(VARIANTS)]
+    run_variant(worlds, oracles(family), *layout, chunk_tokens, placement)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=lambda value: str(value).replace(" ", ""))
+def test_full_product_equals_transformers(worlds, oracles, family, layout, chunk_tokens, placement):
+    run_variant(worlds, oracles(family), *layout, chunk_tokens, placement)
+
+
+@pytest.mark.parametrize("mutation", ["mask", "owner", "merge"])
+def test_the_comparison_sees_a_broken(worlds, oracles, mutation):
+    """A test of the test: each of these faults must be found by the comparison above."""
+    oracle = oracles("llama")
+    ranks = worlds(2).run(make_case(oracle, 2, 1, 16, "striped", mutation=mutation))
+    with pytest.raises(AssertionError):
+        assert_equal(oracle, ranks)
+
+
+@pytest.mark.parametrize(("kvp", "block_tokens"), [(2, 1), (3, 1), (2, 4)])
+def test_local_lengths_one_apart(worlds, oracles, kvp, block_tokens):
+    """Ranks that hold one token more or less than each other, step after step, over more than three blocks each.
+
+    With blocks of one token the lengths part at every step that does not close a round; with blocks of four the
+    rank whose turn it is runs ahead token by token.
+    """
+    oracle = oracles("llama")
+    case = make_case(oracle, kvp, 1, 16, "striped", block_tokens=block_tokens)
+    ranks = worlds(kvp).run(case)
+    assert_equal(oracle, ranks)
+    longest = [int(rank["local_lengths"][-1]) for rank in ranks]
+    assert min(longest) > 3 * block_tokens
+    if block_tokens == 1:
+        assert max(longest) - min(longest) <= 1
+
+
+def test_rank_that_owns_no_query_head(worlds, tmp_path):
+    """One query head over KVP 2: after the exchange rank 1 has nothing to project, and all is still equal."""
+    oracle = make_oracle(SINGLE_HEAD, tmp_path)
+    assert [len(Layout(kvp=2).merged_query_heads(HeadShape(1, 1), rank)) for rank in (0, 1)] == [1, 0]
+    assert_equal(oracle, worlds(2).run(make_case(oracle, 2, 1, 7, "striped")))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_steps_in_flight_change_nothing(worlds, oracles, depth):
+    oracle = oracles("llama")
+    assert_equal(oracle, worlds(2).run(make_case(oracle, 2, 1, 16, "striped", depth=depth)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ranks_hold_what_the_closed_form_says(worlds, oracles, placement):
+    """Local lengths counted by the ranks, and the scheduler's count, against the policy's formula."""
+    oracle, kvp = oracles("llama"), 3
+    ranks = worlds(kvp).run(make_case(oracle, kvp, 1, 16, placement))
+    for index, prompt in enumerate(oracle.prompts):
+        held = ranks[0][f"held_{index}"].tolist()
+        assert [int(rank["local_lengths"][index]) for rank in ranks] == held
+        length = len(prompt) + NEW_TOKENS - 1
+        policies = {
+            "striped": lambda start: Striped(kvp, BLOCK_TOKENS, start),
+            "growing": lambda start: Growing(kvp, BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, start),
+            "local": lambda start: Local(kvp, BLOCK_TOKENS, start),
+        }
+        forms = [[policies[placement](start).local_length(r, length) for r in range(kvp)] for start in range(kvp)]
+        assert held in forms
+    assert all(int(rank["sequences_left"]) == 0 for rank in ranks)
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (2, 2)])
+def test_exchange_sends_only_heads_and_lse(worlds, oracles, kvp, tpa):
+    """Bytes handed to the transport: per row and layer, every other rank's heads, each C floats and one LSE."""
+    oracle = oracles("llama")
+    ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, 16, "striped"))
+    rows = sum(len(prompt) + NEW_TOKENS - 1 for prompt in oracle.prompts)
+    head_bytes, layers = 16 * 4 + 4, 2
+    sent = [int(rank["exchanged_bytes"]) for rank in ranks]
+    heads_by_rank = {(2, 1): [[0, 4], [5, 0]], (2, 2): [[0, 3], [0, 1], [3, 0], [2, 0]]}[kvp, tpa]
+    assert sent == [rows * layers * head_bytes * sum(heads) for heads in heads_by_rank]

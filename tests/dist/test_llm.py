@@ -1,0 +1,204 @@
+"""LLM over real worker processes: results, sampling, streaming, ends."""
+
+import os
+import random
+import signal as signals
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
+
+from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from longhelix.request import SequenceWork, Step
+
+pytestmark = pytest.mark.dist
+
+PROMPT = list(range(1, 38))
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    made = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    save_tokenizer_files(made.path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(oracle):
+    with LLM(str(oracle.path), Layout(kvp=2), chunk_tokens=16, kv_cache_tokens=1024) as started:
+        yield started
+
+
+def tokens_of(llm, prompt, **sampling):
+    (result,) = llm.generate([prompt], SamplingParams(max_new_tokens=12, **sampling))
+    return result.token_ids
+
+
+def test_tokens_equal_transformers_through_processes(llm, oracle):
+    results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=32))
+    assert [result.token_ids for result in results] == oracle.tokens
+
+
+def test_result_counts_follow_their_formulas(llm, oracle):
+    (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12))
+    length = len(PROMPT) + 12 - 1
+    assert (result.prompt_tokens, result.finish_reason, len(result.token_ids)) == (len(PROMPT), "length", 12)
+    assert len(result.tbt_s) == 11
+    assert result.ttft_s > 0
+    assert result.layout == {"kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "pp": 1}
+    rounds = [32, length - 32]  # 48 tokens in blocks of 16: two on the first rank, one on the other
+    assert sorted(result.kv_tokens_per_rank, reverse=True) == [32, 16] == rounds
+    layers, heads, head_bytes = 2, 9, 16 * 4 + 4
+    # Each rank sends the other one's heads: together every head once per row and layer.
+    assert result.exchanged_bytes_per_token == layers * heads * head_bytes
+
+
+def test_logprobs_are_the_models_own_and_chosen_is_among_them(llm):
+    sampling = SamplingParams(max_new_tokens=6, temperature=1.5, top_k=50, seed=3, logprobs=4)
+    (result,) = llm.generate([PROMPT], sampling)
+    assert len(result.logprobs) == 6
+    for token_id, logprobs in zip(result.token_ids, result.logprobs, strict=True):
+        assert token_id in logprobs
+        assert len(logprobs) in (4, 5)
+        assert all(value <= 0 for value in logprobs.values())
+        best = list(logprobs.values())[:4]
+        assert best == sorted(best, reverse=True)
+
+
+def test_same_seed_gives_same_tokens_alone_and_in_a_batch(llm, oracle):
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7)
+    alone = tokens_of(llm, PROMPT, temperature=1.0, seed=7)
+    batch = llm.generate([oracle.prompts[3], PROMPT, oracle.prompts[2]], sampling)
+    assert batch[1].token_ids == alone
+    assert tokens_of(llm, PROMPT, temperature=1.0, seed=8) != alone
+    assert tokens_of(llm, PROMPT, temperature=1.0) != tokens_of(llm, PROMPT, temperature=1.0)
+
+
+def test_repetition_penalty_ends_repetition(llm):
+    tokens = tokens_of(llm, PROMPT, repetition_penalty=100.0)
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_stop_token_and_stop_string_end_before_themselves(llm):
+    free = tokens_of(llm, PROMPT)
+    cut = next(i for i, token in enumerate(free) if token not in free[:i] and i > 2)
+    (by_id,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12, stop_token_ids=(free[cut],)))
+    assert (by_id.token_ids, by_id.finish_reason) == (free[:cut], "stop")
+    (by_text,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12, stop=(f"w{free[cut]}",)))
+    assert by_text.finish_reason == "stop"
+    assert by_text.text.split() == [f"w{token}" for token in free[:cut]]
+    assert by_text.token_ids == free[: cut + 1]
+
+
+def test_streamed_text_is_the_result_text(llm):
+    deltas = list(llm.stream(PROMPT, SamplingParams(max_new_tokens=12)))
+    assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
+    assert [delta.result is None for delta in deltas] == [True] * 11 + [False]
+
+
+def test_requests_come_and_go_and_others_do_not_notice(llm, oracle):
+    """Adds and aborts in all phases; every survivor's tokens equal those it gets alone."""
+    rng = random.Random(0)
+    sampling = SamplingParams(max_new_tokens=32)
+    ids = {llm.add(prompt, sampling): index for index, prompt in enumerate(oracle.prompts)}
+    doomed = [llm.add(PROMPT, sampling) for _ in range(3)]
+    results = {}
+    while llm.has_work:
+        for delta in llm.step():
+            if delta.result:
+                results[delta.request_id] = delta.result
+        if doomed and rng.random() < 0.3:
+            aborted = llm.abort(doomed.pop())
+            assert aborted.finish_reason == "abort"
+    assert {index: results[i].token_ids for i, index in ids.items()} == dict(enumerate(oracle.tokens))
+    assert llm.abort(next(iter(ids))) is None
+
+
+def test_more_requests_than_the_pool_holds_wait_and_finish(oracle):
+    with LLM(str(oracle.path), Layout(kvp=2), kv_cache_tokens=160) as llm:
+        results = llm.generate([oracle.prompts[3]] * 5, SamplingParams(max_new_tokens=32))
+    assert [result.token_ids for result in results] == [oracle.tokens[3]] * 5
+
+
+def test_request_beyond_the_pool_is_refused_in_words(llm):
+    with pytest.raises(UserError, match="kv-cache-tokens") as refused:
+        LLM(llm.config.model_path, kv_cache_tokens=32).generate([PROMPT], SamplingParams(max_new_tokens=12))
+    assert refused.value.code == "kv_cache_exceeded"
+    with pytest.raises(UserError, match="--max-model-len") as refused:
+        llm.add(PROMPT, SamplingParams(max_new_tokens=1000))
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(UserError, match="empty"):
+        llm.add([])
+    with pytest.raises(UserError, match="vocabulary"):
+        llm.add([10**6])
+
+
+def children_and_sockets(llm):
+    return list(llm.process_ids.values()), Path(llm._pool._directory)
+
+
+def run_all(llm):
+    while llm.has_work:
+        llm.step()
+
+
+def assert_nothing_left(process_ids, directory):
+    assert not any(psutil.pid_exists(pid) for pid in process_ids)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("layout", [Layout(kvp=2), Layout(kvp=2, tpa=2)], ids=str)
+@pytest.mark.parametrize(("signal", "words"), [("SIGKILL", "SIGKILL"), ("SIGSTOP", "not answered")])
+def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout, signal, words):
+    llm = LLM(str(oracle.path), layout)
+    process_ids, directory = children_and_sockets(llm)
+    llm.add(PROMPT, SamplingParams(max_new_tokens=80))
+    for _ in range(5):
+        llm.step()
+    victim = layout.world_size - 1
+    os.kill(llm.process_ids[victim], getattr(signals, signal))
+    before = time.monotonic()
+    with pytest.raises(EngineError, match=f"rank {victim} .*{words}"):
+        run_all(llm)
+    assert time.monotonic() - before < 12
+    assert_nothing_left(process_ids, directory)
+    with pytest.raises(EngineError, match="ended"):
+        llm.generate([PROMPT], SamplingParams(max_new_tokens=4))
+
+
+def test_worker_that_raises_is_named_with_its_cause(oracle):
+    """Work on a sequence that no rank has heard of."""
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    llm._pool.submit(Step(1, (), (SequenceWork(99, 1, (), True),), ()))
+    with pytest.raises(EngineError, match=r"rank [01] failed: KeyError: 99"):
+        llm._pool.collect()
+    assert_nothing_left(process_ids, directory)
+
+
+def test_closing_ends_every_process_and_may_be_repeated(oracle):
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    llm.close()
+    llm.close()
+    assert_nothing_left(process_ids, directory)
+
+
+def test_workers_end_when_the_engine_is_killed(oracle):
+    program = (
+        "import sys\nfrom longhelix import LLM, Layout\n"
+        f"llm = LLM({str(oracle.path)!r}, Layout(kvp=2))\n"
+        "print(*llm.process_ids.values(), llm._pool._directory, flush=True)\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        *process_ids, directory = engine.stdout.readline().decode().split()
+        engine.kill()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(psutil.pid_exists(int(pid)) for pid in process_ids):
+        time.sleep(0.1)
+    assert_nothing_left([int(pid) for pid in process_ids], Path(directory))

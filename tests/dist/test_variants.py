@@ -1,0 +1,135 @@
+"""RoPE kinds, dtypes and GGUF, over two ranks, against transformers."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
+from test_equality import TOLERANCE, assert_equal, deviation, make_case
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+pytestmark = pytest.mark.dist
+
+MAX_POSITIONS = 32  # the longest request has 41 + 32 tokens, so scaling matters
+HALF = 16 // 2
+ROPE = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 48,
+                 "short_factor": [1.0 + 0.1 * i for i in range(HALF)],
+                 "long_factor": [1.0 + 0.5 * i for i in range(HALF)]},
+}  # fmt: skip
+
+
+@torch.no_grad()
+def logits_with_whole_length(oracle, tokens):
+    """Logits of each request in one pass over all its tokens: the length by which transformers then chooses
+    frequencies is the request's capacity, by which longhelix freezes them."""
+    model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=torch.float32, attn_implementation="eager").eval()
+    lines = [prompt + new for prompt, new in zip(oracle.prompts, tokens, strict=True)]
+    return [model(torch.tensor([line]), use_cache=False).logits[0, :-1].numpy() for line in lines]
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_kind_equals_transformers(worlds, tmp_path, kind):
+    settings = FAMILIES["llama"].to_dict() | {
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_theta": 10_000.0} | ROPE[kind],
+    }
+    oracle = make_oracle(LlamaConfig(**settings), tmp_path)
+    ranks = worlds(2).run(make_case(oracle, 2, 1, 16, "striped", max_model_len=128))
+    tokens = [ranks[0][f"tokens_{index}"].tolist() for index in range(len(oracle.prompts))]
+    assert all(len(new) == NEW_TOKENS for new in tokens)
+    for index, reference in enumerate(logits_with_whole_length(oracle, tokens)):
+        assert deviation(ranks[0][f"logits_{index}"], reference) <= TOLERANCE
+        assert (reference[-NEW_TOKENS:].argmax(-1) == tokens[index]).mean() > 0.9  # greedy, near ties aside
+
+
+def test_rope_scaling_given_by_the_user_replaces_the_models_own(worlds, tmp_path):
+    """A model saved without scaling and run with it equals one saved with it."""
+    plain = FAMILIES["llama"].to_dict() | {"max_position_embeddings": MAX_POSITIONS}
+    saved = make_oracle(LlamaConfig(**plain), tmp_path / "plain")
+    scaled = make_oracle(LlamaConfig(**plain | {"rope_parameters": {"rope_theta": 1e4} | ROPE["yarn"]}), tmp_path / "yarn")
+    case = make_case(saved, 2, 1, 16, "striped", max_model_len=128, rope_scaling=ROPE["yarn"])
+    assert_equal(scaled, worlds(2).run(case))
+
+
+# max|d| / max|ref| of logits against float32 transformers on the same (rounded) weights, two layers.
+HALF_TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3}
+
+
+@pytest.mark.parametrize("dtype", HALF_TOLERANCE)
+def test_half_precision_stays_near_float32(worlds, tmp_path, dtype):
+    oracle = make_oracle(FAMILIES["qwen3"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=getattr(torch, dtype)).float().eval()
+    ranks = worlds(2).run(make_case(oracle, 2, 1, 16, "striped", dtype=dtype))
+    for index, prompt in enumerate(oracle.prompts):
+        with torch.no_grad():
+            reference = model(torch.tensor([prompt])).logits[0].numpy()
+        assert deviation(ranks[0][f"logits_{index}"][: len(prompt)], reference) <= HALF_TOLERANCE[dtype]
+
+
+def test_kv_cache_may_have_its_own_dtype(worlds, tmp_path):
+    oracle = make_oracle(FAMILIES["qwen3"], tmp_path)
+    (exact, _), (rounded, _) = (
+        worlds(2).run(make_case(oracle, 2, 1, 16, "striped", dtype="float32", kv_dtype=kv_dtype))
+        for kv_dtype in ("float32", "bfloat16")
+    )
+    prompt = len(oracle.prompts[3])
+    difference = deviation(rounded["logits_3"][:prompt], exact["logits_3"][:prompt])
+    assert 0 < difference < HALF_TOLERANCE["bfloat16"]
+
+
+def write_gguf(path, model, config):
+    """A llama GGUF of a tiny model: float32 tensors, the rows of q and k permuted as the format has them."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(VOCAB)
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if "q_proj" in name or "k_proj" in name:
+            halves = tensor.view(-1, 2, config.head_dim // 2, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        stem = name.removesuffix(".weight").replace("model.layers.", "blk.")
+        for ours, theirs in names.items():
+            stem = stem.replace(ours, theirs)
+        writer.add_tensor(f"{stem}.weight", np.ascontiguousarray(tensor.detach().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_of_the_same_weights_equals_transformers(worlds, tmp_path):
+    oracle = make_oracle(FAMILIES["llama"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=torch.float32)
+    write_gguf(tmp_path / "tiny.gguf", model, FAMILIES["llama"])
+    case = make_case(oracle, 2, 2, 16, "striped", model=str(tmp_path / "tiny.gguf"), dtype="float32")
+    assert_equal(oracle, worlds(4).run(case))

@@ -1,0 +1,60 @@
+"""Worlds of real processes that stay up for many cases; a case that does not end in time kills its world."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+RANK_PROGRAM = Path(__file__).with_name("rank.py")
+CASE_TIMEOUT_S = 180
+
+
+class World:
+    """N processes over gloo; `run` gives every rank the same case and returns their arrays, in rank order."""
+
+    def __init__(self, size):
+        self.size = size
+        self.directory = tempfile.TemporaryDirectory(prefix="longhelix-test-")
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(RANK_PROGRAM), str(rank), str(size), self.directory.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def run(self, case):
+        line = json.dumps(case | {"out": self.directory.name}) + "\n"
+        watchdog = threading.Timer(CASE_TIMEOUT_S, self.kill)
+        watchdog.start()
+        try:
+            for process in self.processes:
+                process.stdin.write(line)
+                process.stdin.flush()
+            replies = [process.stdout.readline().strip() for process in self.processes]
+        finally:
+            watchdog.cancel()
+        assert replies == ["ok"] * self.size, f"ranks said {replies} for {case}"
+        return [dict(np.load(Path(self.directory.name) / f"rank{rank}.npz")) for rank in range(self.size)]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+
+    def close(self):
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        self.directory.cleanup()
