@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -172,13 +173,36 @@ def test_empty_prompt_and_broken_prompt_files(capfd, oracle, tmp_path):
         return refusal(capfd, "generate", "--model", oracle.path, "--prompt-file", file)
 
     assert "the prompt is empty" in words(b"")
+    assert "the prompt is empty" in refusal(capfd, "generate", "--model", oracle.path, "--prompt", "")
     assert "is not UTF-8 at byte 2" in words(b"ab\xff")
     missing = refusal(capfd, "generate", "--model", oracle.path, "--prompt-file", tmp_path / "none")
     assert "cannot be read: No such file" in missing
 
 
 def test_unknown_verb_names_the_nearest(capfd):
-    assert "Did you mean generate?" in refusal(capfd, "generat")
+    assert 'Did you mean "generate"?' in refusal(capfd, "generat")
+
+
+def test_terminated_command_leaves_nothing(oracle):
+    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--max-model-len", "100k")]
+    arguments[arguments.index("8")] = "50000"
+    command = subprocess.Popen([sys.executable, "-m", "longhelix", *arguments], stderr=subprocess.PIPE)
+    while b"KV cache holds" not in command.stderr.readline():
+        pass
+    workers = psutil.Process(command.pid).children()
+    command.terminate()
+    command.communicate(timeout=30)
+    assert command.returncode == 143
+    assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+
+
+def test_torchrun_with_the_wrong_number_of_ranks_is_told_the_right_one(oracle):
+    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    done = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    assert done.returncode != 0
+    assert b"set --nproc-per-node 2" in done.stderr
 
 
 def test_missing_model(capfd, tmp_path):
@@ -251,6 +275,26 @@ def test_chat_keeps_the_conversation(oracle, tmp_path):
     assert len(first.split()) == len(again.split()) == 3
     expected = expected_tokens(folder, ids, 3)
     assert [int(word[1:]) for word in again.split()] == expected
+
+
+def test_interrupt_cuts_an_answer_short_and_the_chat_goes_on(oracle, tmp_path):
+    folder = shutil.copytree(oracle.path, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    arguments = ["chat", "--model", str(folder), "--max-new-tokens", "50000", "--max-model-len", "100k"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "longhelix", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as chat:
+        for _ in range(2):
+            chat.stdin.write(b"w1 w2\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(20).strip()
+            os.killpg(chat.pid, signal.SIGINT)
+        chat.stdin.close()
+        assert chat.wait(timeout=20) == 0
 
 
 def expected_tokens(folder, ids, count):

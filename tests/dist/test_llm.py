@@ -171,6 +171,16 @@ def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout,
         llm.generate([PROMPT], SamplingParams(max_new_tokens=4))
 
 
+def test_ranks_listen_on_loopback_alone(llm):
+    addresses = {
+        connection.laddr.ip
+        for pid in llm.process_ids.values()
+        for connection in psutil.Process(pid).net_connections("inet")
+    }
+    assert addresses
+    assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in addresses), addresses
+
+
 def test_worker_that_raises_is_named_with_its_cause(oracle):
     """Work on a sequence that no rank has heard of."""
     llm = LLM(str(oracle.path), Layout(kvp=2))

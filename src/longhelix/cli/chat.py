@@ -1,5 +1,6 @@
 """`longhelix chat`: a conversation in the terminal."""
 
+import signal
 import sys
 
 from longhelix.cli.options import ModelOptions, SamplingOptions
@@ -31,13 +32,18 @@ def _read_line() -> str:
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     request_id = llm.add(llm.tokenizer.encode_chat(messages), params)
+    interrupts: list[int] = []
+    # Between steps, not inside one: an interrupted step would leave ranks and engine at odds.
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     text = ""
     try:
         while llm.has_work:
             for delta in llm.step():
                 text += delta.text
                 print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        llm.abort(request_id)
+            if interrupts:
+                llm.abort(request_id)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     print()
     return text

@@ -1,6 +1,5 @@
 """Entry of the command line: runs a verb, and turns every error into one sentence and an exit status."""
 
-import difflib
 import importlib.metadata
 import json
 import signal
@@ -8,16 +7,20 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownCommandError
+from cyclopts import App, CycloptsError
 
 from longhelix.errors import EngineError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
-app = App(name="longhelix", help=__doc__, version=lambda: importlib.metadata.version("longhelix"))
-app.help = "Exact LLM inference with contexts of millions of tokens."
-app.command("longhelix.cli.generate:generate", name="generate")
-app.command("longhelix.cli.chat:chat", name="chat")
+app = App(
+    name="longhelix",
+    help="Exact LLM inference with contexts of millions of tokens.",
+    version=lambda: importlib.metadata.version("longhelix"),
+)
+# Named, not imported: a verb loads when it is called.
+app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
+app.command("longhelix.cli.chat:chat", name="chat", help="Talk with a model.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _fail(_usage_error(error), "usage", USER_ERROR, as_json)
+        return _fail(" ".join(str(error).split()), "usage", USER_ERROR, as_json)
     except UserError as error:
         return _fail(str(error), error.code, USER_ERROR, as_json)
     except EngineError as error:
@@ -45,15 +48,6 @@ def _fail(message: str, code: str, status: int, as_json: bool) -> int:
     else:
         print(f"error: {message}", file=sys.stderr)
     return status
-
-
-def _usage_error(error: CycloptsError) -> str:
-    message = " ".join(str(error).split())
-    if isinstance(error, UnknownCommandError):
-        verbs = [name for name in app if not name.startswith("-")]
-        nearest = difflib.get_close_matches(error.unused_tokens[0] if error.unused_tokens else "", verbs, 1, 0)
-        return f"{message} Did you mean {nearest[0]}?"
-    return message
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

@@ -32,10 +32,10 @@ def size(type_: Any, tokens: tuple[Token, ...]) -> int:
 
 
 Size = Annotated[int, Parameter(converter=size, negative=())]
-Flag = Annotated[bool, Parameter(negative=())]
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and how it is laid out over ranks."""
@@ -114,7 +114,7 @@ class ModelOptions:
         return settings
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Answer")
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How new tokens are chosen."""
@@ -133,9 +133,9 @@ class SamplingOptions:
     "Above 1 makes tokens that have occurred less likely."
     seed: int | None = None
     "The same seed gives the same draws. [default: a new one each time]"
-    stop: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    stop: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     "Text that ends the answer, before itself; may be given several times."
-    stop_token_ids: Annotated[tuple[int, ...], Parameter(negative=())] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter(negative=(), show_default=False)] = ()
     "Token ids that end the answer."
     ignore_eos: Flag = False
     "Go on after the model's end-of-sequence token."

@@ -146,7 +146,8 @@ class LLM:
     def add(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> int:
         """Queue a prompt, as text or as token ids; returns the request's id. Raises UserError if it can never run."""
         sampling = sampling or SamplingParams()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        # A tokenizer may make a token of nothing, its BOS.
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else list(prompt)
         _check_token_ids(token_ids, self.config.spec.vocab_size)
         ends = frozenset(sampling.stop_token_ids) | frozenset(
             () if sampling.ignore_eos else self.config.spec.eos_token_ids
