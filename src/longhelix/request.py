@@ -49,6 +49,8 @@ class SamplingParams:
         for name, holds, allowed in rules:
             if not holds:
                 raise UserError(f"{name} is {getattr(self, name)!r}: set it {allowed}")
+        if isinstance(self.stop, str):
+            raise UserError(f"stop is the string {self.stop!r}: give a tuple of strings")
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty: give at least one character")
 

@@ -12,8 +12,9 @@ import time
 import psutil
 import pytest
 import torch
-from oracle import FAMILIES, make_oracle, save_tokenizer_files
+from oracle import FAMILIES, greedy, make_oracle, save_tokenizer_files
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from longhelix.cli.main import main
 
@@ -76,6 +77,15 @@ def test_text_streams_to_stdout_and_the_table_to_stderr(capfd, oracle):
     assert len(out.split()) == 8
     for name in ("prompt tokens", "TTFT", "TTL", "tokens/s", "KV on rank 0", "exchanged", "achieved"):
         assert name in err
+
+
+def test_sharded_weights_give_the_same_tokens(capfd, oracle, tmp_path):
+    folder = shutil.copytree(oracle.path, tmp_path / "sharded", ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoModelForCausalLM.from_pretrained(oracle.path).save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    _, whole, _ = run(capfd, *generate(oracle.path, "--kvp", 2))
+    _, sharded, _ = run(capfd, *generate(folder, "--kvp", 2))
+    assert sharded == whole
 
 
 def test_prompt_file_is_fed_as_it_is(capfd, oracle, tmp_path):
@@ -298,8 +308,6 @@ def test_interrupt_cuts_an_answer_short_and_the_chat_goes_on(oracle, tmp_path):
 
 
 def expected_tokens(folder, ids, count):
-    from oracle import greedy
-    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return greedy(model, ids, count)[0]

@@ -138,6 +138,15 @@ def test_request_beyond_the_pool_is_refused_in_words(llm):
         llm.add([10**6])
 
 
+def test_one_refused_prompt_refuses_the_batch_and_leaves_no_request(llm):
+    with pytest.raises(UserError, match="empty"):
+        llm.generate([PROMPT, []], SamplingParams(max_new_tokens=4))
+    while llm.has_work:
+        assert llm.step() == []
+    with pytest.raises(UserError, match="tuple"):
+        SamplingParams(stop="w1")
+
+
 def children_and_sockets(llm):
     return list(llm.process_ids.values()), Path(llm._pool._directory)
 

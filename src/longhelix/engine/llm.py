@@ -188,8 +188,15 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Result]:
-        """Run prompts to their ends, together; one result per prompt, in order."""
-        ids = [self.add(prompt, sampling) for prompt in _as_prompts(prompts)]
+        """Run prompts to their ends, together; one result per prompt, in order. All are refused if one is."""
+        ids: list[int] = []
+        try:
+            for prompt in _as_prompts(prompts):
+                ids.append(self.add(prompt, sampling))
+        except UserError:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
         results: dict[int, Result] = {}
         while len(results) < len(ids):
             results |= {delta.request_id: delta.result for delta in self.step() if delta.result}
