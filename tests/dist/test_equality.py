@@ -18,6 +18,8 @@ CHUNKS = (1, 7, 16, 64, 4096)
 PLACEMENTS = ("striped", "growing", "local")
 VARIANTS = list(itertools.product(CHUNKS, PLACEMENTS))
 CASES = list(itertools.product(FAMILIES, LAYOUTS))
+# Continuations that were compared, and those that left the reference at a near tie.
+COUNTS = {"compared": 0, "near ties": 0}
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +56,7 @@ def first_difference(tokens, reference):
     return next((i for i, pair in enumerate(zip(tokens, reference, strict=True)) if pair[0] != pair[1]), None)
 
 
-def is_near_tie(logits, tokens):
+def is_near_tie(logits):
     """The reference's two best logits lie nearer than twice the tolerance."""
     best = np.sort(logits)[-2:]
     return best[1] - best[0] < 2 * TOLERANCE * np.abs(logits).max()
@@ -65,8 +67,10 @@ def assert_equal(oracle, ranks):
         reference, tokens = oracle.logits[index], oracle.tokens[index]
         found = ranks[0][f"tokens_{index}"].tolist()
         differs = first_difference(found, tokens)
+        COUNTS["compared"] += 1
+        COUNTS["near ties"] += differs is not None
         if differs is not None:
-            assert is_near_tie(reference[len(prompt) - 1 + differs], tokens), f"request {index}, token {differs}"
+            assert is_near_tie(reference[len(prompt) - 1 + differs]), f"request {index}, token {differs}"
         compared = len(reference) if differs is None else len(prompt) + differs
         assert deviation(ranks[0][f"logits_{index}"][:compared], reference[:compared]) <= TOLERANCE
         for rank in ranks:
@@ -166,3 +170,10 @@ def test_exchange_sends_only_heads_and_lse(worlds, oracles, kvp, tpa):
     sent = [int(rank["exchanged_bytes"]) for rank in ranks]
     heads_by_rank = {(2, 1): [[0, 4], [5, 0]], (2, 2): [[0, 3], [0, 1], [3, 0], [2, 0]]}[kvp, tpa]
     assert sent == [rows * layers * head_bytes * sum(heads) for heads in heads_by_rank]
+
+
+def test_near_ties_are_rare():
+    """Runs last in this file: of all continuations above, at most one in a hundred may part at a near tie."""
+    if not COUNTS["compared"]:
+        pytest.skip("no continuation was compared in this selection of tests")
+    assert COUNTS["near ties"] <= 0.01 * COUNTS["compared"], COUNTS
