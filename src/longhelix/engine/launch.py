@@ -17,9 +17,10 @@ from longhelix.engine.transport import Done, EngineSocket, Failed, Joined, Loade
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
 
-# A stopped or wedged process misses several heartbeats in a row; a busy one does not.
+# A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
+# or reading may hold its interpreter, and the heart with it, for longer.
 SILENCE_S = 5.0
-_START_S = 120.0
+_LOADING_SILENCE_S = 120.0
 _POLL_S = 0.1
 _STOP_S = 3.0
 
@@ -33,7 +34,8 @@ class WorkerPool:
         self._results: dict[int, dict[int, StepResult]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Quiet time counts only while the engine itself listens, so that a suspended engine blames nobody.
-        self._quiet_s = dict.fromkeys(self._ranks, SILENCE_S - _START_S)
+        self._quiet_s = dict.fromkeys(self._ranks, 0.0)
+        self._patience_s = dict.fromkeys(self._ranks, _LOADING_SILENCE_S)
         self._consequences: dict[int, str] = {}
         self._closed = False
         self._directory = (
@@ -45,7 +47,7 @@ class WorkerPool:
                 self._processes[rank] = self._start_process(rank)
             self._await_ready(config, on_loaded)
         except BaseException:
-            self.close()
+            self.close(grace_s=0)
             raise
 
     @property
@@ -113,6 +115,7 @@ class WorkerPool:
                     on_loaded(elements)
                 case Ready():
                     ready.add(rank)
+                    self._patience_s[rank] = SILENCE_S
 
     def _receive(self) -> tuple[int, ToEngine]:
         """The next message; raises the error that names the first rank to fail, and why."""
@@ -145,8 +148,10 @@ class WorkerPool:
             if process.poll() is not None and rank not in self._consequences and self._quiet_s[rank] > 1.0:
                 raise EngineError(f"rank {rank} (process {process.pid}) ended with status {process.returncode}")
         for rank in self._ranks:
-            if self._quiet_s[rank] > SILENCE_S and rank not in self._consequences:
-                raise EngineError(f"rank {rank} has not answered for {SILENCE_S:.0f} s: it is stopped or wedged")
+            if self._quiet_s[rank] > self._patience_s[rank] and rank not in self._consequences:
+                raise EngineError(
+                    f"rank {rank} has not answered for {self._patience_s[rank]:.0f} s: it is stopped or wedged"
+                )
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")

@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from longhelix.engine import worker
 from longhelix.errors import EngineError, UserError
 
 _ENGINE_START_S = 120.0
@@ -35,6 +34,8 @@ def join(world_size: int) -> None:
         raise UserError("ranks on several hosts do not run yet: set --nnodes 1", "invalid_layout")
     rank = int(os.environ["RANK"])
     if rank:
+        from longhelix.engine import worker  # brings torch, which the engine's own process does without
+
         raise SystemExit(worker.serve(_await_directory(), rank))
 
 

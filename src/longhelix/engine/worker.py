@@ -10,7 +10,12 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.runner import ModelRunner
 from longhelix.engine.transport import (
     Alive,
     Done,
@@ -24,6 +29,12 @@ from longhelix.engine.transport import (
     WorkerSocket,
 )
 from longhelix.errors import UserError
+from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.models.weights import load
+from longhelix.parallel.collectives import PeerLostError
+from longhelix.parallel.mesh import Mesh
 
 HEARTBEAT_S = 1.0
 
@@ -46,7 +57,7 @@ def serve(directory: Path, rank: int) -> int:
         _serve(socket, directory, rank)
     except Exception as error:
         user_error_code = error.code if isinstance(error, UserError) else ""
-        lost_peer = type(error).__name__ == "PeerLostError"
+        lost_peer = isinstance(error, PeerLostError)
         if not user_error_code and not lost_peer:
             traceback.print_exc()
         cause = str(error) if user_error_code else f"{type(error).__name__}: {error}"
@@ -73,19 +84,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
                 return
 
 
-def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket):
+def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> ModelRunner:
     """Join the other ranks and build this one's part of the model."""
-    import torch
-    import torch.distributed as dist
-
-    from longhelix.cache.pool import KVPool
-    from longhelix.engine.runner import ModelRunner
-    from longhelix.models.checkpoint import open_checkpoint
-    from longhelix.models.decoder import Decoder
-    from longhelix.models.parameters import declare
-    from longhelix.models.weights import load
-    from longhelix.parallel.mesh import Mesh
-
     torch.set_num_threads(config.threads_per_rank)
     spec, layout, device = config.spec, config.layout, torch.device("cpu")
     if layout.world_size > 1:
