@@ -53,11 +53,6 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
 
-    @property
-    def depends_on_length(self) -> bool:
-        """True where frequencies follow from a request's length, which is then frozen at admission."""
-        return self.kind in ("dynamic", "longrope")
-
     @classmethod
     def from_config(cls, rope: Mapping[str, Any], head_size: int, max_positions: int) -> "RopeSpec":
         """Resolve a `rope_parameters` (or `rope_scaling` plus theta) mapping; all defaults are filled here."""

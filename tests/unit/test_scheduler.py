@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
+from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import PLACEMENTS, Scheduler, SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
 
 pytestmark = pytest.mark.unit
 

@@ -138,10 +138,6 @@ def test_theta_in_the_rope_settings_goes_before_one_beside_them():
     assert rope_of({"rope_type": "default", "rope_theta": 7.0}, rope_theta=9.0).theta == 7.0
 
 
-def test_only_rope_kinds_that_follow_the_length_say_so():
-    assert {kind for kind in ROPE_KINDS if RopeSpec(kind=kind).depends_on_length} == {"dynamic", "longrope"}
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral", None])
 def test_an_unknown_architecture_is_refused_with_the_known_ones(architecture):
     refused(MINIMAL | {"model_type": architecture}, repr(architecture), *ARCHITECTURES, code="unknown_architecture")

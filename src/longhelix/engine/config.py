@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from longhelix.errors import UserError
+from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
@@ -39,9 +40,6 @@ class EngineConfig:
         """Numbers in the weights that `rank` keeps."""
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
 
-    def weight_bytes(self, rank: int) -> int:
-        return self.weight_elements(rank) * DTYPE_BYTES[self.dtype]
-
     def weight_bytes_read(self, rank: int) -> int:
         """Bytes of weights that one decode step reads: all but an embedding that is not the head as well."""
         parameters = declare(self.spec, self.layout, rank)
@@ -50,7 +48,7 @@ class EngineConfig:
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
-        return self.spec.kv_bytes_per_token(self.kv_dtype, len(self.layout.kv_heads(self.heads, rank)))
+        return _kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, rank)
 
 
 def resolve(
@@ -76,17 +74,22 @@ def resolve(
     kv_dtype = _dtype("kv_dtype", kv_dtype or dtype)
     max_model_len = _max_model_len(spec, max_model_len)
     _check_layout(spec, layout)
+    cores = os.cpu_count() or 1
+    if layout.world_size > cores:
+        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
+    place = make_placement(placement, layout.kvp, block_tokens, growth_limit_tokens, start=0)
+    longest_tokens = max(place.local_length(rank, max_model_len) for rank in range(layout.kvp))
+    affordable = _affordable_blocks(spec, layout, dtype, kv_dtype, block_tokens)
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
-        num_blocks=1,
+        num_blocks=_num_blocks(kv_cache_tokens, longest_tokens, affordable, block_tokens, layout.kvp),
         max_model_len=max_model_len,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         placement=placement,
         growth_limit_tokens=growth_limit_tokens,
     )
-    cores = os.cpu_count() or 1
-    config = EngineConfig(
+    return EngineConfig(
         model_path=str(checkpoint.path),
         spec=spec,
         layout=layout,
@@ -95,10 +98,6 @@ def resolve(
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
     )
-    if layout.world_size > cores:
-        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
-    num_blocks = _num_blocks(config, kv_cache_tokens)
-    return replace(config, scheduler=replace(scheduler, num_blocks=num_blocks))
 
 
 def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
@@ -158,38 +157,43 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
         )
 
 
-def _num_blocks(config: EngineConfig, asked_tokens: int | None) -> int:
-    """KV blocks of each KVP rank: what was asked for, or room for one longest request if memory allows."""
-    scheduler, layout = config.scheduler, config.layout
+def _kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int) -> int:
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
+
+
+def _affordable_blocks(spec: ModelSpec, layout: Layout, dtype: str, kv_dtype: str, block_tokens: int) -> int:
+    """KV blocks on each KVP rank that free memory holds beside the weights, all ranks being on this host."""
     ranks = range(layout.world_size)
-    block_bytes = scheduler.block_tokens * sum(config.kv_bytes_per_token(rank) for rank in ranks)
-    budget = psutil.virtual_memory().available - sum(config.weight_bytes(rank) for rank in ranks)
-    affordable = max(int(budget * _POOL_SHARE), 0) // block_bytes
-    if asked_tokens is not None:
-        if asked_tokens < 1:
-            raise UserError(f"kv_cache_tokens is {asked_tokens}: set it to 1 or more")
-        num_blocks = -(-asked_tokens // (scheduler.block_tokens * layout.kvp))
-        if num_blocks > affordable:
-            raise UserError(
-                f"{asked_tokens} tokens of KV cache take {num_blocks * block_bytes} bytes, but only "
-                f"{max(int(budget * _POOL_SHARE), 0)} are free for it beside the weights: set --kv-cache-tokens to at "
-                f"most {affordable * scheduler.block_tokens * layout.kvp}",
-                "out_of_memory",
-            )
-        return num_blocks
-    placement = scheduler.place(start=0)
-    longest = max(placement.local_length(rank, scheduler.max_model_len) for rank in range(layout.kvp))
-    wanted = -(-longest // scheduler.block_tokens)
+    elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
+    weight_bytes = elements * DTYPE_BYTES[dtype]
+    block_bytes = block_tokens * sum(_kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
+    free_bytes = psutil.virtual_memory().available - weight_bytes
+    affordable = int(free_bytes * _POOL_SHARE) // block_bytes
     if affordable < 1:
         raise UserError(
-            f"the weights take {sum(config.weight_bytes(rank) for rank in ranks)} bytes, which leaves no memory for a "
-            "KV cache: free some, or use a smaller model or dtype",
+            f"the weights take {weight_bytes} bytes, which leaves no memory for a KV cache: "
+            "free some, or use a smaller model or dtype",
             "out_of_memory",
         )
-    if wanted > affordable:
-        warnings.warn(
-            f"memory holds {affordable * scheduler.block_tokens * layout.kvp} tokens of KV cache, less than one "
-            f"request of max_model_len {scheduler.max_model_len}",
-            stacklevel=3,
+    return affordable
+
+
+def _num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
+    """KV blocks of each KVP rank: what was asked for, or room for one longest request as far as memory allows."""
+    affordable_tokens = affordable * block_tokens * kvp
+    if asked_tokens is None:
+        wanted = -(-longest_tokens // block_tokens)
+        if wanted > affordable:
+            warnings.warn(
+                f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
+                stacklevel=3,
+            )
+        return min(wanted, affordable)
+    if not 1 <= asked_tokens <= affordable_tokens:
+        raise UserError(
+            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds 1 to "
+            f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
+            "out_of_memory",
         )
-    return min(wanted, affordable)
+    return -(-asked_tokens // (block_tokens * kvp))

@@ -108,3 +108,20 @@ class Local:
 
     def local_length(self, rank: int, length: int) -> int:
         return length if rank == self.start else 0
+
+
+PLACEMENTS = ("striped", "growing", "local")
+
+
+def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int) -> Placement:
+    """The placement of one request by its policy's name; raises UserError for a name that is none of PLACEMENTS."""
+    if block_tokens < 1:
+        raise UserError(f"block_tokens is {block_tokens}: set it to 1 or more")
+    match kind:
+        case "striped":
+            return Striped(kvp, block_tokens, start)
+        case "growing":
+            return Growing(kvp, block_tokens, growth_limit_tokens, start)
+        case "local":
+            return Local(kvp, block_tokens, start)
+    raise UserError(f"placement {kind!r} is not known: use one of {', '.join(PLACEMENTS)}")

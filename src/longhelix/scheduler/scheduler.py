@@ -10,11 +10,10 @@ from typing import Literal
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, BlockAllocator
-from longhelix.kv.placement import Growing, Local, Placement, Striped
+from longhelix.kv.placement import Placement, make_placement
 from longhelix.request import NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
 
 FinishReason = Literal["stop", "length", "abort"]
-PLACEMENTS = ("striped", "growing", "local")
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,14 @@ class SchedulerConfig:
     growth_limit_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
+        for name in ("num_blocks", "max_model_len", "chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: set it to 1 or more")
-        if self.placement not in PLACEMENTS:
-            raise UserError(f"placement {self.placement!r} is not known: use one of {', '.join(PLACEMENTS)}")
-        self.place(start=0)
+        self.place(start=0)  # refuses a policy that cannot be
 
     def place(self, start: int) -> Placement:
         """A request's placement, beginning on KVP rank `start`."""
-        if self.placement == "growing":
-            return Growing(self.kvp, self.block_tokens, self.growth_limit_tokens, start)
-        return (Striped if self.placement == "striped" else Local)(self.kvp, self.block_tokens, start)
+        return make_placement(self.placement, self.kvp, self.block_tokens, self.growth_limit_tokens, start)
 
 
 @dataclass(frozen=True)
