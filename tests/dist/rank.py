@@ -38,6 +38,7 @@ class RecordingRunner(ModelRunner):
         super().__init__(*arguments)
         self.logits = {}
         self.local_lengths = {}
+        self.history = []
         self._results = []
 
     def submit(self, step):
@@ -54,6 +55,7 @@ class RecordingRunner(ModelRunner):
             kept = self.logits.setdefault(work.id, [])
             kept += [row.numpy().copy() for row in islice(rows, work.num_tokens)]
             self.local_lengths[work.id] = self.sequences[work.id].local_length
+        self.history.append([self.local_lengths.get(i, -1) for i in range(self.num_requests)])
         return hidden_TH
 
 
@@ -84,7 +86,9 @@ def build(case, rank, meshes):
     pool = KVPool(spec.num_layers, num_blocks, case["block_tokens"], heads, spec.head_size, kv_dtype, cpu)
     for layer in (*pool.k, *pool.v):
         layer.fill_(torch.nan)
-    return config, RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights), pool)
+    runner = RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights), pool)
+    runner.num_requests = len(case["prompts"])
+    return config, runner
 
 
 def run(case, rank, meshes):
@@ -105,6 +109,7 @@ def run(case, rank, meshes):
                     held[event.request_id] = event.kv_tokens_per_rank
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes)
+    arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     runner.mesh.kvp.exchanged_bytes = 0
     for index in range(len(case["prompts"])):

@@ -113,19 +113,22 @@ def test_the_comparison_sees_a_broken(worlds, oracles, mutation):
 
 @pytest.mark.parametrize(("kvp", "block_tokens"), [(2, 1), (3, 1), (2, 4)])
 def test_local_lengths_one_apart(worlds, oracles, kvp, block_tokens):
-    """Ranks that hold one token more or less than each other, step after step, over more than three blocks each.
+    """Ranks that hold one token more or less than each other at every step, over more than three blocks each.
 
-    With blocks of one token the lengths part at every step that does not close a round; with blocks of four the
+    With blocks of one token no request has lengths further apart than one; and over two ranks, where a request's
+    lengths part at every other token, requests of odd and of even length take turns at it. With blocks of four the
     rank whose turn it is runs ahead token by token.
     """
     oracle = oracles("llama")
-    case = make_case(oracle, kvp, 1, 16, "striped", block_tokens=block_tokens)
-    ranks = worlds(kvp).run(case)
+    ranks = worlds(kvp).run(make_case(oracle, kvp, 1, 4096, "striped", block_tokens=block_tokens))
     assert_equal(oracle, ranks)
-    longest = [int(rank["local_lengths"][-1]) for rank in ranks]
-    assert min(longest) > 3 * block_tokens
+    history_NLB = np.stack([rank["history"] for rank in ranks])
+    assert history_NLB.shape[1] == NEW_TOKENS
+    assert history_NLB[:, -1].min(0).max() > 3 * block_tokens
+    apart_LB = history_NLB.max(0) - history_NLB.min(0)
+    assert apart_LB.max() == block_tokens
     if block_tokens == 1:
-        assert max(longest) - min(longest) <= 1
+        assert (apart_LB == 1).any(axis=1).all()
 
 
 def test_rank_that_owns_no_query_head(worlds, tmp_path):
