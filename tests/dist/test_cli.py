@@ -16,6 +16,7 @@ from oracle import FAMILIES, greedy, make_oracle, save_tokenizer_files
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from longhelix.cli.generate import _prompt as read_prompt
 from longhelix.cli.main import main
 
 pytestmark = pytest.mark.dist
@@ -67,7 +68,7 @@ def test_json_has_the_documented_fields_and_nothing_else_on_stdout(capfd, oracle
     assert result["layout"] == {"kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "pp": 1}
     assert (result["prompt_tokens"], len(result["token_ids"]), len(result["tbt_s"])) == (37, 8, 7)
     assert sum(result["kv_tokens_per_rank"]) == 37 + 8 - 1
-    assert [str(token) in logprobs for token, logprobs in zip(result["token_ids"], result["logprobs"], strict=True)]
+    assert all(str(token) in logprobs for token, logprobs in zip(result["token_ids"], result["logprobs"], strict=True))
     assert "KV cache holds" in err
 
 
@@ -90,10 +91,13 @@ def test_sharded_weights_give_the_same_tokens(capfd, oracle, tmp_path):
 
 def test_prompt_file_is_fed_as_it_is(capfd, oracle, tmp_path):
     file = tmp_path / "prompt.txt"
-    file.write_text(PROMPT + "\n")
-    _, by_file, _ = run(capfd, "generate", "--model", oracle.path, "--prompt-file", file, "--max-new-tokens", 4)
-    _, by_text, _ = run(capfd, "generate", "--model", oracle.path, "--prompt", PROMPT + "\n", "--max-new-tokens", 4)
-    assert by_file == by_text
+    file.write_bytes(b" w1 w2\r\n\n")
+    assert read_prompt(None, file) == " w1 w2\r\n\n"
+    file.write_text(PROMPT)
+    by_file = run(capfd, "generate", "--model", oracle.path, "--prompt-file", file, "--max-new-tokens", 8)
+    by_text = run(capfd, *generate(oracle.path))
+    assert (by_file[0], by_text[0]) == (0, 0)
+    assert by_file[1] == by_text[1]
 
 
 def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):

@@ -208,6 +208,16 @@ def test_closing_ends_every_process_and_may_be_repeated(oracle):
     assert_nothing_left(process_ids, directory)
 
 
+def test_worker_whose_parent_is_gone_before_it_is_up_ends_itself(tmp_path):
+    """Started for a parent that is not its own, as one is that outlived its engine while it imported torch."""
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    arguments = ["--rank", "0", "--directory", str(directory), "--parent", "1"]
+    worker = subprocess.run([sys.executable, "-m", "longhelix.engine.worker", *arguments], timeout=60)
+    assert worker.returncode == 1
+    assert not directory.exists()
+
+
 def test_workers_end_when_the_engine_is_killed(oracle):
     program = (
         "import sys\nfrom longhelix import LLM, Layout\n"

@@ -95,7 +95,7 @@ class WorkerPool:
             raise EngineError("the engine has ended: make a new one")
 
     def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
-        arguments = ["--rank", str(rank), "--directory", str(self._directory)]
+        arguments = ["--rank", str(rank), "--directory", str(self._directory), "--parent", str(os.getpid())]
         # -P: a worker imports nothing from the directory that the user happens to stand in.
         command = [sys.executable, "-P", "-m", "longhelix.engine.worker", *arguments]
         # OpenMP threads that wait for each other spin briefly, then sleep. With libgomp's own default (300,000 turns)

@@ -36,7 +36,7 @@ def join(world_size: int) -> None:
     if rank:
         from longhelix.engine import worker  # brings torch, which the engine's own process does without
 
-        raise SystemExit(worker.serve(_await_directory(), rank))
+        raise SystemExit(worker.serve(_await_directory(), rank, parent=os.getppid()))
 
 
 def make_directory() -> Path:

@@ -44,14 +44,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
-    return serve(arguments.directory, arguments.rank)
+    return serve(arguments.directory, arguments.rank, arguments.parent)
 
 
-def serve(directory: Path, rank: int) -> int:
-    """Serve the engine behind `directory` until it says stop; returns the process's exit status."""
+def serve(directory: Path, rank: int, parent: int) -> int:
+    """Serve the engine behind `directory` until it says stop; returns the process's exit status.
+
+    `parent` is the id of the process that started this one. The worker is told it, because by the time that torch
+    is imported the parent may be gone, and the id that the system then gives is another's.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the engine's to handle
-    threading.Thread(target=_beat, args=(directory, rank, os.getppid()), daemon=True).start()
+    threading.Thread(target=_beat, args=(directory, rank, parent), daemon=True).start()
     socket = WorkerSocket(directory, rank)
     try:
         _serve(socket, directory, rank)
