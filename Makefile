@@ -10,7 +10,7 @@ RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one de
 
 setup: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	@test -n "$(PYTHON)" || { echo "longhelix needs Python 3.11 or 3.12: install one, or set PYTHON"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

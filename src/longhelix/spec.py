@@ -14,7 +14,15 @@ from longhelix.errors import UserError
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "bfloat16", "float16")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WEIGHT_DTYPES = (*DTYPES, "int8", "int4")
+KV_DTYPES = (*DTYPES, "fp8", "int8", "int4")
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
+
+
+def weight_bytes(num_elements: int, dtype: str) -> int:
+    """Bytes of a product's weights; narrow ones have a float16 scale and offset for every 32."""
+    return num_elements * (_BITS[dtype] if dtype in DTYPES else _BITS[dtype] + 1) // 8
+
 
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -165,8 +173,12 @@ class ModelSpec:
             raise UserError(f"head size {self.head_size} is odd: rotary embedding needs an even one", "invalid_model")
 
     def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
-        """Bytes of K and V of one token over all layers, for `num_kv_heads` of the KV heads."""
-        return 2 * self.num_layers * num_kv_heads * self.head_size * DTYPE_BYTES[kv_dtype]
+        """Bytes of K and V of one token over all layers, for `num_kv_heads` of the KV heads.
+
+        Narrow numbers have a 16-bit scale for each token's key and value of a head.
+        """
+        scale_bytes = 0 if kv_dtype in DTYPES else 2
+        return 2 * self.num_layers * num_kv_heads * (self.head_size * _BITS[kv_dtype] // 8 + scale_bytes)
 
     @classmethod
     def from_hf_config(

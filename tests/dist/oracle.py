@@ -57,6 +57,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(num_attention_heads=7, num_key_value_heads=1, **(_COMMON | {"hidden_size": 84})),
     "qwen3": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **_COMMON),
 }
+_SIXTEENS = _COMMON | {"hidden_size": 144, "intermediate_size": 192}
+NATIVE_SIZES = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=16, **_SIXTEENS)
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
 
 

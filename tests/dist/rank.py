@@ -19,6 +19,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine import runner as runner_module
 from longhelix.engine.config import resolve
 from longhelix.engine.runner import ModelRunner, SequenceState
+from longhelix.kernels import KVFormat, native
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
@@ -68,6 +69,7 @@ def build(case, rank, meshes):
         checkpoint,
         layout,
         dtype=case.get("dtype"),
+        weight_dtype=case.get("weight_dtype"),
         kv_dtype=case.get("kv_dtype"),
         max_model_len=case.get("max_model_len"),
         rope_scaling=case.get("rope_scaling"),
@@ -82,11 +84,11 @@ def build(case, rank, meshes):
     heads = len(layout.kv_heads(config.heads, rank))
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
     num_blocks = config.scheduler.num_blocks * len(case["prompts"])
-    kv_dtype = getattr(torch, config.kv_dtype)
-    pool = KVPool(spec.num_layers, num_blocks, case["block_tokens"], heads, spec.head_size, kv_dtype, cpu)
-    for layer in (*pool.k, *pool.v):
-        layer.fill_(torch.nan)
-    runner = RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights), pool)
+    format = KVFormat.choose(config.kv_dtype, case["block_tokens"], heads, spec.head_size, spec.head_size, cpu)
+    pool = KVPool(format, spec.num_layers, num_blocks, cpu)
+    for layer in pool.layers:
+        layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
+    runner = RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights, config.weight_dtype), pool)
     runner.num_requests = len(case["prompts"])
     return config, runner
 
@@ -95,7 +97,7 @@ def run(case, rank, meshes):
     config, runner = build(case, rank, meshes)
     scheduler = Scheduler(config.scheduler)
     for allocator in scheduler._allocators:
-        allocator.__init__(runner.pool.k[0].shape[0])
+        allocator.__init__(runner.pool.num_blocks)
     loop = Loop(scheduler, runner, depth=case.get("depth", 1))
     sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
     for index, prompt in enumerate(case["prompts"]):
@@ -108,6 +110,7 @@ def run(case, rank, meshes):
                 if event.finish_reason:
                     held[event.request_id] = event.kv_tokens_per_rank
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
+    arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in products(runner.model)])
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes)
     arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))
@@ -118,6 +121,12 @@ def run(case, rank, meshes):
         if rank == 0:
             arrays[f"logits_{index}"] = np.stack(runner.logits[index])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
+
+
+def products(model):
+    """The weights that this rank multiplies with, its pool beside them: all of them can be packed or not."""
+    weights = [w for layer in model.layers for w in (layer.attention.qkv, layer.attention.output, layer.ffn.down)]
+    return [weight for weight in weights if weight.outputs and weight.depth]
 
 
 class mutation:  # noqa: N801 - reads as a statement
@@ -154,7 +163,7 @@ class mutation:  # noqa: N801 - reads as a statement
 def main():
     rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    native.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)

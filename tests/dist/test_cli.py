@@ -157,7 +157,10 @@ MISTAKES = {
     "no block": (["--block-tokens", 0], "block_tokens is 0: set it to 1 or more"),
     "no chunk": (["--chunk-tokens", 0], "chunk_tokens is 0: set it to 1 or more"),
     "no pool": (["--kv-cache-tokens", 0], "kv_cache_tokens is 0"),
-    "a limit inside a block": (["--placement", "growing", "--growth-limit-tokens", 20], "a multiple of the KV block, 16"),
+    "a limit inside a block": (
+        ["--placement", "growing", "--growth-limit-tokens", 20],
+        "a multiple of the KV block, 16",
+    ),
     "unknown dtype": (["--dtype", "int3"], "use one of float32, bfloat16, float16"),
     "unknown flag": (["--kpv", 2], "--kvp"),
     "size with a wrong unit": (["--max-model-len", "8x"], '"8x" is no size'),

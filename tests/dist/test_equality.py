@@ -4,8 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from oracle import FAMILIES, NEW_TOKENS, SINGLE_HEAD, make_oracle
+from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, make_oracle
 
+from longhelix.kernels import native
 from longhelix.kv.placement import Growing, Local, Striped
 from longhelix.layout import HeadShape, Layout
 
@@ -19,6 +20,7 @@ PLACEMENTS = ("striped", "growing", "local")
 VARIANTS = list(itertools.product(CHUNKS, PLACEMENTS))
 CASES = list(itertools.product(FAMILIES, LAYOUTS))
 # Continuations that were compared, and those that left the reference at a near tie.
+NATIVE = {}
 COUNTS = {"compared": 0, "near ties": 0}
 
 
@@ -92,6 +94,20 @@ def test_logits_and_tokens_equal_transformers(worlds, oracles, family, layout):
     """One chunk size and placement per family and layout, in turn, so that all of them come up."""
     chunk_tokens, placement = VARIANTS[CASES.index((family, layout)) % len(VARIANTS)]
     run_variant(worlds, oracles(family), *layout, chunk_tokens, placement)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda value: str(value).replace(" ", ""))
+def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
+    """Sizes that the packed kernels take, in KV blocks of 16 tokens; the families above have others on purpose."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    oracle = NATIVE["native"]
+    chunk_tokens, placement = VARIANTS[LAYOUTS.index(layout) % len(VARIANTS)]
+    case = make_case(oracle, *layout, chunk_tokens, placement, block_tokens=16, growth_limit_tokens=16)
+    ranks = worlds(layout[0] * layout[1]).run(case)
+    assert_equal(oracle, ranks)
+    if native.module is not None:
+        assert all(rank["packed"].all() for rank in ranks if rank["packed"].size)
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ def test_rope_scaling_given_by_the_user_replaces_the_models_own(worlds, tmp_path
     """A model saved without scaling and run with it equals one saved with it."""
     plain = FAMILIES["llama"].to_dict() | {"max_position_embeddings": MAX_POSITIONS}
     saved = make_oracle(LlamaConfig(**plain), tmp_path / "plain")
-    scaled = make_oracle(LlamaConfig(**plain | {"rope_parameters": {"rope_theta": 1e4} | ROPE["yarn"]}), tmp_path / "yarn")
+    yarn = plain | {"rope_parameters": {"rope_theta": 1e4} | ROPE["yarn"]}
+    scaled = make_oracle(LlamaConfig(**yarn), tmp_path / "yarn")
     case = make_case(saved, 2, 1, 16, "striped", max_model_len=128, rope_scaling=ROPE["yarn"])
     assert_equal(scaled, worlds(2).run(case))
 

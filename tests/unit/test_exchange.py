@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longhelix.kernels import merge_states
@@ -27,7 +26,10 @@ class Wire:
         self._sent: list[list[Tensor]] = [[] for _ in range(size)]
         self._barrier = threading.Barrier(size, timeout=30)
 
-    def all_to_all_single(
+    def handle(self, group: int) -> "Handle":
+        return Handle(self, group)
+
+    def all_to_all(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: int
     ) -> None:
         assert input.dim() == output.dim() == 1
@@ -46,18 +48,31 @@ class Wire:
         self._barrier.abort()
 
 
+class Handle:
+    """One rank's process group, as far as an exchange needs it."""
+
+    def __init__(self, wire: Wire, group: int) -> None:
+        self.wire, self.group = wire, group
+
+    def alltoall_base(self, *arguments) -> "Handle":
+        self.wire.all_to_all(*arguments, self.group)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
 def world_ranks(size: int) -> tuple[int, ...]:
     """Ranks of the world that are not the indices in the group."""
     return tuple(range(5, 5 + 3 * size, 3))
 
 
-def exchange_on_all_ranks(monkeypatch, states: list[tuple[Tensor, Tensor]], heads_per_rank: list[int]):
+def exchange_on_all_ranks(states: list[tuple[Tensor, Tensor]], heads_per_rank: list[int]):
     """What each rank gets, the groups and the wire."""
     size = len(states)
     wire = Wire(size)
-    monkeypatch.setattr(dist, "all_to_all_single", wire.all_to_all_single)
     ranks = world_ranks(size)
-    groups = [Group(ranks, rank, index) for index, rank in enumerate(ranks)]
+    groups = [Group(ranks, rank, wire.handle(index)) for index, rank in enumerate(ranks)]
 
     def run(index: int) -> Tensor:
         try:
@@ -101,10 +116,10 @@ def merged_in_float64(states: list[tuple[Tensor, Tensor]]) -> Tensor:
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 @pytest.mark.parametrize("rows", [0, 1, 17])
 @pytest.mark.parametrize("heads_per_rank", SPLITS, ids=str)
-def test_each_rank_gets_its_heads_of_the_unsharded_merge_for_one_message(monkeypatch, heads_per_rank, rows, dtype):
+def test_each_rank_gets_its_heads_of_the_unsharded_merge_for_one_message(heads_per_rank, rows, dtype):
     size, heads, head_size = len(heads_per_rank), sum(heads_per_rank), 10
     states = random_states(size, rows, heads, head_size, dtype)
-    results, groups, wire = exchange_on_all_ranks(monkeypatch, states, heads_per_rank)
+    results, groups, wire = exchange_on_all_ranks(states, heads_per_rank)
     expected_TqC = merged_in_float64(states)
     unsharded_TqC, _ = merge_states(torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states]))
     first = 0
@@ -124,51 +139,46 @@ def test_each_rank_gets_its_heads_of_the_unsharded_merge_for_one_message(monkeyp
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_permuted_inputs_give_the_same_bits(monkeypatch, dtype):
+def test_permuted_inputs_give_the_same_bits(dtype):
     states = random_states(4, 7, 9, 16, dtype)
-    expected, *_ = exchange_on_all_ranks(monkeypatch, states, [3, 3, 2, 1])
+    expected, *_ = exchange_on_all_ranks(states, [3, 3, 2, 1])
     permuted = [
         (out_TqC.transpose(0, 1).contiguous().transpose(0, 1), lse_Tq.t().contiguous().t())
         for out_TqC, lse_Tq in states
     ]
     assert not permuted[0][0].is_contiguous()
-    results, *_ = exchange_on_all_ranks(monkeypatch, permuted, [3, 3, 2, 1])
+    results, *_ = exchange_on_all_ranks(permuted, [3, 3, 2, 1])
     assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
-def test_a_head_that_no_rank_has_keys_for_is_zero(monkeypatch):
+def test_a_head_that_no_rank_has_keys_for_is_zero():
     states = random_states(3, 4, 5, 8, torch.float32)
     for out_TqC, lse_Tq in states:
         out_TqC[2, 3], lse_Tq[2, 3] = math.nan, -math.inf
-    results, *_ = exchange_on_all_ranks(monkeypatch, states, [2, 2, 1])
+    results, *_ = exchange_on_all_ranks(states, [2, 2, 1])
     assert torch.equal(results[1][2, 1], torch.zeros(8))
     assert all(result.isfinite().all() for result in results)
 
 
-def test_one_rank_holds_all_keys_and_every_rank_gets_its_outputs_bit_by_bit(monkeypatch):
+def test_one_rank_holds_all_keys_and_every_rank_gets_its_outputs_bit_by_bit():
     states = [(torch.full((6, 4, 8), math.nan), torch.full((6, 4), -math.inf)) for _ in range(3)]
     generator = torch.Generator().manual_seed(1)
     states[1] = torch.randn(6, 4, 8, generator=generator), torch.randn(6, 4, generator=generator)
-    results, *_ = exchange_on_all_ranks(monkeypatch, states, [2, 1, 1])
+    results, *_ = exchange_on_all_ranks(states, [2, 1, 1])
     assert torch.equal(torch.cat(results, dim=1), states[1][0])
 
 
-def test_exchanged_bytes_add_up_over_calls(monkeypatch):
+def test_exchanged_bytes_add_up_over_calls():
     states = random_states(2, 5, 3, 8, torch.float32)
     wire = Wire(2)
-    monkeypatch.setattr(dist, "all_to_all_single", wire.all_to_all_single)
-    groups = [Group((0, 1), rank, rank) for rank in range(2)]
+    groups = [Group((0, 1), rank, wire.handle(rank)) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(3):
             list(threads.map(exchange, *zip(*states, strict=True), groups, [[2, 1]] * 2))
     assert [group.exchanged_bytes for group in groups] == [3 * 5 * (8 * 4 + 4), 3 * 2 * 5 * (8 * 4 + 4)]
 
 
-def test_a_group_of_one_returns_its_input_and_sends_nothing(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("a group of one has nobody to send to")
-
-    monkeypatch.setattr(dist, "all_to_all_single", refuse)
+def test_a_group_of_one_returns_its_input_and_sends_nothing():
     group = Group((7,), 7, None)
     out_TqC, lse_Tq = torch.randn(5, 3, 8), torch.randn(5, 3)
     before = out_TqC.clone()
@@ -177,21 +187,20 @@ def test_a_group_of_one_returns_its_input_and_sends_nothing(monkeypatch):
     assert group.exchanged_bytes == 0
 
 
-def test_a_failed_message_names_the_group_and_is_not_counted(monkeypatch):
-    def lose(*args, **kwargs):
-        raise RuntimeError("Connection closed by peer")
+def test_a_failed_message_names_the_group_and_is_not_counted():
+    class Lost:
+        def alltoall_base(self, *arguments):
+            raise RuntimeError("Connection closed by peer")
 
-    lose.__name__ = "all_to_all_single"
-    monkeypatch.setattr(dist, "all_to_all_single", lose)
-    group = Group((4, 9), 9, None)
-    with pytest.raises(PeerLostError, match=r"all_to_all_single over ranks \(4, 9\): Connection closed by peer"):
+    group = Group((4, 9), 9, Lost())
+    with pytest.raises(PeerLostError, match=r"alltoall_base over ranks \(4, 9\): Connection closed by peer"):
         exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
     assert group.exchanged_bytes == 0
 
 
-def test_heads_swapped_between_ranks_would_be_seen(monkeypatch):
+def test_heads_swapped_between_ranks_would_be_seen():
     states = random_states(2, 5, 4, 8, torch.float32)
-    results, *_ = exchange_on_all_ranks(monkeypatch, states, [2, 2])
+    results, *_ = exchange_on_all_ranks(states, [2, 2])
     expected_TqC = merged_in_float64(states).float()
     assert torch.allclose(results[0], expected_TqC[:, :2], atol=1e-5)
     assert not torch.allclose(results[0], expected_TqC[:, 2:], atol=1e-2)

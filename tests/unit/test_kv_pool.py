@@ -2,39 +2,113 @@ import pytest
 import torch
 
 from longhelix.cache.pool import KVPool
+from longhelix.kernels import KVFormat, native
 
 pytestmark = pytest.mark.unit
 
-ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.float8_e4m3fn: 1}
-
-
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
-@pytest.mark.parametrize(
-    ("num_layers", "num_blocks", "block_tokens", "kv_heads", "head_size"),
-    [(30, 5, 16, 3, 64), (1, 1, 1, 1, 1), (2, 7, 16, 2, 128), (2, 0, 16, 2, 64), (3, 4, 16, 0, 64), (0, 4, 16, 2, 64)],
+CPU, META = torch.device("cpu"), torch.device("meta")
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
+NARROW = ["fp8", "int8", "int4"]
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+SIZES = [
+    (30, 5, 16, 3, 64, 64),
+    (1, 1, 1, 1, 1, 1),
+    (2, 7, 16, 2, 128, 64),
+    (2, 0, 16, 2, 64, 64),
+    (3, 4, 16, 0, 64, 64),
+    (0, 4, 16, 2, 64, 64),
+]
+sizes = pytest.mark.parametrize(
+    ("num_layers", "num_blocks", "block_tokens", "kv_heads", "key_size", "value_size"), SIZES, ids=str
 )
-def test_bytes_are_those_of_keys_and_values_of_every_layer(
-    num_layers, num_blocks, block_tokens, kv_heads, head_size, dtype
+needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("shared_values", [False, True])
+@sizes
+def test_rows_are_a_tensor_of_keys_and_values_with_float32_scales_of_narrow_numbers(
+    num_layers, num_blocks, block_tokens, kv_heads, key_size, value_size, shared_values, dtype
 ):
-    pool = KVPool(num_layers, num_blocks, block_tokens, kv_heads, head_size, dtype, torch.device("cpu"))
-    assert pool.num_bytes == 2 * num_layers * num_blocks * block_tokens * kv_heads * head_size * ITEM_BYTES[dtype]
-    assert len(pool.k) == len(pool.v) == num_layers
-    for layer in (*pool.k, *pool.v):
-        assert layer.shape == (num_blocks, block_tokens, kv_heads, head_size)
-        assert layer.dtype == dtype
-        assert layer.device.type == "cpu"
-        assert layer.is_contiguous()
+    if not shared_values:
+        value_size = key_size
+    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, packed=False, shared_values=shared_values)
+    pool = KVPool(format, num_layers, num_blocks, CPU)
+    arrays = 1 if shared_values else 2
+    vectors = arrays * block_tokens * kv_heads
+    assert format.block_bytes == vectors * (key_size * BITS[dtype] // 8 + (4 if dtype in NARROW else 0))
+    assert pool.num_bytes == num_layers * num_blocks * format.block_bytes
+    assert len(pool.layers) == num_layers
+    for layer in pool.layers:
+        assert layer.values.shape == (num_blocks, arrays, block_tokens, kv_heads, key_size)
+        assert layer.values.dtype == TORCH_DTYPES[dtype]
+        assert layer.values.device.type == "cpu"
+        assert layer.values.is_contiguous()
+        assert (layer.scales is not None) == (dtype in NARROW)
+        if layer.scales is not None:
+            assert layer.scales.shape == (num_blocks, arrays, block_tokens, kv_heads)
+            assert layer.scales.dtype == torch.float32
 
 
-def test_layers_keys_and_values_share_no_bytes():
-    pool = KVPool(3, 4, 16, 2, 8, torch.float32, torch.device("cpu"))
-    layers = [*pool.k, *pool.v]
-    for number, layer in enumerate(layers):
-        layer.fill_(number)
-    assert [layer.unique().tolist() for layer in layers] == [[number] for number in range(6)]
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "shared_values"),
+    [(dtype, shared) for dtype in BITS for shared in (False, True) if not (shared and dtype in NARROW)],
+)
+@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (16, 16), (576, 512), (80, 96)])
+@pytest.mark.parametrize(("block_tokens", "kv_heads"), [(16, 3), (128, 1), (32, 8)])
+def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
+    block_tokens, kv_heads, key_size, value_size, shared_values, dtype
+):
+    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, packed=True, shared_values=shared_values)
+    pool = KVPool(format, 2, 3, CPU)
+    channels = key_size if shared_values else key_size + value_size
+    tile_bytes = 16 * channels * BITS[dtype] // 8 + (2 * 16 * 2 if dtype in NARROW else 0)
+    assert format.block_bytes == block_tokens // 16 * kv_heads * tile_bytes
+    assert pool.num_bytes == 2 * 3 * format.block_bytes
+    for layer in pool.layers:
+        assert layer.values.shape == (3, kv_heads, block_tokens // 16, tile_bytes)
+        assert layer.values.dtype == torch.uint8
+        assert layer.values.is_contiguous()
+        assert layer.scales is None
+        assert layer.handle.tile_bytes == tile_bytes
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
+def test_layers_share_no_bytes(packed):
+    pool = KVPool(KVFormat("float32", 16, 2, 16, 16, packed), 3, 4, CPU)
+    for number, layer in enumerate(pool.layers):
+        layer.values.fill_(number)
+    assert [layer.values.unique().tolist() for layer in pool.layers] == [[number] for number in range(3)]
+
+
+def test_keys_and_values_of_rows_share_no_bytes_unless_they_are_shared():
+    layer = KVFormat("float32", 16, 2, 8, 8, packed=False).new_layer(4, CPU)
+    k_PDkC, v_PDkC = layer.keys_and_values()
+    k_PDkC.fill_(1), v_PDkC.fill_(2)
+    assert k_PDkC.shape == v_PDkC.shape == (4, 16, 2, 8)
+    assert k_PDkC.unique().tolist() == [1]
+    assert layer.values.unique().tolist() == [1, 2]
+    shared = KVFormat("float32", 16, 2, 8, 6, packed=False, shared_values=True).new_layer(4, CPU)
+    k_PDkC, v_PDkC = shared.keys_and_values()
+    k_PDkC.copy_(torch.arange(8.0))
+    assert (v_PDkC == torch.arange(6.0)).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_narrow_rows_are_not_shown_as_plain_tensors(dtype):
+    layer = KVFormat(dtype, 16, 2, 8, 8, packed=False).new_layer(4, CPU)
+    with pytest.raises(ValueError, match="only unquantised rows"):
+        layer.keys_and_values()
 
 
 def test_the_pool_is_on_the_device_asked_for():
-    pool = KVPool(1, 10**6, 16, 8, 128, torch.bfloat16, torch.device("meta"))
-    assert {layer.device.type for layer in (*pool.k, *pool.v)} == {"meta"}
+    pool = KVPool(KVFormat("bfloat16", 16, 8, 128, 128, packed=False), 1, 10**6, META)
+    assert [layer.values.device.type for layer in pool.layers] == ["meta"]
     assert pool.num_bytes == 2 * 10**6 * 16 * 8 * 128 * 2

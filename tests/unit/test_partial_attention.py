@@ -12,7 +12,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from longhelix.kernels import merge_states, partial_attention, write_kv
+from longhelix.kernels import (
+    KVFormat,
+    KVLayer,
+    Weight,
+    linear,
+    merge_states,
+    partial_attention,
+    rotate_and_write,
+    write_kv,
+)
 from longhelix.kv.placement import Growing, Local, Placement, Striped
 
 pytestmark = pytest.mark.unit
@@ -53,14 +62,19 @@ def make_sequence(shape: Shape, limits: list[int], generator: torch.Generator, k
     )
 
 
-def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pools k_PDkC, v_PDkC that hold NaN wherever no key lies, blocks in shuffled order, and blocks_BJ."""
+def rows_format(dtype: torch.dtype, block_tokens: int, kv_heads: int, head_size: int) -> KVFormat:
+    return KVFormat(str(dtype).removeprefix("torch."), block_tokens, kv_heads, head_size, head_size, packed=False)
+
+
+def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[KVLayer, Tensor]:
+    """A pool in rows that holds NaN wherever no key lies, blocks in shuffled order, and blocks_BJ."""
     counts = [math.ceil(len(sequence.k_SkC) / shape.block_tokens) for sequence in sequences]
     ids = list(range(sum(counts) + 3))
     random.Random(seed).shuffle(ids)
-    size = (len(ids), shape.block_tokens, shape.kv_heads, shape.head_size)
-    k_PDkC = torch.full(size, math.nan, dtype=sequences[0].k_SkC.dtype)
-    v_PDkC = torch.full_like(k_PDkC, math.nan)
+    format = rows_format(sequences[0].k_SkC.dtype, shape.block_tokens, shape.kv_heads, shape.head_size)
+    layer = format.new_layer(len(ids), torch.device("cpu"))
+    layer.values.fill_(math.nan)
+    k_PDkC, v_PDkC = layer.keys_and_values()
     blocks_BJ = torch.zeros(len(sequences), max(counts), dtype=torch.int64)
     for index, sequence in enumerate(sequences):
         for block in range(counts[index]):
@@ -68,7 +82,7 @@ def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[Tensor, Te
         for token in range(len(sequence.k_SkC)):
             place = blocks_BJ[index, token // shape.block_tokens], token % shape.block_tokens
             k_PDkC[place], v_PDkC[place] = sequence.k_SkC[token], sequence.v_SkC[token]
-    return k_PDkC, v_PDkC, blocks_BJ
+    return layer, blocks_BJ
 
 
 def pack(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,9 +181,9 @@ def test_rows_with_limit_0_give_zeros_and_minus_infinity_among_rows_that_see_key
 def test_a_rank_without_keys_or_rows_needs_no_blocks(limits):
     shape = Shape()
     sequences = [make_sequence(shape, rows, seeded(3)) for rows in limits]
-    q_TqC, k_PDkC, v_PDkC, blocks_BJ, *rest = arguments(sequences, shape)
+    q_TqC, layer, blocks_BJ, *rest = arguments(sequences, shape)
     assert blocks_BJ.shape == (len(limits), 0)
-    out_TqC, lse_Tq = partial_attention(q_TqC, k_PDkC, v_PDkC, blocks_BJ, *rest)
+    out_TqC, lse_Tq = partial_attention(q_TqC, layer, blocks_BJ, *rest)
     rows = sum(map(len, limits))
     assert torch.equal(out_TqC, torch.zeros(rows, 6, 16))
     assert torch.equal(lse_Tq, torch.full((rows, 6), -math.inf))
@@ -194,9 +208,9 @@ def test_whole_tiles_may_see_nothing_and_limits_may_fall():
 def test_one_token_beyond_the_limit_would_be_seen():
     shape = Shape(block_tokens=16)
     sequences = [make_sequence(shape, [5], seeded(7)), make_sequence(shape, [4], seeded(8))]
-    q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale = arguments(sequences, shape)
+    q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale = arguments(sequences, shape)
     beyond_T = limits_T + torch.tensor([1, 0])
-    out_TqC, _ = partial_attention(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, beyond_T, scale)
+    out_TqC, _ = partial_attention(q_TqC, layer, blocks_BJ, row_starts_B, beyond_T, scale)
     assert out_TqC[0].isnan().all()
     assert out_TqC[1].isfinite().all()
 
@@ -261,10 +275,9 @@ def test_weights_sum_to_one_whatever_the_size_of_the_scores(size):
 def test_the_same_inputs_give_the_same_bits(reach):
     shape = Shape(kv_heads=3, group=3, head_size=64, block_tokens=16)
     sequences = [make_sequence(shape, [*range(reach, 150)], seeded(14)), make_sequence(shape, [77], seeded(15))]
-    call = arguments(sequences, shape)
-    out_TqC, lse_Tq = partial_attention(*call)
+    out_TqC, lse_Tq = partial_attention(*arguments(sequences, shape))
     for _ in range(3):
-        again_TqC, again_lse_Tq = partial_attention(*[item.clone() if torch.is_tensor(item) else item for item in call])
+        again_TqC, again_lse_Tq = partial_attention(*arguments(sequences, shape))
         assert torch.equal(again_TqC, out_TqC)
         assert torch.equal(again_lse_Tq, lse_Tq)
 
@@ -274,7 +287,7 @@ def test_which_blocks_hold_the_keys_changes_no_bit():
     sequences = [make_sequence(shape, limits, seeded(16)) for limits in ([30, 31, 32], [7], [19, 20])]
     first = partial_attention(*arguments(sequences, shape, seed=0))
     second = partial_attention(*arguments(sequences, shape, seed=1))
-    assert not torch.equal(page(sequences, shape, seed=0)[2], page(sequences, shape, seed=1)[2])
+    assert not torch.equal(page(sequences, shape, seed=0)[1], page(sequences, shape, seed=1)[1])
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -380,64 +393,90 @@ def test_a_limit_one_token_short_on_one_rank_is_seen_after_the_merge():
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     shape = Shape()
-    q_TqC, *rest = arguments([make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])], shape)
+    sequences = [make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])]
+    q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale = arguments(sequences, shape)
+    pool = layer.values, layer.scales
+    format = layer.format.dtype, layer.format.value_size, layer.format.shared_values
     fused_TXC = torch.cat((q_TqC, q_TqC), dim=1).to(q_dtype)
     turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
-        call = rest if len(view_TqC) else [*rest[:3], torch.zeros(4, dtype=torch.int64), rest[4][:0], rest[5]]
-        assert set(opcheck(torch.ops.longhelix.partial_attention.default, (view_TqC, *call)).values()) == {"SUCCESS"}
+        starts_B = row_starts_B if len(view_TqC) else torch.zeros(4, dtype=torch.int64)
+        call = (view_TqC, *pool, blocks_BJ, starts_B, limits_T[: len(view_TqC)], scale, *format)
+        assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fakes_have_the_shapes_and_dtypes_of_the_op(dtype):
+@pytest.mark.parametrize("shared_values", [False, True])
+def test_fakes_have_the_shapes_and_dtypes_of_the_op(shared_values, dtype):
     with FakeTensorMode():
-        pool_PDkC = torch.empty(9, 16, 2, 64, dtype=torch.float16)
+        format = KVFormat("float16", 16, 2, 64, 48, packed=False, shared_values=shared_values)
+        layer = KVLayer(format, torch.empty(9, 2, 16, 2, 64, dtype=torch.float16), None)
         ids = torch.empty(3, 4, dtype=torch.int64)
         starts, limits = torch.empty(4, dtype=torch.int64), torch.empty(7, dtype=torch.int64)
         q_TqC = torch.empty(7, 6, 64, dtype=dtype)
-        out_TqC, lse_Tq = partial_attention(q_TqC, pool_PDkC, pool_PDkC, ids, starts, limits, 0.125)
-    assert (out_TqC.shape, out_TqC.dtype) == ((7, 6, 64), dtype)
+        out_TqC, lse_Tq = partial_attention(q_TqC, layer, ids, starts, limits, 0.125)
+    assert (out_TqC.shape, out_TqC.dtype) == ((7, 6, 48), dtype)
     assert (lse_Tq.shape, lse_Tq.dtype) == ((7, 6), torch.float32)
 
 
-def write_attend_merge(q_TqC, k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T, blocks_BJ, row_starts_B, limits_T):
+def test_shared_values_are_the_first_channels_of_the_keys():
+    shape = Shape(kv_heads=1, group=4, head_size=24, block_tokens=4)
+    sequences = [make_sequence(shape, limits, seeded(22)) for limits in ([9, 10, 11], [0], [6])]
+    q_TqC, layer, *rest = arguments(sequences, shape)
+    format = KVFormat("float32", 4, 1, 24, 16, packed=False, shared_values=True)
+    result = partial_attention(q_TqC, KVLayer(format, layer.values[:, :1], None), *rest)
+    for sequence in sequences:
+        sequence.v_SkC = sequence.k_SkC
+    expected_TqC, expected_lse_Tq = softmax_attention(sequences, 24**-0.5)
+    torch.testing.assert_close(result[0].double(), expected_TqC[..., :16], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[1].double(), expected_lse_Tq, rtol=1e-6, atol=1e-5)
+
+
+def one_layer(x_TH, qkv_XH, cos_TR, sin_TR, pool_PADkC, slots_T, k_TkC, v_TkC, old_slots_T, *reads):
     """Attention of one layer on one rank, with the pool's older half as the other part of a merge of two."""
-    write_kv(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T)
-    new = partial_attention(q_TqC * 2, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, 0.25)
-    old = partial_attention(q_TqC * 2, k_PDkC, v_PDkC, blocks_BJ + 2, row_starts_B, limits_T, 0.25)
+    blocks_BJ, row_starts_B, limits_T = reads
+    layer = KVLayer(rows_format(pool_PADkC.dtype, 4, 2, 16), pool_PADkC, None)
+    qkv_TX = linear(x_TH, Weight(qkv_XH, "float32", *qkv_XH.shape, packed=False))
+    q_TqC = rotate_and_write(qkv_TX, None, None, 0.0, cos_TR, sin_TR, layer, slots_T)
+    write_kv(k_TkC, v_TkC, layer, old_slots_T)
+    new = partial_attention(q_TqC * 2, layer, blocks_BJ, row_starts_B, limits_T, 0.25)
+    old = partial_attention(q_TqC * 2, layer, blocks_BJ + 2, row_starts_B, limits_T, 0.25)
     out_TqC, lse_Tq = merge_states(torch.stack((new[0], old[0])), torch.stack((new[1], old[1])))
     return out_TqC + 1, lse_Tq
 
 
+OPS_OF_A_LAYER = ["linear", "rotate_and_write", "write_kv", "partial_attention", "partial_attention", "merge_states"]
+POOL = 4  # where `layer_inputs` has it
+
+
 def layer_inputs() -> list[Tensor]:
-    q_TqC, k_TkC, v_TkC = torch.randn(5, 10, 16, generator=seeded(20)).split((6, 2, 2), dim=1)
-    pool_k_PDkC, pool_v_PDkC = torch.randn(2, 4, 4, 2, 16, generator=seeded(21))
-    slots_T = torch.tensor([0, 1, -1, 4, 5])
-    blocks_BJ, row_starts_B = torch.tensor([[0], [1]]), torch.tensor([0, 3, 5])
-    return [
-        q_TqC,
-        k_TkC,
-        v_TkC,
-        pool_k_PDkC,
-        pool_v_PDkC,
-        slots_T,
-        blocks_BJ,
-        row_starts_B,
-        torch.tensor([1, 2, 2, 1, 2]),
-    ]
+    x_TH, qkv_XH = torch.randn(5, 12, generator=seeded(20)), torch.randn(10 * 16, 12, generator=seeded(23)) / 4
+    angles_TR = torch.randn(5, 8, generator=seeded(24)) * 3
+    k_TkC, v_TkC = torch.randn(5, 4, 16, generator=seeded(25)).split((2, 2), dim=1)
+    pool_PADkC = torch.randn(4, 2, 4, 2, 16, generator=seeded(21))
+    slots_T, old_slots_T = torch.tensor([0, 1, -1, 4, 5]), torch.tensor([-1, 9, -1, 12, -1])
+    reads = torch.tensor([[0], [1]]), torch.tensor([0, 3, 5]), torch.tensor([1, 2, 2, 1, 2])
+    return [x_TH, qkv_XH, angles_TR.cos(), angles_TR.sin(), pool_PADkC, slots_T, k_TkC, v_TkC, old_slots_T, *reads]
 
 
 def test_the_layer_function_is_right_before_it_is_compiled():
     inputs = layer_inputs()
-    q_TqC, k_TkC, v_TkC, k_PDkC, v_PDkC = (tensor.clone() for tensor in inputs[:5])
+    x_TH, qkv_XH, cos_TR, sin_TR, pool_PADkC, _, old_k_TkC, old_v_TkC = (tensor.clone() for tensor in inputs[:8])
+    pool_PADkC[2, :, 1] = torch.stack((old_k_TkC[1], old_v_TkC[1]))
+    pool_PADkC[3, :, 0] = torch.stack((old_k_TkC[3], old_v_TkC[3]))
+    heads_TXC = (x_TH.double() @ qkv_XH.double().T).view(5, 10, 16)
+    turn_T1R = torch.complex(cos_TR, sin_TR).unsqueeze(1)
+    turned_TXR = torch.complex(*heads_TXC.chunk(2, dim=-1)) * turn_T1R
+    q_TqC, k_TkC = torch.cat((turned_TXR.real, turned_TXR.imag), dim=-1)[:, :8].split((6, 2), dim=1)
+    v_TkC = heads_TXC[:, 8:]
     sequences = []
     for rows, new, old in ((slice(0, 3), (0, 1), 2), (slice(3, 5), (3, 4), 3)):
-        limits = inputs[8][rows].tolist()
+        limits = inputs[-1][rows].tolist()
         for row, limit in zip(range(rows.start, rows.stop), limits, strict=True):
-            k_SkC = torch.cat((k_TkC[list(new)][:limit], k_PDkC[old, :limit]))
-            v_SkC = torch.cat((v_TkC[list(new)][:limit], v_PDkC[old, :limit]))
+            k_SkC = torch.cat((k_TkC[list(new)][:limit], pool_PADkC[old, 0, :limit]))
+            v_SkC = torch.cat((v_TkC[list(new)][:limit], pool_PADkC[old, 1, :limit]))
             sequences.append(Sequence(q_TqC[row : row + 1] * 2, k_SkC, v_SkC, [2 * limit]))
-    out_TqC, lse_Tq = write_attend_merge(*inputs)
+    out_TqC, lse_Tq = one_layer(*inputs)
     assert_equals_softmax((out_TqC - 1, lse_Tq), sequences, 0.25)
 
 
@@ -445,11 +484,11 @@ def test_the_layer_function_is_right_before_it_is_compiled():
 def test_compiled_without_a_break_gives_the_same_bits_and_writes_the_pool(backend):
     torch._dynamo.reset()
     expected_inputs, inputs = layer_inputs(), layer_inputs()
-    expected = write_attend_merge(*expected_inputs)
-    result = torch.compile(write_attend_merge, fullgraph=True, backend=backend)(*inputs)
+    expected = one_layer(*expected_inputs)
+    result = torch.compile(one_layer, fullgraph=True, backend=backend)(*inputs)
     for actual_tensor, expected_tensor in zip((*result, *inputs), (*expected, *expected_inputs), strict=True):
         assert torch.equal(actual_tensor, expected_tensor)
-    assert not torch.equal(inputs[3], layer_inputs()[3])
+    assert not torch.equal(inputs[POOL], layer_inputs()[POOL])
 
 
 @pytest.mark.parametrize("after_autograd", [False, True], ids=["dynamo", "aot"])
@@ -465,44 +504,40 @@ def test_a_compiled_graph_keeps_each_op_as_one_node(after_autograd):
         return graph_module.forward
 
     backend = aot_autograd(fw_compiler=record) if after_autograd else record
-    torch.compile(write_attend_merge, fullgraph=True, backend=backend)(*layer_inputs())
+    torch.compile(one_layer, fullgraph=True, backend=backend)(*layer_inputs())
     (names,) = calls
-    assert names.count("longhelix.write_kv") == 1
-    assert names.count("longhelix.partial_attention") == 2
-    assert names.count("longhelix.merge_states") == 1
-    assert not [name for name in names if "softmax" in name or "logsumexp" in name or "index" in name]
+    assert [name.removeprefix("longhelix.") for name in names if name.startswith("longhelix.")] == OPS_OF_A_LAYER
+    insides = ("softmax", "logsumexp", "index", "linear", "mm", "chunk", "split")
+    others = [name for name in names if not name.startswith("longhelix.")]
+    assert not [name for name in others if any(word in name for word in insides)]
 
 
 def test_export_keeps_each_op_as_one_node():
     class Layer(torch.nn.Module):
         def forward(self, *inputs):
-            return write_attend_merge(*inputs)
+            return one_layer(*inputs)
 
     program = torch.export.export(Layer(), tuple(layer_inputs()))
     targets = [str(node.target) for node in program.graph.nodes]
-    assert [name.split(".")[1] for name in targets if name.startswith("longhelix.")] == [
-        "write_kv",
-        "partial_attention",
-        "partial_attention",
-        "merge_states",
-    ]
+    assert [name.split(".")[1] for name in targets if name.startswith("longhelix.")] == OPS_OF_A_LAYER
     out, lse = (node.meta["val"] for node in program.graph.find_nodes(op="output")[0].args[0])
     assert (out.shape, lse.shape, lse.dtype) == ((5, 6, 16), (5, 6), torch.float32)
 
 
 def test_a_limit_beyond_the_blocks_is_refused():
-    k_PDkC = torch.zeros(4, 4, 1, 8)
+    layer = rows_format(torch.float32, 4, 1, 8).new_layer(4, torch.device("cpu"))
     with pytest.raises(ValueError, match="a row sees 9 tokens, but its sequence has 2 KV blocks"):
         partial_attention(
-            torch.zeros(1, 1, 8), k_PDkC, k_PDkC, torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([9]), 1.0
+            torch.zeros(1, 1, 8), layer, torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([9]), 1.0
         )
 
 
 def test_a_row_that_sees_nothing_stays_zero_beside_an_overflowed_value():
-    k_PDkC = torch.zeros(1, 4, 1, 8)
-    v_PDkC = torch.full((1, 4, 1, 8), torch.inf)
+    values_PADkC = torch.zeros(1, 2, 4, 1, 8)
+    values_PADkC[:, 1] = torch.inf
+    layer = KVLayer(rows_format(torch.float32, 4, 1, 8), values_PADkC, None)
     out_TqC, lse_Tq = partial_attention(
-        torch.zeros(2, 1, 8), k_PDkC, v_PDkC, torch.tensor([[0]]), torch.tensor([0, 2]), torch.tensor([0, 4]), 1.0
+        torch.zeros(2, 1, 8), layer, torch.tensor([[0]]), torch.tensor([0, 2]), torch.tensor([0, 4]), 1.0
     )
     assert torch.equal(out_TqC[0], torch.zeros(1, 8))
     assert lse_Tq[0] == -torch.inf

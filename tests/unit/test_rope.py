@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from longhelix.models.rope import inverse_frequencies, rotate, rotation
+from longhelix.kernels.reference import rotate_heads as rotate
+from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.spec import ModelSpec, RopeSpec
 
 pytestmark = pytest.mark.unit

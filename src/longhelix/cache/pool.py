@@ -1,26 +1,19 @@
 """The paged pool: this rank's bytes of all KV blocks, layer by layer."""
 
 import torch
-from torch import Tensor
+
+from longhelix.kernels import KVFormat, KVLayer
 
 
 class KVPool:
-    """`k[layer]` and `v[layer]` are (P blocks, D tokens, k local KV heads, C) in `dtype`; contents start undefined."""
+    """`layers[i]` holds the keys and values of layer i; contents start undefined."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_tokens: int,
-        num_kv_heads_local: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_blocks, block_tokens, num_kv_heads_local, head_size)
-        self.k: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+    def __init__(self, format: KVFormat, num_layers: int, num_blocks: int, device: torch.device) -> None:
+        self.format = format
+        self.num_blocks = num_blocks
+        self.device = device
+        self.layers: list[KVLayer] = [format.new_layer(num_blocks, device) for _ in range(num_layers)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in (*self.k, *self.v))
+        return sum(layer.values.nbytes + (0 if layer.scales is None else layer.scales.nbytes) for layer in self.layers)

@@ -56,8 +56,10 @@ class ModelOptions:
     "Pipeline stages. [default: 1]"
     dtype: str | None = None
     "float32, bfloat16 or float16. [default: the checkpoint's; bfloat16 for GGUF]"
+    weight_dtype: str | None = None
+    "int8 or int4 to quantise the weights of products. [default: dtype]"
     kv_dtype: str | None = None
-    "The KV cache's dtype. [default: dtype]"
+    "The KV cache's dtype: float32, bfloat16, float16, fp8, int8 or int4. [default: dtype]"
     max_model_len: Size | None = None
     "Most tokens of prompt and answer. [default: the model's positions]"
     rope_scaling: str | None = None
@@ -81,6 +83,7 @@ class ModelOptions:
                 self.model,
                 self._layout(),
                 dtype=self.dtype,
+                weight_dtype=self.weight_dtype,
                 kv_dtype=self.kv_dtype,
                 max_model_len=self.max_model_len,
                 rope_scaling=self._rope_scaling(),
@@ -152,7 +155,8 @@ def describe(config: EngineConfig) -> list[str]:
     held_tokens = scheduler.num_blocks * scheduler.block_tokens * layout.kvp
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
-        f"{layout.world_size} ranks x {config.threads_per_rank} threads; {config.dtype}, KV {config.kv_dtype}",
+        f"{layout.world_size} ranks x {config.threads_per_rank} threads; {config.dtype}, "
+        f"weights {config.weight_dtype}, KV {config.kv_dtype}",
         f"KV cache holds {held_tokens} tokens ({scheduler.placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "
         f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",

@@ -14,7 +14,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
 from longhelix.scheduler.scheduler import SchedulerConfig
-from longhelix.spec import DTYPE_BYTES, DTYPES, ModelSpec, RopeSpec
+from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -28,6 +28,7 @@ class EngineConfig:
     spec: ModelSpec
     layout: Layout
     dtype: str
+    weight_dtype: str
     kv_dtype: str
     threads_per_rank: int
     scheduler: SchedulerConfig
@@ -44,7 +45,7 @@ class EngineConfig:
         """Bytes of weights that one decode step reads: all but an embedding that is not the head as well."""
         parameters = declare(self.spec, self.layout, rank)
         read = (p for p in parameters if p.name != "embedding" or self.spec.tied_embeddings)
-        return sum(parameter.num_elements for parameter in read) * DTYPE_BYTES[self.dtype]
+        return weight_bytes(sum(parameter.num_elements for parameter in read), self.weight_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
@@ -56,6 +57,7 @@ def resolve(
     layout: Layout,
     *,
     dtype: str | None,
+    weight_dtype: str | None,
     kv_dtype: str | None,
     max_model_len: int | None,
     rope_scaling: Mapping[str, Any] | None,
@@ -70,8 +72,9 @@ def resolve(
     if rope_scaling is not None:
         rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.head_size, spec.max_positions)
         spec = replace(spec, rope=rope)
-    dtype = _dtype("dtype", dtype or spec.dtype)
-    kv_dtype = _dtype("kv_dtype", kv_dtype or dtype)
+    dtype = _dtype("dtype", dtype or spec.dtype, DTYPES)
+    weight_dtype = _dtype("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
+    kv_dtype = _dtype("kv_dtype", kv_dtype or dtype, KV_DTYPES)
     max_model_len = _max_model_len(spec, max_model_len)
     _check_layout(spec, layout)
     cores = os.cpu_count() or 1
@@ -79,7 +82,7 @@ def resolve(
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
     place = make_placement(placement, layout.kvp, block_tokens, growth_limit_tokens, start=0)
     longest_tokens = max(place.local_length(rank, max_model_len) for rank in range(layout.kvp))
-    affordable = _affordable_blocks(spec, layout, dtype, kv_dtype, block_tokens)
+    affordable = _affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens)
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
         num_blocks=_num_blocks(kv_cache_tokens, longest_tokens, affordable, block_tokens, layout.kvp),
@@ -94,6 +97,7 @@ def resolve(
         spec=spec,
         layout=layout,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
@@ -112,9 +116,9 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
     return spec
 
 
-def _dtype(name: str, dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(DTYPES)}")
+def _dtype(name: str, dtype: str, known: tuple[str, ...]) -> str:
+    if dtype not in known:
+        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(known)}")
     return dtype
 
 
@@ -162,17 +166,17 @@ def _kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: in
     return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
 
 
-def _affordable_blocks(spec: ModelSpec, layout: Layout, dtype: str, kv_dtype: str, block_tokens: int) -> int:
+def _affordable_blocks(spec: ModelSpec, layout: Layout, weight_dtype: str, kv_dtype: str, block_tokens: int) -> int:
     """KV blocks on each KVP rank that free memory holds beside the weights, all ranks being on this host."""
     ranks = range(layout.world_size)
     elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
-    weight_bytes = elements * DTYPE_BYTES[dtype]
+    held_bytes = weight_bytes(elements, weight_dtype)
     block_bytes = block_tokens * sum(_kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
-    free_bytes = psutil.virtual_memory().available - weight_bytes
+    free_bytes = psutil.virtual_memory().available - held_bytes
     affordable = int(free_bytes * _POOL_SHARE) // block_bytes
     if affordable < 1:
         raise UserError(
-            f"the weights take {weight_bytes} bytes, which leaves no memory for a KV cache: "
+            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
             "free some, or use a smaller model or dtype",
             "out_of_memory",
         )

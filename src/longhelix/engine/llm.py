@@ -68,10 +68,11 @@ class LLM:
     """A model over the ranks of a layout. Close it, or use it in a `with` statement: its ranks are processes.
 
     model: "builtin", a folder in Hugging Face format, or a GGUF file. dtype defaults to the checkpoint's (bfloat16
-    for GGUF), kv_dtype to dtype, max_model_len to the model's positions. kv_cache_tokens: the pool's size over all
-    KVP ranks (default: one request of max_model_len). chunk_tokens: prompt tokens of one step. placement: striped,
-    growing (with growth_limit_tokens on a rank before the next one joins) or local. on_load is told the share of
-    the weights that is in, from 0 to 1. Raises UserError for input that cannot work, EngineError if a rank fails.
+    for GGUF), weight_dtype (int8 and int4 quantise products) and kv_dtype to dtype, max_model_len to the model's
+    positions. kv_cache_tokens: the pool's size over all KVP ranks (default: one request of max_model_len).
+    chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
+    the next one joins) or local. on_load is told the share of the weights that is in, from 0 to 1. Raises UserError
+    for input that cannot work, EngineError if a rank fails.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LLM:
         layout: Layout | None = None,
         *,
         dtype: str | None = None,
+        weight_dtype: str | None = None,
         kv_dtype: str | None = None,
         max_model_len: int | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
@@ -97,6 +99,7 @@ class LLM:
             checkpoint,
             layout,
             dtype=dtype,
+            weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             max_model_len=max_model_len,
             rope_scaling=rope_scaling,

@@ -51,8 +51,8 @@ class ModelRunner:
         self.mesh = mesh
         self.model = model
         self.pool = pool
-        self.block_tokens = pool.k[0].shape[1]
-        self.device = pool.k[0].device
+        self.block_tokens = pool.format.block_tokens
+        self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
 

@@ -29,6 +29,7 @@ from longhelix.engine.transport import (
     WorkerSocket,
 )
 from longhelix.errors import UserError
+from longhelix.kernels import KVFormat, native
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
@@ -91,7 +92,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
 
 def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> ModelRunner:
     """Join the other ranks and build this one's part of the model."""
-    torch.set_num_threads(config.threads_per_rank)
+    native.set_num_threads(config.threads_per_rank)
     spec, layout, device = config.spec, config.layout, torch.device("cpu")
     if layout.world_size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host: nothing listens beyond it
@@ -106,16 +107,12 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         device,
         lambda elements: socket.send(Loaded(elements)),
     )
-    pool = KVPool(
-        spec.num_layers,
-        config.scheduler.num_blocks,
-        config.scheduler.block_tokens,
-        len(layout.kv_heads(config.heads, rank)),
-        spec.head_size,
-        getattr(torch, config.kv_dtype),
-        device,
+    num_kv_heads = len(layout.kv_heads(config.heads, rank))
+    format = KVFormat.choose(
+        config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
     )
-    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights), pool)
+    pool = KVPool(format, spec.num_layers, config.scheduler.num_blocks, device)
+    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, config.weight_dtype), pool)
 
 
 def _beat(directory: Path, rank: int, parent: int) -> None:

@@ -1,5 +1,17 @@
 """Local kernels. One op = signature with shapes (ops), reference (the truth), fast forms, fake."""
 
-from longhelix.kernels.ops import merge_states, partial_attention, write_kv
+from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.ops import linear, merge_states, partial_attention, rotate_and_write, write_kv
+from longhelix.kernels.weight import Weight, make_weight
 
-__all__ = ["merge_states", "partial_attention", "write_kv"]
+__all__ = [
+    "KVFormat",
+    "KVLayer",
+    "Weight",
+    "linear",
+    "make_weight",
+    "merge_states",
+    "partial_attention",
+    "rotate_and_write",
+    "write_kv",
+]

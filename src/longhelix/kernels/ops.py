@@ -1,48 +1,84 @@
 """The ops that models call: signatures, shapes (letters in docs/shapes.md) and fakes, so that graphs keep them whole.
 
-LSE is a natural logarithm in float32, everywhere. Registered as torch.ops.longhelix.*; every backend that has no
-form of its own runs the reference.
+LSE is a natural logarithm in float32, everywhere. Registered as torch.ops.longhelix.*. Packed operands run the native
+CPU kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs
+more than a small kernel does.
 """
 
 import torch
 from torch import Tensor
 
-from longhelix.kernels import reference
+from longhelix.kernels import native, reference
+from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.weight import Weight
 
 _library = torch.library.Library("longhelix", "DEF")
-_library.define(
-    "partial_attention(Tensor q_TqC, Tensor k_PDkC, Tensor v_PDkC, Tensor blocks_BJ, Tensor row_starts_B, "
-    "Tensor limits_T, float scale) -> (Tensor, Tensor)"
-)
-_library.define("merge_states(Tensor out_NTQC, Tensor lse_NTQ) -> (Tensor, Tensor)")
-_library.define("write_kv(Tensor k_TkC, Tensor v_TkC, Tensor(a!) k_PDkC, Tensor(b!) v_PDkC, Tensor slots_T) -> ()")
-_library.impl("partial_attention", reference.partial_attention, "CompositeExplicitAutograd")
-_library.impl("merge_states", reference.merge_states, "CompositeExplicitAutograd")
-_library.impl("write_kv", reference.write_kv, "CompositeExplicitAutograd")
+_is_compiling = torch.compiler.is_compiling
 
 
 def partial_attention(
-    q_TqC: Tensor,
-    k_PDkC: Tensor,
-    v_PDkC: Tensor,
-    blocks_BJ: Tensor,
-    row_starts_B: Tensor,
-    limits_T: Tensor,
-    scale: float,
+    q_TqC: Tensor, layer: KVLayer, blocks_BJ: Tensor, row_starts_B: Tensor, limits_T: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
 
-    q_TqC: rows of B sequences, one after the other. k_PDkC, v_PDkC: one layer's pool. blocks_BJ (int64): each
-    sequence's local KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then
-    T. limits_T (int64): how many local tokens a row sees. Returns out_TqC (dtype of q) and lse_Tq (float32); a row
+    q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_BJ (int64): each sequence's local
+    KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64):
+    how many local tokens a row sees. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row
     with limit 0 gives 0 and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
-    return torch.ops.longhelix.partial_attention(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale)
+    if layer.format.packed and not _is_compiling():
+        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+    return torch.ops.longhelix.partial_attention(
+        q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, *_format_arguments(layer)
+    )
+
+
+_library.define(
+    "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_BJ, Tensor row_starts_B, "
+    "Tensor limits_T, float scale, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
+)
+
+
+def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, *format):
+    layer = _layer(values, scales, q_TqC.shape[-1], *format)
+    if layer.format.packed:
+        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+    return reference.partial_attention(q_TqC, *layer.keys_and_values(), blocks_BJ, row_starts_B, limits_T, scale)
+
+
+def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale):
+    rows, num_query_heads, _ = q_TqC.shape
+    _check_blocks(layer, blocks_BJ, limits_T)
+    out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
+    lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
+    native.module.attend(
+        q_TqC.data_ptr(),
+        native.NUMBERS[q_TqC.dtype],
+        q_TqC.stride(0),
+        layer.handle,
+        num_query_heads,
+        len(blocks_BJ),
+        blocks_BJ.data_ptr(),
+        blocks_BJ.stride(0),
+        row_starts_B.data_ptr(),
+        limits_T.data_ptr(),
+        scale,
+        out_TqC.data_ptr(),
+        lse_Tq.data_ptr(),
+    )
+    return out_TqC, lse_Tq
+
+
+def _check_blocks(layer: KVLayer, blocks_BJ: Tensor, limits_T: Tensor) -> None:
+    longest, room = int(limits_T.max()) if len(limits_T) else 0, blocks_BJ.shape[1] * layer.format.block_tokens
+    if longest > room:
+        raise ValueError(f"a row sees {longest} tokens, but its sequence has {blocks_BJ.shape[1]} KV blocks here")
 
 
 @torch.library.register_fake("longhelix::partial_attention", lib=_library)
-def _(q_TqC, k_PDkC, v_PDkC, blocks_BJ, row_starts_B, limits_T, scale):
-    return q_TqC.new_empty(q_TqC.shape), q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
+def _(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, dtype, value_size, shared_values):
+    shape = q_TqC.shape[:2]
+    return q_TqC.new_empty(*shape, value_size), q_TqC.new_empty(shape, dtype=torch.float32)
 
 
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,19 +91,221 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.longhelix.merge_states(out_NTQC, lse_NTQ)
 
 
+_library.define("merge_states(Tensor out_NTQC, Tensor lse_NTQ) -> (Tensor, Tensor)")
+
+
 @torch.library.register_fake("longhelix::merge_states", lib=_library)
 def _(out_NTQC, lse_NTQ):
     return out_NTQC.new_empty(out_NTQC.shape[1:]), lse_NTQ.new_empty(lse_NTQ.shape[1:])
 
 
-def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
-    """Write the rows that this rank owns into one layer's pool, in the pool's dtype.
+def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tensor) -> None:
+    """Write the rows that this rank owns into one layer's pool, quantised as the pool's dtype asks.
 
-    slots_T (int64): block id * D + offset in the block, or -1 for a row that another rank owns.
+    slots_T (int64): block id * D + offset in the block, or -1 for a row that another rank owns. v_TkC is None where
+    values are the first channels of the keys.
     """
-    torch.ops.longhelix.write_kv(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T)
+    if layer.format.packed and not _is_compiling():
+        return _write_packed(k_TkC, v_TkC, layer, slots_T)
+    return torch.ops.longhelix.write_kv(k_TkC, v_TkC, layer.values, layer.scales, slots_T, *_format_arguments(layer))
+
+
+_library.define(
+    "write_kv(Tensor k_TkC, Tensor? v_TkC, Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, str dtype, "
+    "int value_size, bool shared_values) -> ()"
+)
+
+
+def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
+    layer = _layer(values, scales, k_TkC.shape[-1], *format)
+    if layer.format.packed:
+        _write_packed(k_TkC, v_TkC, layer, slots_T)
+    else:
+        k_PDkC, v_PDkC = layer.keys_and_values()
+        reference.write_kv(k_TkC, None if layer.format.shared_values else v_TkC, k_PDkC, v_PDkC, slots_T)
+
+
+def _write_packed(k_TkC, v_TkC, layer, slots_T):
+    k_TX = k_TkC.flatten(1)
+    v_TX = k_TX if v_TkC is None else v_TkC.flatten(1)
+    native.module.write(
+        k_TX.data_ptr(),
+        k_TX.stride(0),
+        v_TX.data_ptr(),
+        v_TX.stride(0),
+        native.NUMBERS[k_TkC.dtype],
+        layer.handle,
+        slots_T.data_ptr(),
+        len(slots_T),
+    )
 
 
 @torch.library.register_fake("longhelix::write_kv", lib=_library)
-def _(k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T):
+def _(k_TkC, v_TkC, values, scales, slots_T, dtype, value_size, shared_values):
     return None
+
+
+def rotate_and_write(
+    qkv_TX: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    layer: KVLayer,
+    slots_T: Tensor,
+) -> Tensor:
+    """What lies between the QKV product and attention: q_TqC, rotated; keys, rotated, and values go to the pool.
+
+    qkv_TX: query heads, key heads, value heads. q_norm, k_norm: weights of an RMSNorm of each head. cos_TR, sin_TR:
+    float32, R = C/2; channel c is rotated with channel c + C/2 (arXiv 2104.09864). slots_T as in `write_kv`.
+    """
+    if layer.format.packed and not _is_compiling():
+        return _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
+    return torch.ops.longhelix.rotate_and_write(
+        qkv_TX,
+        q_norm,
+        k_norm,
+        norm_eps,
+        cos_TR,
+        sin_TR,
+        layer.values,
+        layer.scales,
+        slots_T,
+        layer.format.num_kv_heads,
+        *_format_arguments(layer),
+    )
+
+
+_library.define(
+    "rotate_and_write(Tensor qkv_TX, Tensor? q_norm, Tensor? k_norm, float norm_eps, Tensor cos_TR, Tensor sin_TR, "
+    "Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, int num_kv_heads, str dtype, int value_size, "
+    "bool shared_values) -> Tensor"
+)
+
+
+def _rotate_and_write(
+    qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, scales, slots_T, num_kv_heads, dtype, value_size, shared
+):
+    layer = _layer(values, scales, value_size, dtype, value_size, shared)
+    if layer.format.packed:
+        return _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
+    q_TqC, k_TkC, v_TkC = reference.rotate(qkv_TX, num_kv_heads, value_size, q_norm, k_norm, norm_eps, cos_TR, sin_TR)
+    _write_kv(k_TkC, v_TkC, values, scales, slots_T, dtype, value_size, shared)
+    return q_TqC
+
+
+def _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T):
+    format = layer.format
+    num_query_heads = qkv_TX.shape[1] // format.key_size - 2 * format.num_kv_heads
+    q_TqC = qkv_TX.new_empty(len(qkv_TX), num_query_heads, format.key_size)
+    native.module.rotate(
+        qkv_TX.data_ptr(),
+        qkv_TX.stride(0),
+        native.NUMBERS[qkv_TX.dtype],
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
+        norm_eps,
+        cos_TR.data_ptr(),
+        sin_TR.data_ptr(),
+        layer.handle,
+        num_query_heads,
+        slots_T.data_ptr(),
+        len(slots_T),
+        q_TqC.data_ptr(),
+    )
+    return q_TqC
+
+
+@torch.library.register_fake("longhelix::rotate_and_write", lib=_library)
+def _(qkv_TX, q_norm, k_norm, norm_eps, cos, sin, values, scales, slots, num_kv_heads, dtype, value_size, shared):
+    return qkv_TX.new_empty(qkv_TX.shape[0], qkv_TX.shape[1] // value_size - 2 * num_kv_heads, value_size)
+
+
+def linear(
+    x_TX: Tensor,
+    weight: Weight,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
+
+    `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
+    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. Returns `dtype`, by default that of x.
+    """
+    dtype = dtype or x_TX.dtype
+    if weight.packed and not _is_compiling():
+        return _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype)
+    return torch.ops.longhelix.linear(
+        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, *_weight_arguments(weight)
+    )
+
+
+_library.define(
+    "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
+    "ScalarType dtype, str weight_dtype, int outputs, int depth, bool packed) -> Tensor"
+)
+
+
+def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, *weight):
+    if weight[-1]:
+        packed = Weight(values, *weight)
+        return _multiply_packed(x_TX, packed, bias, norm, norm_eps, swiglu, residual, dtype)
+    return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+
+
+def _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
+    outputs = weight.outputs // 2 if swiglu else weight.outputs
+    x_TX = x_TX if x_TX.stride(-1) == 1 else x_TX.contiguous()
+    out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
+    native.module.linear(
+        x_TX.data_ptr(),
+        native.NUMBERS[x_TX.dtype],
+        x_TX.stride(0),
+        len(x_TX),
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        weight.handle,
+        0 if bias is None else bias.data_ptr(),
+        swiglu,
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out_TX.data_ptr(),
+        native.NUMBERS[dtype],
+        outputs,
+    )
+    return out_TX
+
+
+@torch.library.register_fake("longhelix::linear", lib=_library)
+def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype, outputs, depth, packed):
+    return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
+
+
+_library.impl("partial_attention", _partial_attention, "CompositeExplicitAutograd")
+_library.impl("merge_states", reference.merge_states, "CompositeExplicitAutograd")
+_library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+_library.impl("rotate_and_write", _rotate_and_write, "CompositeExplicitAutograd")
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+def _format_arguments(layer: KVLayer) -> tuple[str, int, bool]:
+    return layer.format.dtype, layer.format.value_size, layer.format.shared_values
+
+
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, bool]:
+    return weight.dtype, weight.outputs, weight.depth, weight.packed
+
+
+def _layer(values, scales, key_size, dtype, value_size, shared_values) -> KVLayer:
+    """The layer that an op was given, put together again from its tensors."""
+    packed = values.dtype == torch.uint8
+    block_tokens, num_kv_heads = (values.shape[2] * native.LANES, values.shape[1]) if packed else values.shape[2:4]
+    return KVLayer(
+        KVFormat(dtype, block_tokens, num_kv_heads, key_size, value_size, packed, shared_values), values, scales
+    )

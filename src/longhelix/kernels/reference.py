@@ -17,7 +17,7 @@ def partial_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.partial_attention`."""
-    out_TqC = q_TqC.new_zeros(q_TqC.shape)
+    out_TqC = q_TqC.new_zeros(*q_TqC.shape[:2], v_PDkC.shape[-1])
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
     starts = row_starts_B.tolist()
     for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
@@ -55,7 +55,7 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     sum_kgTC = (weights_kgTS.flatten(1, 2) @ v_SkC.transpose(0, 1)).unflatten(1, (-1, rows))
     out_kgTC = sum_kgTC / total_kgT1.masked_fill(total_kgT1 == 0, 1.0)
     lse_kgT = (base_kgT1 + total_kgT1.log()).squeeze(-1)
-    out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, head_size)
+    out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, -1)
     # A value that overflowed is seen by the other rows of its tile as 0 * inf; a row that sees nothing stays 0.
     out_TqC = out_TqC.masked_fill((limits_T == 0).view(-1, 1, 1), 0.0)
     return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
@@ -81,9 +81,68 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     return out_TQC.to(out_NTQC.dtype), lse_TQ.to(lse_NTQ.dtype)
 
 
-def write_kv(k_TkC: Tensor, v_TkC: Tensor, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
+def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
     """See `ops.write_kv`."""
     mine_T = slots_T >= 0
     block_T, offset_T = slots_T[mine_T] // k_PDkC.shape[1], slots_T[mine_T] % k_PDkC.shape[1]
     k_PDkC[block_T, offset_T] = k_TkC[mine_T].to(k_PDkC.dtype)
-    v_PDkC[block_T, offset_T] = v_TkC[mine_T].to(v_PDkC.dtype)
+    if v_TkC is not None:
+        v_PDkC[block_T, offset_T] = v_TkC[mine_T].to(v_PDkC.dtype)
+
+
+def rotate(
+    qkv_TX: Tensor,
+    num_kv_heads: int,
+    head_size: int,
+    q_norm_C: Tensor | None,
+    k_norm_C: Tensor | None,
+    norm_eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_TqC, k_TkC, v_TkC of `ops.rotate_and_write`, before the write."""
+    heads_TXC = qkv_TX.unflatten(1, (-1, head_size))
+    num_query_heads = heads_TXC.shape[1] - 2 * num_kv_heads
+    q_TqC, k_TkC, v_TkC = heads_TXC.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm_C is not None:
+        q_TqC = rms_norm(q_TqC, q_norm_C, norm_eps)
+    if k_norm_C is not None:
+        k_TkC = rms_norm(k_TkC, k_norm_C, norm_eps)
+    return rotate_heads(q_TqC, cos_TR, sin_TR), rotate_heads(k_TkC, cos_TR, sin_TR), v_TkC
+
+
+def rotate_heads(x_TQC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Computed in float32, returned in the dtype of x."""
+    first_TQR, second_TQR = x_TQC.float().chunk(2, dim=-1)
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    rotated = (first_TQR * cos_T1R - second_TQR * sin_T1R, second_TQR * cos_T1R + first_TQR * sin_T1R)
+    return torch.cat(rotated, dim=-1).to(x_TQC.dtype)
+
+
+def linear(
+    x_TX: Tensor,
+    weight_NX: Tensor,
+    bias_N: Tensor | None,
+    norm_X: Tensor | None,
+    norm_eps: float,
+    swiglu: bool,
+    residual_TN: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `ops.linear`; every step is rounded to the dtype of x."""
+    if norm_X is not None:
+        x_TX = rms_norm(x_TX, norm_X, norm_eps)
+    out_TN = torch.nn.functional.linear(x_TX, weight_NX, bias_N)
+    if swiglu:
+        gate_Tf, up_Tf = out_TN.chunk(2, dim=-1)
+        out_TN = torch.nn.functional.silu(gate_Tf) * up_Tf
+    if residual_TN is not None:
+        out_TN = out_TN + residual_TN
+    return out_TN.to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; float32 inside, rounded before the weight."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight

@@ -1,15 +1,13 @@
 """The decoder: one model for every supported architecture; what differs is in the spec and in the weights."""
 
-from collections.abc import Mapping
-
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
 
 from longhelix.cache.pool import KVPool
+from longhelix.kernels import KVLayer, Weight, linear, make_weight
 from longhelix.models.attention import Attention
 from longhelix.models.batch import Batch
 from longhelix.models.ffn import DenseFFN
-from longhelix.models.norm import RMSNorm
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -17,54 +15,53 @@ from longhelix.spec import ModelSpec
 class Layer(nn.Module):
     """Pre-norm attention and FFN, each added to the residual."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(weights["attention_norm"], spec.rms_norm_eps)
-        self.attention = Attention(spec, mesh, weights)
-        self.ffn_norm = RMSNorm(weights["ffn_norm"], spec.rms_norm_eps)
-        self.ffn = DenseFFN(spec, mesh, weights)
+        self.attention = Attention(spec, mesh, weights, prefix, weight_dtype)
+        self.ffn = DenseFFN(spec, mesh, weights, prefix, weight_dtype)
 
-    def forward(self, hidden_TH: Tensor, batch: Batch, k_PDkC: Tensor, v_PDkC: Tensor) -> Tensor:
-        hidden_TH = hidden_TH + self.attention(self.attention_norm(hidden_TH), batch, k_PDkC, v_PDkC)
-        return hidden_TH + self.ffn(self.ffn_norm(hidden_TH))
+    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
+        return self.ffn(self.attention(hidden_TH, batch, layer))
 
 
 class Decoder(nn.Module):
-    """This rank's part of the model. `weights` are those of `parameters.declare` for the same layout and rank."""
+    """This rank's part of the model. `weights` are those of `parameters.declare` for the same layout and rank; they are
+    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str) -> None:
         super().__init__()
         self.mesh = mesh
+        self.eps = spec.rms_norm_eps
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
-        self.embedding = nn.Buffer(weights["embedding"])
         self.layers = nn.ModuleList(
-            Layer(spec, mesh, _under(weights, f"layers.{layer}.")) for layer in range(spec.num_layers)
+            Layer(spec, mesh, weights, f"layers.{layer}.", weight_dtype) for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm(weights["norm"], spec.rms_norm_eps)
-        self.head = self.embedding if spec.tied_embeddings else nn.Buffer(weights["head"])
+        self.norm = weights.pop("norm")
+        embedding_vH = weights.pop("embedding")
+        self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)
+        shared = spec.tied_embeddings and self.head.has_rows
+        self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, packed=False)
 
     def forward(self, batch: Batch, pool: KVPool) -> Tensor:
-        """Normalised hidden states of all rows, hidden_TH; writes the rows' KV into the pool."""
+        """Hidden states of all rows before the last norm, hidden_TH; writes the rows' KV into the pool."""
         hidden_TH = self._embed(batch.token_ids_T)
-        for layer, k_PDkC, v_PDkC in zip(self.layers, pool.k, pool.v, strict=True):
-            hidden_TH = layer(hidden_TH, batch, k_PDkC, v_PDkC)
-        return self.norm(hidden_TH)
+        for layer, kv in zip(self.layers, pool.layers, strict=True):
+            hidden_TH = layer(hidden_TH, batch, kv)
+        return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits over this rank's vocabulary, float32, logits_Tv."""
-        return linear(hidden_TH, self.head).float()
+        return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         """Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all."""
+        if self.mesh.stage.size == 1:
+            return self.embedding.rows(token_ids_T)
         local_T = token_ids_T - self.vocabulary.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.vocabulary))
         if not len(self.vocabulary):
-            hidden_TH = self.embedding.new_zeros(len(token_ids_T), self.embedding.shape[1])
+            hidden_TH = self.norm.new_zeros(len(token_ids_T), len(self.norm))
         else:
-            hidden_TH = embedding(local_T.masked_fill(elsewhere_T, 0), self.embedding)
+            hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0))
             hidden_TH = hidden_TH.masked_fill(elsewhere_T.unsqueeze(-1), 0.0)
         return self.mesh.stage.all_reduce(hidden_TH)
-
-
-def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}

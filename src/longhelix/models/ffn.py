@@ -1,10 +1,9 @@
 """The dense FFN at TPF."""
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
 
+from longhelix.kernels import linear, make_weight
+from longhelix.models.projection import add_projected
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -12,15 +11,19 @@ from longhelix.spec import ModelSpec
 class DenseFFN(nn.Module):
     """SwiGLU (arXiv 2002.05202): columns over TPF = N, one all-reduce."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
         super().__init__()
         self.mesh = mesh
-        self.gate_up = nn.Buffer(weights["gate_up"])
-        self.gate_up_bias = nn.Buffer(weights["gate_up_bias"]) if spec.ffn_bias else None
-        self.down = nn.Buffer(weights["down"])
-        self.down_bias = nn.Buffer(weights["down_bias"]) if spec.ffn_bias else None
+        self.eps = spec.rms_norm_eps
+        self.norm = weights.pop(prefix + "ffn_norm")
+        self.gate_up = make_weight(weights.pop(prefix + "gate_up"), weight_dtype, halves=2)
+        self.gate_up_bias = weights.pop(prefix + "gate_up_bias", None)
+        self.down = make_weight(weights.pop(prefix + "down"), weight_dtype)
+        self.down_bias = weights.pop(prefix + "down_bias", None)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        gate_Tf, up_Tf = linear(hidden_TH, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        hidden_TH = self.mesh.stage.all_reduce(linear(silu(gate_Tf) * up_Tf, self.down))
-        return hidden_TH if self.down_bias is None else hidden_TH + self.down_bias
+        """hidden_TH with the FFN's output added."""
+        inner_Tf = linear(
+            hidden_TH, self.gate_up, bias=self.gate_up_bias, norm=self.norm, norm_eps=self.eps, swiglu=True
+        )
+        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.stage)

@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from longhelix.spec import RopeSpec
@@ -69,11 +68,3 @@ def rotation(positions_T: Tensor, frequencies_TR: Tensor, attention_factor: floa
     """
     angles_TR = positions_T.unsqueeze(-1).double() * frequencies_TR
     return (angles_TR.cos() * attention_factor).float(), (angles_TR.sin() * attention_factor).float()
-
-
-def rotate(x_TQC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate channel c with channel c + C/2; computed in float32, returned in the dtype of x."""
-    first_TQR, second_TQR = x_TQC.float().chunk(2, dim=-1)
-    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    rotated = (first_TQR * cos_T1R - second_TQR * sin_T1R, second_TQR * cos_T1R + first_TQR * sin_T1R)
-    return torch.cat(rotated, dim=-1).to(x_TQC.dtype)

@@ -1,9 +1,14 @@
 """One world of ranks, seen through a layout: the groups that a rank belongs to."""
 
+import hashlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import Group
 
@@ -18,12 +23,38 @@ class Mesh:
     kvp: Group
 
     @classmethod
-    def build(cls, layout: Layout, rank: int) -> "Mesh":
-        """Make the groups. Every rank of the world calls this, since groups are made by all ranks together."""
-        return cls(layout, rank, _own_group(layout.stage_groups(), rank), _own_group(layout.kvp_groups(), rank))
+    def build(cls, layout: Layout, rank: int, backend: str | None = None) -> "Mesh":
+        """Make the groups. Every rank of the world calls this, since groups are made by all ranks together.
+
+        `backend`: shared memory where all ranks are on one host without a GPU, else that of the world's own group.
+        """
+        if backend is None and layout.world_size > 1 and _share_memory():
+            backend = "shm"
+        if backend == "shm":
+            from longhelix.parallel import shared_memory  # needs the native module
+
+            shared_memory.register()
+        groups = (_own_group(ranks, rank, backend) for ranks in (layout.stage_groups(), layout.kvp_groups()))
+        return cls(layout, rank, *groups)
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> Group:
-    handles = {ranks: dist.new_group(ranks) if len(ranks) > 1 else None for ranks in groups}
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None) -> Group:
+    handles = {ranks: dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in groups}
     ranks = next(ranks for ranks in groups if rank in ranks)
     return Group(ranks, rank, handles[ranks])
+
+
+def _share_memory() -> bool:
+    """Whether all ranks of a gloo world can open each other's memory; the same answer on all of them."""
+    if dist.get_backend() != "gloo":
+        return False
+    # Ranks see each other's processes if they share a kernel's boot, its table of processes, and a user.
+    kernel, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not (native.module and kernel.exists() and processes.exists()):
+        place = os.urandom(16)  # equal to no other rank's
+    else:
+        place = f"{kernel.read_text()} {os.readlink(processes)} {os.getuid()}".encode()
+    own = torch.frombuffer(bytearray(hashlib.sha256(place).digest()), dtype=torch.uint8)
+    places = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(places, own)
+    return all(torch.equal(own, other) for other in places)

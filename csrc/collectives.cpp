@@ -1,0 +1,290 @@
+#include "collectives.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "numbers.hpp"
+
+namespace longhelix {
+
+namespace {
+
+constexpr std::size_t kSlotBytes = 256 * 1024;
+// Below this every rank sums all slots by itself, one round; above, each sums its share and gathers the others'.
+constexpr std::size_t kDirectBytes = 32 * 1024;
+// Spinning pays while a peer is about to post. It ends soon, so that an idle or overbooked core is given away.
+constexpr auto kSpin = std::chrono::microseconds(20);
+constexpr auto kYield = std::chrono::microseconds(200);
+constexpr long kSleepNs = 100'000'000;  // between looks at whether a silent peer still lives
+
+using Clock = std::chrono::steady_clock;
+
+void pause_core() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+    timespec timeout{0, kSleepNs};
+    syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<std::uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// Round numbers wrap around; they are never further apart than two.
+bool reached(std::uint32_t posted, std::uint32_t round) { return static_cast<std::int32_t>(posted - round) >= 0; }
+
+struct Span {
+    std::size_t first, count;
+};
+
+// Rank's share of `count` items, in whole cache lines where they suffice, so that ranks write apart.
+Span share(std::size_t count, std::size_t item_bytes, int rank, int size) {
+    std::size_t line = std::max<std::size_t>(1, 64 / item_bytes);
+    std::size_t each = (count / size + line - 1) / line * line;
+    std::size_t first = std::min(count, each * rank);
+    std::size_t stop = rank == size - 1 ? count : std::min(count, first + each);
+    return {first, stop - first};
+}
+
+}  // namespace
+
+// A rank's own cache lines in the segment: only it writes `posted`; those that wait for it count themselves.
+struct alignas(128) Channel::Post {
+    std::atomic<std::uint32_t> posted;
+    std::atomic<std::uint32_t> waiters;
+    std::uint32_t rounds[2];  // beside each slot: how many rounds an all-to-all takes, by this rank's largest piece
+};
+
+struct alignas(4096) Channel::Rank {
+    Post post;
+    alignas(4096) std::byte slots[2][kSlotBytes];
+};
+
+std::size_t Channel::segment_bytes(int size) { return size * sizeof(Rank); }
+
+Channel::Channel(int fd, int rank, std::vector<int> pids, double timeout_s)
+    : rank_(rank), size_(static_cast<int>(pids.size())), timeout_s_(timeout_s), pids_(std::move(pids)) {
+    cpu_set_t cores;
+    fits_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 && size_ <= CPU_COUNT(&cores);
+    void* mapped = mmap(nullptr, segment_bytes(size_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) {
+        throw std::system_error(errno, std::generic_category(), "cannot map the shared segment");
+    }
+    segment_ = static_cast<std::byte*>(mapped);
+    for (int pid : pids_) {
+        // A process id can be given to another process; a descriptor of the process cannot.
+        pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    }
+}
+
+Channel::~Channel() {
+    for (int pidfd : pidfds_) {
+        if (pidfd >= 0) close(pidfd);
+    }
+    munmap(segment_, segment_bytes(size_));
+}
+
+std::byte* Channel::slot(int rank) const { return reinterpret_cast<Rank*>(segment_)[rank].slots[round_ & 1]; }
+
+Channel::Post& Channel::post(int rank) const { return reinterpret_cast<Rank*>(segment_)[rank].post; }
+
+void Channel::check_alive(int rank) const {
+    pollfd ended{pidfds_[rank], POLLIN, 0};
+    if (pidfds_[rank] < 0 || poll(&ended, 1, 0) > 0) {
+        throw std::runtime_error("rank " + std::to_string(rank) + " of the group (process " +
+                                 std::to_string(pids_[rank]) + ") has ended");
+    }
+}
+
+void Channel::wait_for(int rank, std::uint32_t round) {
+    Post& peer = post(rank);
+    auto arrived = [&] { return reached(peer.posted.load(std::memory_order_acquire), round); };
+    if (arrived()) return;
+    auto start = Clock::now();
+    if (fits_cores_) {
+        while (Clock::now() - start < kSpin) {
+            for (int i = 0; i < 32; ++i) {
+                if (arrived()) return;
+                pause_core();
+            }
+        }
+    }
+    while (Clock::now() - start < kYield) {
+        if (arrived()) return;
+        sched_yield();
+    }
+    peer.waiters.fetch_add(1);
+    for (;;) {
+        std::uint32_t posted = peer.posted.load();
+        if (reached(posted, round)) break;
+        futex_wait(peer.posted, posted);
+        if (arrived()) break;
+        std::chrono::duration<double> waited = Clock::now() - start;
+        try {
+            check_alive(rank);
+            if (waited.count() > timeout_s_) {
+                throw std::runtime_error("rank " + std::to_string(rank) + " of the group did not take part for " +
+                                         std::to_string(static_cast<int>(timeout_s_)) + " s");
+            }
+        } catch (...) {
+            peer.waiters.fetch_sub(1);
+            throw;
+        }
+    }
+    peer.waiters.fetch_sub(1);
+}
+
+template <typename Write, typename Read>
+void Channel::round(Write write, Read read) {
+    ++round_;
+    write(slot(rank_));
+    Post& own = post(rank_);
+    own.posted.store(round_);  // sequentially consistent against the waiters that are read next
+    if (own.waiters.load() > 0) futex_wake(own.posted);
+    for (int peer = 0; peer < size_; ++peer) {
+        if (peer != rank_) wait_for(peer, round_);
+    }
+    read();
+}
+
+void Channel::all_reduce(void* values, std::size_t count, Number number) {
+    dispatch(number, [&]<typename T>(T) {
+        T* next = static_cast<T*>(values);
+        std::size_t chunk = (count * sizeof(T) <= kDirectBytes ? kDirectBytes : kSlotBytes) / sizeof(T);
+        for (std::size_t left = count; left > 0;) {
+            std::size_t now = std::min(left, chunk);
+            bool direct = now * sizeof(T) <= kDirectBytes;
+            Span own = direct ? Span{0, now} : share(now, sizeof(T), rank_, size_);
+            std::vector<const T*> parts(size_);
+            round([&](std::byte* slot) { std::memcpy(slot, next, now * sizeof(T)); },
+                  [&] {
+                      for (int rank = 0; rank < size_; ++rank) {
+                          parts[rank] = reinterpret_cast<const T*>(slot(rank)) + own.first;
+                      }
+                      sum(parts.data(), size_, next + own.first, own.count);
+                  });
+            if (!direct) {
+                round([&](std::byte* slot) { std::memcpy(slot, next + own.first, own.count * sizeof(T)); },
+                      [&] {
+                          for (int rank = 0; rank < size_; ++rank) {
+                              Span other = share(now, sizeof(T), rank, size_);
+                              if (rank != rank_) {
+                                  std::memcpy(next + other.first, slot(rank), other.count * sizeof(T));
+                              }
+                          }
+                      });
+            }
+            next += now;
+            left -= now;
+        }
+    });
+}
+
+void Channel::reduce_scatter(const void* input, void* output, std::size_t count, Number number) {
+    dispatch(number, [&]<typename T>(T) {
+        // A slot holds a window of every rank's part, one after the other.
+        std::size_t window = kSlotBytes / sizeof(T) / size_;
+        const T* in = static_cast<const T*>(input);
+        T* out = static_cast<T*>(output);
+        for (std::size_t first = 0; first < count; first += window) {
+            std::size_t now = std::min(window, count - first);
+            round(
+                [&](std::byte* slot) {
+                    for (int rank = 0; rank < size_; ++rank) {
+                        std::memcpy(reinterpret_cast<T*>(slot) + rank * window, in + rank * count + first,
+                                    now * sizeof(T));
+                    }
+                },
+                [&] {
+                    std::vector<const T*> parts(size_);
+                    for (int rank = 0; rank < size_; ++rank) {
+                        parts[rank] = reinterpret_cast<const T*>(slot(rank)) + rank_ * window;
+                    }
+                    sum(parts.data(), size_, out + first, now);
+                });
+        }
+    });
+}
+
+void Channel::all_gather(const void* input, void* output, std::size_t bytes) {
+    const std::byte* in = static_cast<const std::byte*>(input);
+    std::byte* out = static_cast<std::byte*>(output);
+    for (std::size_t first = 0; first < bytes; first += kSlotBytes) {
+        std::size_t now = std::min(kSlotBytes, bytes - first);
+        round([&](std::byte* slot) { std::memcpy(slot, in + first, now); },
+              [&] {
+                  for (int rank = 0; rank < size_; ++rank) {
+                      std::memcpy(out + rank * bytes + first, slot(rank), now);
+                  }
+              });
+    }
+}
+
+void Channel::all_to_all(const std::byte* send, const std::vector<std::size_t>& send_bytes, std::byte* received,
+                         const std::vector<std::size_t>& received_bytes) {
+    // A slot has one window for every receiver; whoever has the largest piece of all sets the number of rounds.
+    std::size_t window = kSlotBytes / size_ / 64 * 64;
+    std::size_t largest = *std::max_element(send_bytes.begin(), send_bytes.end());
+    std::uint32_t rounds = static_cast<std::uint32_t>(std::max<std::size_t>(1, (largest + window - 1) / window));
+    for (std::uint32_t done = 0; done < rounds; ++done) {
+        std::size_t first = done * window;
+        auto length = [&](std::size_t bytes) { return bytes > first ? std::min(window, bytes - first) : 0; };
+        round(
+            [&](std::byte* slot) {
+                post(rank_).rounds[round_ & 1] = rounds;
+                const std::byte* piece = send;
+                for (int rank = 0; rank < size_; ++rank) {
+                    std::memcpy(slot + rank * window, piece + first, length(send_bytes[rank]));
+                    piece += send_bytes[rank];
+                }
+            },
+            [&] {
+                std::byte* piece = received;
+                for (int rank = 0; rank < size_; ++rank) {
+                    std::memcpy(piece + first, slot(rank) + rank_ * window, length(received_bytes[rank]));
+                    piece += received_bytes[rank];
+                    rounds = std::max(rounds, post(rank).rounds[round_ & 1]);
+                }
+            });
+    }
+}
+
+void Channel::broadcast(void* values, std::size_t bytes, int root) {
+    std::byte* all = static_cast<std::byte*>(values);
+    for (std::size_t first = 0; first < bytes; first += kSlotBytes) {
+        std::size_t now = std::min(kSlotBytes, bytes - first);
+        round(
+            [&](std::byte* slot) {
+                if (rank_ == root) std::memcpy(slot, all + first, now);
+            },
+            [&] {
+                if (rank_ != root) std::memcpy(all + first, slot(root), now);
+            });
+    }
+}
+
+void Channel::barrier() {
+    round([](std::byte*) {}, [] {});
+}
+
+}  // namespace longhelix

@@ -1,0 +1,40 @@
+#include <stdexcept>
+
+#include "kernels.hpp"
+
+namespace longhelix {
+
+#if defined(__x86_64__)
+namespace avx512 { extern const Kernels table; }
+namespace avx2 { extern const Kernels table; }
+#endif
+namespace portable { extern const Kernels table; }
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    static const bool has_avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+                                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+                                   __builtin_cpu_supports("avx512dq");
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (has_avx512) return avx512::table;
+    if (has_avx2) return avx2::table;
+#endif
+    return portable::table;
+}
+
+std::size_t tile_bytes(const Pool& pool) {
+    std::size_t channels = static_cast<std::size_t>(pool.key_size) + (pool.shared ? 0 : pool.value_size);
+    std::size_t scales = (pool.shared ? 1 : 2) * 16 * 2;
+    switch (pool.number) {
+        case Number::float32: return channels * 64;
+        case Number::bfloat16:
+        case Number::float16: return channels * 32;
+        case Number::int8:
+        case Number::float8: return channels * 16 + scales;
+        case Number::int4: return channels * 8 + scales;
+        default: throw std::invalid_argument("a pool does not hold numbers of this type");
+    }
+}
+
+}  // namespace longhelix

@@ -1,0 +1,57 @@
+// All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
+#include "attention.hpp"
+#include "linear.hpp"
+#include "write.hpp"
+
+namespace longhelix::ISA {
+
+namespace {
+
+template <typename Call, template <typename> typename Kernel>
+void on_pool(const Call& call) {
+    switch (call.pool.number) {
+        case Number::float32: return Kernel<Float32>(call).run();
+        case Number::float16: return Kernel<Float16>(call).run();
+        case Number::int8: return Kernel<Int8>(call).run();
+        case Number::float8: return Kernel<Float8>(call).run();
+        case Number::int4: return Kernel<Int4>(call).run();
+        default: return Kernel<BFloat16>(call).run();
+    }
+}
+
+void linear(const Linear& call) {
+    switch (call.weight.number) {
+        case Number::float32: return Multiply<Float32>(call).run();
+        case Number::float16: return Multiply<Float16>(call).run();
+        case Number::int8: return Multiply<Int8>(call).run();
+        case Number::int4: return Multiply<Int4>(call).run();
+        default: return Multiply<BFloat16>(call).run();
+    }
+}
+
+double read(const void* data, std::size_t bytes) {
+    double sum = 0.0;
+    on_all_threads([&](int thread) {
+        std::size_t lines = bytes / 512, first = lines * thread / threads(), stop = lines * (thread + 1) / threads();
+        const u8* from = static_cast<const u8*>(data);
+        u32x16 sums[8] = {};
+        for (std::size_t line = first; line < stop; ++line) {
+            for (int i = 0; i < 8; ++i) sums[i] += load<u32x16>(from + line * 512 + i * 64);
+        }
+        double part = 0.0;
+        for (int i = 0; i < 8; ++i) part += sums[i][i];
+        std::atomic_ref(sum).fetch_add(part);
+    });
+    return sum;
+}
+
+}  // namespace
+
+extern const Kernels table{LONGHELIX_ISA_NAME,
+                           on_pool<Attention, Attend>,
+                           on_pool<Write, WriteRows>,
+                           on_pool<Rotate, RotateRows>,
+                           linear,
+                           read};
+
+}  // namespace longhelix::ISA

@@ -1,0 +1,107 @@
+// What the kernels offer to the Python side, and the table of one instruction set's forms of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace longhelix {
+
+// How numbers lie in memory. The last three are stored with a scale, and only in the packed arrangement.
+enum class Number { float32, float64, bfloat16, float16, int32, int64, int8, float8, int4 };
+
+// A matrix whose rows are contiguous runs of float32, bfloat16 or float16.
+struct Rows {
+    const void* data;
+    Number number;
+    std::int64_t stride;  // elements from one row to the next
+};
+
+// The packed pool of one layer: P blocks of k KV heads of tiles of 16 tokens. A tile is the keys as one panel (lanes are
+// tokens, rows are channels), the values as a panel for every 16 channels (rows are tokens), and where the numbers are
+// narrow, a bfloat16 scale for each token's key, then one for each token's value. `shared`: values are the first
+// `value_size` channels of the keys, and are not stored again (MLA, absorbed).
+struct Pool {
+    std::uint8_t* data;
+    Number number;
+    int num_kv_heads;
+    int tiles_per_block;
+    int key_size;
+    int value_size;
+    bool shared;
+};
+
+struct Attention {
+    Rows q;                      // (T, q * key_size)
+    Pool pool;
+    int num_query_heads;
+    int num_sequences;
+    const std::int64_t* blocks;  // (B, J)
+    std::int64_t blocks_stride;
+    const std::int64_t* row_starts;  // (B + 1)
+    const std::int64_t* limits;      // (T)
+    float scale;
+    void* out;  // (T, q * value_size), of q's number
+    float* lse;  // (T, q)
+};
+
+struct Write {
+    Rows k;  // (T, k * key_size)
+    Rows v;  // (T, k * value_size)
+    Pool pool;
+    const std::int64_t* slots;  // (T)
+    std::int64_t num_rows;
+};
+
+// What lies between the QKV product and attention: norms of queries and keys, their rotation, and the write.
+struct Rotate {
+    Rows qkv;            // (T, (q + 2 k) * C): queries, keys, values
+    const void* q_norm;  // (C) of qkv's number: weights of an RMSNorm of each head; or null
+    const void* k_norm;
+    float norm_eps;
+    const float* cos;  // (T, C / 2)
+    const float* sin;
+    Pool pool;
+    int num_query_heads;
+    const std::int64_t* slots;  // (T)
+    std::int64_t num_rows;
+    void* q;  // (T, q * C) of qkv's number
+};
+
+// A weight of `depth` inputs: a panel for every 16 outputs (lanes are outputs,
+// rows are inputs). Narrow numbers come in scale blocks of 32 inputs: their part of the panel, then 16 float16 scales
+// and 16 float16 offsets, one for each output; weight = scale * stored + offset. The last panel is padded.
+struct Weight {
+    const std::uint8_t* data;
+    Number number;
+    std::int64_t depth;
+};
+
+struct Linear {
+    Rows x;  // (T, depth)
+    std::int64_t num_rows;
+    const void* norm;  // (depth) of x's number: weights of an RMSNorm before the product; or null
+    float norm_eps;
+    Weight weight;
+    const void* bias;  // (outputs, or twice as many with `swiglu`) of x's number; or null
+    bool swiglu;       // twice as many panels, whose first half are gates of the second: silu(gate) * up
+    Rows residual;     // (T, outputs) to add; or null data
+    void* out;         // (T, outputs) of `out_number`
+    Number out_number;
+    std::int64_t outputs;
+};
+
+struct Kernels {
+    const char* name;
+    void (*attend)(const Attention&);
+    void (*write)(const Write&);
+    void (*rotate)(const Rotate&);
+    void (*linear)(const Linear&);
+    double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
+};
+
+// The fastest forms that this processor runs.
+const Kernels& kernels();
+
+std::size_t tile_bytes(const Pool& pool);
+
+}  // namespace longhelix

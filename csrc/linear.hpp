@@ -1,0 +1,222 @@
+// y = x W^T for packed weights, with what stands around it in a decoder: RMSNorm before, bias, SwiGLU, residual after.
+//
+// Every output is one chain of sums over the inputs in their order, whatever the number of rows or threads: a row's bits
+// do not depend on its batch.
+#pragma once
+
+#include "attention.hpp"
+
+namespace longhelix::ISA {
+
+constexpr int kScaleBlock = 32;
+
+template <typename E>
+struct Multiply {
+    static constexpr int kStep = E::kStep;
+    static constexpr int kBlockUnits = kScaleBlock / kStep;
+    static constexpr std::size_t kBlockBytes = kBlockUnits * E::kRowBytes + kLanes * 4;
+
+    const Linear& call;
+    int units;  // unit rows of a panel
+    std::size_t panel_bytes;
+    int num_panels;  // of outputs
+
+    explicit Multiply(const Linear& linear)
+        : call(linear),
+          units(static_cast<int>(linear.weight.depth / kStep)),
+          panel_bytes(E::kScaled ? linear.weight.depth / kScaleBlock * kBlockBytes
+                                 : static_cast<std::size_t>(units) * E::kRowBytes),
+          num_panels(static_cast<int>((linear.outputs + kLanes - 1) / kLanes)) {}
+
+    static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
+
+    int num_blocks() const { return E::kScaled ? units / kBlockUnits : 0; }
+
+    // One row of x as units, normalised, and the sums of its scale blocks.
+    void prepare(std::int64_t row, u32* to, float* block_sums) const {
+        std::int64_t depth = call.weight.depth, from = row * call.x.stride;
+        Number number = call.x.number;
+        float factor = 1.0f;
+        if (call.norm) {
+            f32x16 squares{};
+            for (std::int64_t c = 0; c < depth; c += kLanes) {
+                f32x16 x = load_number(call.x.data, from + c, number);
+                squares = multiply_add(x, x, squares);
+            }
+            factor = 1.0f / __builtin_sqrtf(total(squares) / static_cast<float>(depth) + call.norm_eps);
+        }
+        for (std::int64_t c = 0; c < depth; c += kLanes) {
+            f32x16 x = load_number(call.x.data, from + c, number);
+            if (call.norm) {
+                x = x * factor;
+                round_to(number, x);
+                x = x * load_number(call.norm, c, number);
+                round_to(number, x);
+            }
+            E::from_floats(to + c / kStep, x);
+            if constexpr (E::kScaled) {
+                round_to(Number::bfloat16, x);
+                float& sum = block_sums[c / kScaleBlock];
+                sum = (c % kScaleBlock ? sum : 0.0f) + total(x);
+            }
+        }
+    }
+
+    // sums[r][v] = rows r of x times panels v.
+    template <int R, int V>
+    void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        const u8* none[V] = {};
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
+        }
+        if constexpr (!E::kScaled) {
+            accumulate<E, R, V, false>(sums, x, units, panels, units, none);
+        } else {
+            for (int block = 0; block < num_blocks(); ++block) {
+                f32x16 part[R][V] = {};
+                const u8* at[V];
+                for (int v = 0; v < V; ++v) at[v] = panels[v] + block * kBlockBytes;
+                accumulate<E, R, V, false>(part, x + block * kBlockUnits, units, at, kBlockUnits, none);
+#pragma GCC unroll 16
+                for (int v = 0; v < V; ++v) {
+                    const u8* scales = at[v] + kBlockUnits * E::kRowBytes;
+                    f32x16 scale = load_f16(scales), offset = load_f16(scales + kLanes * 2);
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; ++r) {
+                        sums[r][v] = multiply_add(scale, part[r][v], sums[r][v]);
+                        sums[r][v] = multiply_add(offset, splat(block_sums[r * num_blocks() + block]), sums[r][v]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Up to sixteen numbers from `index` on: no more than the `left` that are there.
+    static f32x16 load_some(const void* data, Number number, std::int64_t index, std::int64_t left) {
+        if (left >= kLanes) return load_number(data, index, number);
+        std::size_t bytes = number == Number::float32 ? 4 : 2;
+        float lanes[kLanes] = {};
+        std::memcpy(lanes, static_cast<const u8*>(data) + index * bytes, left * bytes);
+        return load_number(lanes, 0, number);
+    }
+
+    void put(std::int64_t row, int panel, f32x16 value) const {
+        std::int64_t column = static_cast<std::int64_t>(panel) * kLanes, left = call.outputs - column;
+        if (call.residual.data) {
+            // The product is rounded before it is added, as separate operations would.
+            round_to(call.out_number, value);
+            value += load_some(call.residual.data, call.residual.number, row * call.residual.stride + column, left);
+        }
+        std::int64_t to = row * call.outputs + column;
+        if (left >= kLanes) return store_number(call.out, to, call.out_number, value);
+        std::size_t bytes = call.out_number == Number::float32 ? 4 : 2;
+        float lanes[kLanes];
+        store_number(lanes, 0, call.out_number, value);
+        std::memcpy(static_cast<u8*>(call.out) + to * bytes, lanes, left * bytes);
+    }
+
+    // `half`: 1 for the second half of the outputs, with SwiGLU.
+    f32x16 biased(f32x16 value, int half, int panel) const {
+        if (!call.bias) return value;
+        std::int64_t column = static_cast<std::int64_t>(panel) * kLanes;
+        return value + load_some(call.bias, call.x.number, half * call.outputs + column, call.outputs - column);
+    }
+
+    // Rows [row, row + R) that exist, times panels [panel, panel + V) of outputs.
+    template <int R, int V>
+    void tile(const u32* x, const float* block_sums, std::int64_t row, int panel) const {
+        constexpr int kReads = V;
+        const u8* panels[kReads];
+        for (int v = 0; v < V; ++v) {
+            int number = call.swiglu ? panel + v / 2 + v % 2 * num_panels : panel + v;
+            panels[v] = call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
+        }
+        f32x16 sums[R][V];
+        multiply<R, V>(x, block_sums, panels, sums);
+        for (int r = 0; r < R && row + r < call.num_rows; ++r) {
+            if (!call.swiglu) {
+                for (int v = 0; v < V; ++v) put(row + r, panel + v, biased(sums[r][v], 0, panel + v));
+                continue;
+            }
+            if constexpr (V % 2 == 0) {
+                for (int v = 0; v < V; v += 2) {
+                    f32x16 gate = biased(sums[r][v], 0, panel + v / 2), up = biased(sums[r][v + 1], 1, panel + v / 2);
+                    round_to(call.out_number, gate);
+                    round_to(call.out_number, up);
+                    put(row + r, panel + v / 2, silu(gate, up));
+                }
+            }
+        }
+    }
+
+    f32x16 silu(f32x16 gate, f32x16 up) const {
+        // e^-|g| cannot overflow; sigmoid(g) is 1 / (1 + e^-g).
+        f32x16 size = gate < 0.0f ? gate : -gate;
+        f32x16 small = exp2(size * kLog2e);
+        f32x16 sigmoid = (gate < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
+        f32x16 value = gate * sigmoid;
+        round_to(call.out_number, value);
+        return value * up;
+    }
+
+    template <int R>
+    void rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+        // A tile reads V panels; with SwiGLU, V / 2 of gates and V / 2 of ups.
+        constexpr int V = kRowTile == 12 && R <= 4 && !E::kScaled ? 4 : 2;
+        int each = call.swiglu ? V / 2 : V, panel = first;
+        for (; panel + each <= last; panel += each) tile<R, V>(x, block_sums, row, panel);
+        for (; panel < last; ++panel) {
+            if (call.swiglu) {
+                tile<R, 2>(x, block_sums, row, panel);
+            } else {
+                tile<R, 1>(x, block_sums, row, panel);
+            }
+        }
+    }
+
+    void run() const {
+        constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
+        std::int64_t padded = (call.num_rows + kMostRows - 1) / kMostRows * kMostRows;
+        std::size_t unit_bytes = static_cast<std::size_t>(padded) * units * 4;
+        u8* memory = static_cast<u8*>(scratch(1, unit_bytes + static_cast<std::size_t>(padded) * num_blocks() * 4 + 64));
+        u32* x = reinterpret_cast<u32*>(memory);
+        float* block_sums = reinterpret_cast<float*>(memory + unit_bytes);
+        auto prepare_row = [&](std::int64_t row) { prepare(row, x + row * units, block_sums + row * num_blocks()); };
+        std::memset(x + call.num_rows * units, 0, static_cast<std::size_t>(padded - call.num_rows) * units * 4);
+        std::memset(block_sums + call.num_rows * num_blocks(), 0,
+                    static_cast<std::size_t>(padded - call.num_rows) * num_blocks() * 4);
+        if (call.num_rows <= 4) {
+            for (std::int64_t row = 0; row < call.num_rows; ++row) prepare_row(row);
+        } else {
+            on_all_threads([&](int thread) {
+                for (std::int64_t row = thread; row < call.num_rows; row += threads()) prepare_row(row);
+            });
+        }
+        on_all_threads([&](int thread) {
+            int count = threads();
+            int first = static_cast<int>(static_cast<std::int64_t>(num_panels) * thread / count);
+            int stop = static_cast<int>(static_cast<std::int64_t>(num_panels) * (thread + 1) / count);
+            if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
+            for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
+                int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
+                for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
+                    some_rows(x + row * units, block_sums + row * num_blocks(), row, panel, last);
+                }
+            }
+        });
+    }
+
+    void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+        std::int64_t left = call.num_rows - row;
+        if (left == 1) return rows<1>(x, block_sums, row, first, last);
+        if (left == 2) return rows<2>(x, block_sums, row, first, last);
+        if (left <= 4 || kMostRows == 4) return rows<4>(x, block_sums, row, first, last);
+        if constexpr (kMostRows == 6) return rows<6>(x, block_sums, row, first, last);
+        if constexpr (kMostRows == 12) {
+            if (left <= 8) return rows<8>(x, block_sums, row, first, last);
+            return rows<12>(x, block_sums, row, first, last);
+        }
+    }
+};
+
+}  // namespace longhelix::ISA

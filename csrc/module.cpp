@@ -1,0 +1,177 @@
+// The Python face of the native code. Tensors come as addresses, so that no torch header is needed to build it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include "collectives.hpp"
+#include "kernels.hpp"
+#include "threads.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using longhelix::Channel;
+using longhelix::Number;
+using longhelix::Pool;
+using longhelix::Rows;
+using longhelix::Weight;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void bind_numbers(nb::module_& module) {
+    nb::enum_<Number>(module, "Number")
+        .value("float32", Number::float32)
+        .value("float64", Number::float64)
+        .value("bfloat16", Number::bfloat16)
+        .value("float16", Number::float16)
+        .value("int32", Number::int32)
+        .value("int64", Number::int64)
+        .value("int8", Number::int8)
+        .value("fp8", Number::float8)
+        .value("int4", Number::int4);
+}
+
+void bind_collectives(nb::module_& module) {
+    auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<Channel>(module, "Channel")
+        .def(nb::init<int, int, std::vector<int>, double>(), "fd"_a, "rank"_a, "pids"_a, "timeout_s"_a)
+        .def_static("segment_bytes", &Channel::segment_bytes, "size"_a)
+        .def(
+            "all_reduce",
+            [](Channel& self, Address values, std::size_t count, Number number) {
+                self.all_reduce(at<void>(values), count, number);
+            },
+            unlocked)
+        .def(
+            "reduce_scatter",
+            [](Channel& self, Address input, Address output, std::size_t count, Number number) {
+                self.reduce_scatter(at<const void>(input), at<void>(output), count, number);
+            },
+            unlocked)
+        .def(
+            "all_gather",
+            [](Channel& self, Address input, Address output, std::size_t bytes) {
+                self.all_gather(at<const void>(input), at<void>(output), bytes);
+            },
+            unlocked)
+        .def(
+            "all_to_all",
+            [](Channel& self, Address send, const std::vector<std::size_t>& send_bytes, Address received,
+               const std::vector<std::size_t>& received_bytes) {
+                self.all_to_all(at<const std::byte>(send), send_bytes, at<std::byte>(received), received_bytes);
+            },
+            unlocked)
+        .def(
+            "broadcast",
+            [](Channel& self, Address values, std::size_t bytes, int root) {
+                self.broadcast(at<void>(values), bytes, root);
+            },
+            unlocked)
+        .def("barrier", &Channel::barrier, unlocked);
+}
+
+void bind_kernels(nb::module_& module) {
+    module.def("use_openmp", [](const char* library) { return longhelix::use_openmp(library); }, "library"_a);
+    module.def("set_threads", &longhelix::set_threads, "count"_a);
+    module.def("instruction_set", [] { return longhelix::kernels().name; });
+
+    nb::class_<Pool>(module, "Pool")
+        .def(
+            "__init__",
+            [](Pool* self, Address data, Number number, int num_kv_heads, int tiles_per_block, int key_size,
+               int value_size, bool shared) {
+                new (self) Pool{at<std::uint8_t>(data), number,     num_kv_heads, tiles_per_block,
+                                key_size,               value_size, shared};
+            },
+            "data"_a, "number"_a, "num_kv_heads"_a, "tiles_per_block"_a, "key_size"_a, "value_size"_a, "shared"_a)
+        .def_prop_ro("tile_bytes", [](const Pool& self) { return longhelix::tile_bytes(self); });
+    nb::class_<Weight>(module, "Weight")
+        .def(
+            "__init__",
+            [](Weight* self, Address data, Number number, std::int64_t depth) {
+                new (self) Weight{at<const std::uint8_t>(data), number, depth};
+            },
+            "data"_a, "number"_a, "depth"_a);
+
+    auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+    module.def(
+        "attend",
+        [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
+           Address blocks, std::int64_t blocks_stride, Address row_starts, Address limits, float scale, Address out,
+           Address lse) {
+            longhelix::kernels().attend({{at<const void>(q), number, q_stride},
+                                         pool,
+                                         num_query_heads,
+                                         num_sequences,
+                                         at<const std::int64_t>(blocks),
+                                         blocks_stride,
+                                         at<const std::int64_t>(row_starts),
+                                         at<const std::int64_t>(limits),
+                                         scale,
+                                         at<void>(out),
+                                         at<float>(lse)});
+        },
+        unlocked);
+    module.def(
+        "write",
+        [](Address k, std::int64_t k_stride, Address v, std::int64_t v_stride, Number number, const Pool& pool,
+           Address slots, std::int64_t num_rows) {
+            longhelix::kernels().write({{at<const void>(k), number, k_stride},
+                                        {at<const void>(v), number, v_stride},
+                                        pool,
+                                        at<const std::int64_t>(slots),
+                                        num_rows});
+        },
+        unlocked);
+    module.def(
+        "rotate",
+        [](Address qkv, std::int64_t stride, Number number, Address q_norm, Address k_norm, float norm_eps, Address cos,
+           Address sin, const Pool& pool, int num_query_heads, Address slots, std::int64_t num_rows, Address q) {
+            longhelix::kernels().rotate({{at<const void>(qkv), number, stride},
+                                         at<const void>(q_norm),
+                                         at<const void>(k_norm),
+                                         norm_eps,
+                                         at<const float>(cos),
+                                         at<const float>(sin),
+                                         pool,
+                                         num_query_heads,
+                                         at<const std::int64_t>(slots),
+                                         num_rows,
+                                         at<void>(q)});
+        },
+        unlocked);
+    module.def(
+        "linear",
+        [](Address x, Number number, std::int64_t x_stride, std::int64_t num_rows, Address norm, float norm_eps,
+           const Weight& weight, Address bias, bool swiglu, Address residual, std::int64_t residual_stride, Address out,
+           Number out_number, std::int64_t outputs) {
+            longhelix::kernels().linear({{at<const void>(x), number, x_stride},
+                                         num_rows,
+                                         at<const void>(norm),
+                                         norm_eps,
+                                         weight,
+                                         at<const void>(bias),
+                                         swiglu,
+                                         {at<const void>(residual), out_number, residual_stride},
+                                         at<void>(out),
+                                         out_number,
+                                         outputs});
+        },
+        unlocked);
+    module.def(
+        "read", [](Address data, std::size_t bytes) { return longhelix::kernels().read(at<const void>(data), bytes); },
+        unlocked);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    bind_numbers(module);
+    bind_collectives(module);
+    bind_kernels(module);
+}

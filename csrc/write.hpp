@@ -1,0 +1,171 @@
+// Writing keys and values into the packed pool, quantised where its numbers are narrow.
+#pragma once
+
+#include "attention.hpp"
+
+namespace longhelix::ISA {
+
+// Where one token's keys and values go, and how.
+template <typename E>
+struct TileWriter {
+    Pool pool;
+    std::size_t key_bytes, panel_bytes, values_bytes, tile_bytes;
+
+    explicit TileWriter(const Pool& pool)
+        : pool(pool),
+          key_bytes(static_cast<std::size_t>(pool.key_size / E::kStep) * E::kRowBytes),
+          panel_bytes(kLanes / E::kStep * E::kRowBytes),
+          values_bytes(pool.shared ? 0 : panel_bytes * (pool.value_size / kLanes)),
+          tile_bytes(longhelix::tile_bytes(pool)) {}
+
+    u8* tile(std::int64_t slot, int head) const {
+        std::int64_t tiles = slot / kLanes;  // over all blocks, of one head
+        std::int64_t number = (tiles / pool.tiles_per_block * pool.num_kv_heads + head) * pool.tiles_per_block +
+                              tiles % pool.tiles_per_block;
+        return pool.data + static_cast<std::size_t>(number) * tile_bytes;
+    }
+
+    // Both change `values` where numbers are narrow.
+    void write_key(std::int64_t slot, int head, float* values) const {
+        u8* keys = tile(slot, head);
+        int token = static_cast<int>(slot % kLanes);
+        if constexpr (E::kScaled) shrink(values, pool.key_size, keys + key_bytes + values_bytes + token * 2);
+        for (int c = 0; c < pool.key_size; ++c) {
+            E::write(keys + E::offset(c / E::kStep, token, c % E::kStep), values[c], c / E::kStep);
+        }
+    }
+
+    void write_value(std::int64_t slot, int head, float* values) const {
+        u8* panels = tile(slot, head) + key_bytes;
+        int token = static_cast<int>(slot % kLanes);
+        if constexpr (E::kScaled) shrink(values, pool.value_size, panels + values_bytes + kLanes * 2 + token * 2);
+        for (int c = 0; c < pool.value_size; ++c) {
+            E::write(panels + c / kLanes * panel_bytes + E::offset(token / E::kStep, c % kLanes, token % E::kStep),
+                     values[c], token / E::kStep);
+        }
+    }
+
+    // Divides `values` by a scale that makes the largest one fit, and stores the scale. It is rounded up, so that
+    // nothing is cut off.
+    static void shrink(float* values, int size, u8* scale) {
+        float most = 0.0f;
+        for (int c = 0; c < size; ++c) most = __builtin_fabsf(values[c]) > most ? __builtin_fabsf(values[c]) : most;
+        float wanted = most / E::kLargest;
+        u32 bits;
+        std::memcpy(&bits, &wanted, 4);
+        std::uint16_t rounded = static_cast<std::uint16_t>((bits + 0xffff) >> 16);
+        std::memcpy(scale, &rounded, 2);
+        float used = bf16_to_float(rounded), inverse = used > 0 ? 1.0f / used : 0.0f;
+        for (int c = 0; c < size; ++c) values[c] *= inverse;
+    }
+};
+
+// Rows over threads. Tokens of a tile stay on one thread, since narrow numbers of two tokens share bytes.
+template <typename F>
+void on_rows(std::int64_t num_rows, const std::int64_t* slots, F row) {
+    int count = num_rows < 16 ? 1 : threads();
+    auto own = [&](int thread) {
+        for (std::int64_t r = 0; r < num_rows; ++r) {
+            std::int64_t tile = slots[r] >= 0 ? slots[r] / kLanes : r;
+            if (tile % count == thread) row(r);
+        }
+    };
+    if (count == 1) return own(0);
+    on_all_threads(own);
+}
+
+INLINE void widen(const Rows& rows, std::int64_t row, std::int64_t first, int size, float* to) {
+    for (int c = 0; c < size; c += kLanes) {
+        store(to + c, load_number(rows.data, row * rows.stride + first + c, rows.number));
+    }
+}
+
+template <typename E>
+struct WriteRows {
+    const Write& call;
+    TileWriter<E> writer;
+
+    explicit WriteRows(const Write& write) : call(write), writer(write.pool) {}
+
+    void run() const {
+        const Pool& pool = call.pool;
+        on_rows(call.num_rows, call.slots, [&](std::int64_t row) {
+            if (call.slots[row] < 0) return;
+            float* values = static_cast<float*>(scratch(0, sizeof(float) * (pool.key_size + pool.value_size)));
+            for (int head = 0; head < pool.num_kv_heads; ++head) {
+                widen(call.k, row, static_cast<std::int64_t>(head) * pool.key_size, pool.key_size, values);
+                writer.write_key(call.slots[row], head, values);
+                if (pool.shared) continue;
+                widen(call.v, row, static_cast<std::int64_t>(head) * pool.value_size, pool.value_size, values);
+                writer.write_value(call.slots[row], head, values);
+            }
+        });
+    }
+};
+
+template <typename E>
+struct RotateRows {
+    const Rotate& call;
+    TileWriter<E> writer;
+    int size;  // channels of a head
+
+    explicit RotateRows(const Rotate& rotate) : call(rotate), writer(rotate.pool), size(rotate.pool.key_size) {}
+
+    void round_all(float* values) const {
+        for (int c = 0; c < size; c += kLanes) {
+            f32x16 lanes = load<f32x16>(values + c);
+            round_to(call.qkv.number, lanes);
+            store(values + c, lanes);
+        }
+    }
+
+    // One head in place: norm, then channel c is rotated with channel c + C / 2; each rounded as if stored.
+    void rotate(const float* cos, const float* sin, const void* norm, float* head) const {
+        if (norm) {
+            f32x16 squares{};
+            for (int c = 0; c < size; c += kLanes) {
+                f32x16 x = load<f32x16>(head + c);
+                squares = multiply_add(x, x, squares);
+            }
+            float factor = 1.0f / __builtin_sqrtf(total(squares) / static_cast<float>(size) + call.norm_eps);
+            for (int c = 0; c < size; c += kLanes) {
+                f32x16 x = load<f32x16>(head + c) * factor;
+                round_to(call.qkv.number, x);
+                store(head + c, x * load_number(norm, c, call.qkv.number));
+            }
+            round_all(head);
+        }
+        int half = size / 2;
+        for (int c = 0; c < half; ++c) {
+            float first = head[c], second = head[c + half];
+            head[c] = first * cos[c] - second * sin[c];
+            head[c + half] = second * cos[c] + first * sin[c];
+        }
+        round_all(head);
+    }
+
+    void run() const {
+        int queries = call.num_query_heads, keys = call.pool.num_kv_heads;
+        on_rows(call.num_rows, call.slots, [&](std::int64_t row) {
+            float* head = static_cast<float*>(scratch(0, sizeof(float) * size));
+            const float *cos = call.cos + row * (size / 2), *sin = call.sin + row * (size / 2);
+            for (int h = 0; h < queries; ++h) {
+                widen(call.qkv, row, static_cast<std::int64_t>(h) * size, size, head);
+                rotate(cos, sin, call.q_norm, head);
+                for (int c = 0; c < size; c += kLanes) {
+                    store_number(call.q, (row * queries + h) * size + c, call.qkv.number, load<f32x16>(head + c));
+                }
+            }
+            if (call.slots[row] < 0) return;
+            for (int h = 0; h < keys; ++h) {
+                widen(call.qkv, row, static_cast<std::int64_t>(queries + h) * size, size, head);
+                rotate(cos, sin, call.k_norm, head);
+                writer.write_key(call.slots[row], h, head);
+                widen(call.qkv, row, static_cast<std::int64_t>(queries + keys + h) * size, size, head);
+                writer.write_value(call.slots[row], h, head);
+            }
+        });
+    }
+};
+
+}  // namespace longhelix::ISA

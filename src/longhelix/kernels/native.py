@@ -1,0 +1,38 @@
+"""The native CPU kernels, where this install has them: `module` is None if it was built without a compiler."""
+
+import importlib
+import importlib.util
+
+import torch
+
+_found = importlib.util.find_spec("longhelix._native")
+module = importlib.import_module("longhelix._native") if _found else None
+
+LANES = 16  # tokens of a tile, outputs of a panel
+
+
+def _openmp_library() -> str | None:
+    """The OpenMP runtime that torch has loaded; another one beside it would fight with it for the cores."""
+    try:
+        with open("/proc/self/maps") as maps:
+            loaded = {line.split()[-1] for line in maps if "/" in line}
+    except OSError:
+        return None
+    return next((path for path in sorted(loaded) if "libgomp" in path or "libomp" in path or "libiomp" in path), None)
+
+
+def set_num_threads(count: int) -> None:
+    """Threads of torch's own kernels and of ours: they are the same ones."""
+    torch.set_num_threads(count)
+    if module is not None:
+        module.set_threads(count)
+
+
+if module is not None:
+    if (_library := _openmp_library()) is not None:
+        module.use_openmp(_library)
+    module.set_threads(torch.get_num_threads())
+    NUMBERS = {
+        getattr(torch, name): getattr(module.Number, name)
+        for name in ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+    }
