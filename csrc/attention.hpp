@@ -150,7 +150,7 @@ struct Attend {
     const u8* tile(const RowBlock& block, std::int64_t index) const {
         const Pool& pool = call.pool;
         std::int64_t id = call.blocks[block.sequence * call.blocks_stride + index / pool.tiles_per_block];
-        std::int64_t number = (id * pool.num_kv_heads + block.head) * pool.tiles_per_block + index % pool.tiles_per_block;
+        std::int64_t number = tile_number(pool, block.head, id, index % pool.tiles_per_block);
         return pool.data + static_cast<std::size_t>(number) * tile_bytes;
     }
 
@@ -176,10 +176,9 @@ struct Attend {
 
     // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token).
     template <int R, int V, bool Ahead>
-    void score(const u32* q, const u8* const (&tiles)[V], const std::int64_t* seen, float* scores) const {
+    void score(const u32* q, const u8* const (&tiles)[V], const u8* const (&ahead)[V], const std::int64_t* seen,
+               float* scores) const {
         f32x16 sums[R][V] = {};
-        const u8* ahead[V];
-        for (int v = 0; v < V; ++v) ahead[v] = tiles[v] + key_bytes;
         accumulate<E, R, V, Ahead>(sums, q, key_units, tiles, key_units, ahead);
         float scale = call.scale * kLog2e;
 #pragma GCC unroll 16
@@ -264,7 +263,10 @@ struct Attend {
     struct Part {
         const u8* tiles[kPartTiles];
         const u8* values[kPartTiles];
-        const u8* next[kPartTiles];  // the tiles of the part after it, to ask the memory for
+        // What to ask the memory for while a tile's keys, and its values, are read: the next part, in the order of its
+        // addresses, half of it during the keys.
+        const u8* ahead_keys[kPartTiles];
+        const u8* ahead_values[kPartTiles];
         int num_tiles;
     };
 
@@ -290,14 +292,14 @@ struct Attend {
             return left;
         };
         for (; t + kTiles <= num_tiles; t += kTiles) {
-            const u8* tiles[kTiles];
-            for (int v = 0; v < kTiles; ++v) tiles[v] = part.tiles[t + v];
-            score<R, kTiles, Ahead>(q, tiles, rest(), memory.scores + t * kLanes);
+            const u8 *tiles[kTiles], *ahead[kTiles];
+            for (int v = 0; v < kTiles; ++v) tiles[v] = part.tiles[t + v], ahead[v] = part.ahead_keys[t + v];
+            score<R, kTiles, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
         }
         if constexpr (kTiles > 1) {
           for (; t < num_tiles; ++t) {
-            const u8* tiles[1] = {part.tiles[t]};
-            score<R, 1, Ahead>(q, tiles, rest(), memory.scores + t * kLanes);
+            const u8 *tiles[1] = {part.tiles[t]}, *ahead[1] = {part.ahead_keys[t]};
+            score<R, 1, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
           }
         }
         State run{memory.run.base + row, memory.run.sum + row,
@@ -306,10 +308,10 @@ struct Attend {
         weigh(part.tiles, num_tiles, R, seen, run, memory.scores, memory.weights, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
-            add_values<R, kPanels, Ahead>(part.values, part.next, num_tiles, channel, memory.weights, shrink, run.out);
+            add_values<R, kPanels, Ahead>(part.values, part.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
         }
         for (; channel < value_size; channel += kLanes) {
-            add_values<R, 1, Ahead>(part.values, part.next, num_tiles, channel, memory.weights, shrink, run.out);
+            add_values<R, 1, Ahead>(part.values, part.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
         }
     }
 
@@ -319,14 +321,19 @@ struct Attend {
         part.num_tiles = static_cast<int>((stop - start + kLanes - 1) / kLanes);
         for (int t = 0; t < part.num_tiles; ++t) {
             part.tiles[t] = tile(block, first + t);
-            std::int64_t next = first + t + kPartTiles;
-            part.next[t] = next <= last ? tile(block, next) : part.tiles[t];
             part.values[t] = part.tiles[t] + key_bytes;
             if (call.pool.shared) {
                 u8* turned = memory.turned + t * values_bytes();
                 turn(part.tiles[t], turned);
                 part.values[t] = turned;
             }
+        }
+        std::size_t half = tile_bytes / 2;
+        for (int t = 0; t < part.num_tiles; ++t) {
+            std::int64_t next = first + kPartTiles + t / 2;
+            part.ahead_keys[t] = (next <= last ? tile(block, next) : part.tiles[t]) + t % 2 * half;
+            next += kPartTiles / 2;
+            part.ahead_values[t] = (next <= last ? tile(block, next) : part.tiles[t]) + t % 2 * half;
         }
         if (stop == block.seen && stop % kLanes) {
             // Tokens after the last one may hold anything, and 0 * NaN is NaN.

@@ -16,7 +16,8 @@ struct Rows {
     std::int64_t stride;  // elements from one row to the next
 };
 
-// The packed pool of one layer: P blocks of k KV heads of tiles of 16 tokens. A tile is the keys as one panel (lanes are
+// The packed pool of one layer: k KV heads of P blocks of tiles of 16 tokens. Heads are outermost: memory is read
+// fastest in long runs, and blocks that follow each other in a sequence mostly have ids that do. A tile is the keys as one panel (lanes are
 // tokens, rows are channels), the values as a panel for every 16 channels (rows are tokens), and where the numbers are
 // narrow, a bfloat16 scale for each token's key, then one for each token's value. `shared`: values are the first
 // `value_size` channels of the keys, and are not stored again (MLA, absorbed).
@@ -24,6 +25,7 @@ struct Pool {
     std::uint8_t* data;
     Number number;
     int num_kv_heads;
+    std::int64_t num_blocks;
     int tiles_per_block;
     int key_size;
     int value_size;
@@ -103,5 +105,10 @@ struct Kernels {
 const Kernels& kernels();
 
 std::size_t tile_bytes(const Pool& pool);
+
+// Which tile of the pool holds token `16 * tile` of a block.
+inline std::int64_t tile_number(const Pool& pool, int head, std::int64_t block, std::int64_t tile) {
+    return (head * pool.num_blocks + block) * pool.tiles_per_block + tile;
+}
 
 }  // namespace longhelix

@@ -70,22 +70,32 @@ INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-// 2^x for x <= 0, to 2 units in the last place; exactly 0 from where a float32 would be subnormal, -inf included.
-INLINE f32x16 exp2(f32x16 x) {
-    f32x16 bounded = larger(x, splat(-127.0f));
-    // Adding and taking away 1.5 * 2^23 rounds to an integer, whose low bits are the exponent.
-    f32x16 shifted = bounded + 12582912.0f;
-    f32x16 f = bounded - (shifted - 12582912.0f);
-    // Taylor's series of 2^f on [-1/2, 1/2], whose next term is below 2e-8.
+// 2^f on [-1/2, 1/2]: Taylor's series, whose next term is below 2e-8.
+INLINE f32x16 exp2_fraction(f32x16 f) {
     f32x16 p = splat(1.5403530e-4f);
     p = multiply_add(p, f, splat(1.3333558e-3f));
     p = multiply_add(p, f, splat(9.6181291e-3f));
     p = multiply_add(p, f, splat(5.5504109e-2f));
     p = multiply_add(p, f, splat(2.4022651e-1f));
     p = multiply_add(p, f, splat(6.9314718e-1f));
-    p = multiply_add(p, f, splat(1.0f));
+    return multiply_add(p, f, splat(1.0f));
+}
+
+// 2^x for x <= 0, to 2 units in the last place; exactly 0 for -inf.
+INLINE f32x16 exp2(f32x16 x) {
+#if defined(__AVX512F__)
+    // Scaling by 2^-200 gives 0, and spares -inf, whose difference from itself is not a number.
+    __m512 bounded = (__m512)larger(x, splat(-200.0f));
+    __m512 whole = _mm512_roundscale_ps(bounded, 0);
+    return (f32x16)_mm512_scalef_ps((__m512)exp2_fraction((f32x16)(bounded - whole)), whole);
+#else
+    f32x16 bounded = larger(x, splat(-127.0f));
+    // Adding and taking away 1.5 * 2^23 rounds to an integer, whose low bits are the exponent.
+    f32x16 shifted = bounded + 12582912.0f;
+    f32x16 f = bounded - (shifted - 12582912.0f);
     i32x16 exponent = ((i32x16)shifted << 23) + (127 << 23);
-    return x < -126.0f ? f32x16{} : p * (f32x16)exponent;
+    return x < -126.0f ? f32x16{} : exp2_fraction(f) * (f32x16)exponent;
+#endif
 }
 
 INLINE float bf16_to_float(std::uint16_t bits) {
@@ -334,7 +344,7 @@ INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t st
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             E::load_rows(panels[v] + row * E::kRowBytes, operands[v]);
-            if constexpr (Ahead) __builtin_prefetch(ahead[v] + row * E::kRowBytes, 0, 2);
+            if constexpr (Ahead) __builtin_prefetch(ahead[v] + row * E::kRowBytes, 0, 3);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < E::kRowsAtOnce; ++i) {

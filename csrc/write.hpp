@@ -19,9 +19,8 @@ struct TileWriter {
           tile_bytes(longhelix::tile_bytes(pool)) {}
 
     u8* tile(std::int64_t slot, int head) const {
-        std::int64_t tiles = slot / kLanes;  // over all blocks, of one head
-        std::int64_t number = (tiles / pool.tiles_per_block * pool.num_kv_heads + head) * pool.tiles_per_block +
-                              tiles % pool.tiles_per_block;
+        std::int64_t tiles = slot / kLanes;  // of one head, over all blocks
+        std::int64_t number = tile_number(pool, head, tiles / pool.tiles_per_block, tiles % pool.tiles_per_block);
         return pool.data + static_cast<std::size_t>(number) * tile_bytes;
     }
 

@@ -3,7 +3,7 @@
 *rows*: a tensor (P, A, D, k, C) of the KV dtype; A is [keys, values], or [keys] alone where values are the first
 channels of the keys (MLA, absorbed). 8-bit numbers have float32 scales (P, A, D, k) beside them.
 
-*packed*: what the native CPU kernels read, bytes (P, k, D / 16, X). A tile of 16 tokens is the keys as
+*packed*: what the native CPU kernels read, bytes (k, P, D / 16, X). A tile of 16 tokens is the keys as
 [channel][token], then the values as [16 channels][token][channel], numbers of 16 bits and less in pairs of neighbouring
 channels (keys) or tokens (values), so that sixteen scores, or sixteen channels of output, come from one load without
 sums across lanes; then a bfloat16 scale for each token's key, and one for its value, where numbers are narrow.
@@ -75,7 +75,7 @@ class KVFormat:
         if self.packed:
             tiles = self.block_tokens // native.LANES
             tile_bytes = self.block_bytes // (self.num_kv_heads * tiles)
-            values = torch.empty(num_blocks, self.num_kv_heads, tiles, tile_bytes, dtype=torch.uint8, device=device)
+            values = torch.empty(self.num_kv_heads, num_blocks, tiles, tile_bytes, dtype=torch.uint8, device=device)
             return KVLayer(self, values, None)
         arrays = 1 if self.shared_values else 2
         shape = (num_blocks, arrays, self.block_tokens, self.num_kv_heads, self.key_size)
@@ -96,8 +96,8 @@ class KVLayer:
         """The packed pool as the native kernels know it."""
         format = self.format
         number = getattr(native.module.Number, format.dtype)
-        tiles = format.block_tokens // native.LANES
-        sizes = (format.num_kv_heads, tiles, format.key_size, format.value_size, format.shared_values)
+        num_blocks, tiles = self.values.shape[1:3]
+        sizes = (format.num_kv_heads, num_blocks, tiles, format.key_size, format.value_size, format.shared_values)
         return native.module.Pool(self.values.data_ptr(), number, *sizes)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,7 @@ def _weight_arguments(weight: Weight) -> tuple[str, int, int, bool]:
 def _layer(values, scales, key_size, dtype, value_size, shared_values) -> KVLayer:
     """The layer that an op was given, put together again from its tensors."""
     packed = values.dtype == torch.uint8
-    block_tokens, num_kv_heads = (values.shape[2] * native.LANES, values.shape[1]) if packed else values.shape[2:4]
+    block_tokens, num_kv_heads = (values.shape[2] * native.LANES, values.shape[0]) if packed else values.shape[2:4]
     return KVLayer(
         KVFormat(dtype, block_tokens, num_kv_heads, key_size, value_size, packed, shared_values), values, scales
     )

@@ -6,7 +6,6 @@ The segment is an anonymous file that only its ranks hold open: nothing of it is
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # what torch's own Python process groups use
