@@ -415,7 +415,7 @@ struct Attend {
         int* left;              // how many of the block's spans are not done
     };
 
-    void run() const {
+    bool run() const {
         int rows_per_block = group < kBlockRows ? kBlockRows / group : 1;
         int most_rows = 0;
         std::size_t num_items = 0, num_blocks = 0, num_floats = 0;
@@ -437,6 +437,7 @@ struct Attend {
                     for (std::int64_t row = first; row < first + count; ++row) {
                         if (call.limits[row] > seen) seen = call.limits[row];
                     }
+                    if (seen > call.blocks_width * call.pool.tiles_per_block * kLanes) return false;
                     int rows = static_cast<int>(count) * group;
                     if (rows > most_rows) most_rows = rows;
                     for (int head = 0; head < call.pool.num_kv_heads; ++head) {
@@ -468,6 +469,7 @@ struct Attend {
                 work(items[taken], states, memory);
             }
         });
+        return true;
     }
 
     std::size_t state_floats(int rows) const {

@@ -8,7 +8,7 @@ namespace longhelix::ISA {
 namespace {
 
 template <typename Call, template <typename> typename Kernel>
-void on_pool(const Call& call) {
+auto on_pool(const Call& call) {
     switch (call.pool.number) {
         case Number::float32: return Kernel<Float32>(call).run();
         case Number::float16: return Kernel<Float16>(call).run();

@@ -39,6 +39,7 @@ struct Attention {
     int num_sequences;
     const std::int64_t* blocks;  // (B, J)
     std::int64_t blocks_stride;
+    std::int64_t blocks_width;
     const std::int64_t* row_starts;  // (B + 1)
     const std::int64_t* limits;      // (T)
     float scale;
@@ -94,7 +95,7 @@ struct Linear {
 
 struct Kernels {
     const char* name;
-    void (*attend)(const Attention&);
+    bool (*attend)(const Attention&);  // false: a limit is beyond the blocks of its sequence
     void (*write)(const Write&);
     void (*rotate)(const Rotate&);
     void (*linear)(const Linear&);

@@ -147,8 +147,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._advance = later_rows_see_less
         if self.kind == "owner":
 
-            def second_block_has_no_owner(seq, blocks, kvp_rank):
-                add_blocks(seq, blocks, kvp_rank)
+            def second_block_has_no_owner(seq, blocks, kvp_rank, table):
+                add_blocks(seq, blocks, kvp_rank, table)
                 if len(seq.owners) > 1 and kvp_rank == seq.owners[1]:
                     seq.owners[1] = -1
 

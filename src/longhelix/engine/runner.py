@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
+from longhelix.engine.block_table import BlockTable
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -23,14 +24,14 @@ class SequenceState:
     new: NewSequence
     token_ids: list[int]
     frequencies_R: Tensor
+    row: int  # of the block table
     length: int = 0
     local_length: int = 0
     owners: list[int] = field(default_factory=list)
-    local_blocks: list[int] = field(default_factory=list)
 
-    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, table: BlockTable) -> None:
         self.owners += [block.owner for block in blocks]
-        self.local_blocks += [block.id for block in blocks if block.owner == kvp_rank]
+        table.append(self.row, [block.id for block in blocks if block.owner == kvp_rank])
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
+        self.table = BlockTable(self.device)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -67,11 +69,11 @@ class ModelRunner:
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""
         for sequence_id in step.ended:
-            del self.sequences[sequence_id]
+            self.table.close(self.sequences.pop(sequence_id).row)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.head_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
-            self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R)
+            self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -120,7 +122,7 @@ class ModelRunner:
         sequences, rows, starts = [], [], [0]
         for work in step.work:
             seq = self.sequences[work.id]
-            seq.add_blocks(work.new_blocks, self.kvp_rank)
+            seq.add_blocks(work.new_blocks, self.kvp_rank, self.table)
             rows.append(self._advance(seq, work))
             sequences.append(seq)
             starts.append(starts[-1] + work.num_tokens)
@@ -130,10 +132,6 @@ class ModelRunner:
         cos_TR, sin_TR = rotation(
             positions_T.to(self.device), frequencies_TR.to(self.device), self.spec.rope.attention_factor
         )
-        longest = max(len(seq.local_blocks) for seq in sequences)
-        blocks_BJ = torch.tensor(
-            [seq.local_blocks + [0] * (longest - len(seq.local_blocks)) for seq in sequences], dtype=torch.int64
-        )
         return Batch(
             token_ids_T=torch.cat([part.token_ids for part in rows]).to(self.device),
             cos_TR=cos_TR,
@@ -141,7 +139,7 @@ class ModelRunner:
             slots_T=torch.cat([part.slots for part in rows]).to(self.device),
             limits_T=torch.cat([part.limits for part in rows]).to(self.device),
             row_starts_B=torch.tensor(starts).to(self.device),
-            blocks_BJ=blocks_BJ.view(len(sequences), longest).to(self.device),
+            blocks_BJ=self.table.rows([seq.row for seq in sequences]),
         )
 
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
@@ -156,7 +154,8 @@ class ModelRunner:
         local_index = (limits - 1).clamp_(min=0)
         first_local = seq.local_length // self.block_tokens
         last_local = -(-int(limits[-1]) // self.block_tokens)
-        blocks = torch.tensor([*seq.local_blocks[first_local:last_local], 0])
+        # One more, for rows that write nothing here.
+        blocks = torch.nn.functional.pad(self.table[seq.row, first_local:last_local], (0, 1))
         block = blocks[(local_index // self.block_tokens - first_local).clamp_(min=0)]
         slots = torch.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         token_ids = torch.tensor(seq.token_ids[seq.length : stop])
