@@ -200,6 +200,72 @@ void Channel::all_reduce(void* values, std::size_t count, Number number) {
     });
 }
 
+void Channel::all_reduce_add(void* values, const void* residual, void* out, std::size_t count, Number number) {
+    all_reduce(values, count, number);
+    dispatch(number, [&]<typename T>(T) {
+        add(static_cast<const T*>(residual), static_cast<const T*>(values), static_cast<T*>(out), count);
+    });
+}
+
+void Channel::exchange(const void* out, const float* lse, std::size_t rows, const std::vector<int>& heads,
+                       std::size_t head_size, Number number, void* merged) {
+    dispatch(number, [&]<typename T>(T) {
+        const T* from = static_cast<const T*>(out);
+        T* to = static_cast<T*>(merged);
+        std::size_t all_heads = 0, before = 0, most = 1;
+        for (int rank = 0; rank < size_; ++rank) {
+            if (rank < rank_) before += heads[rank];
+            all_heads += heads[rank];
+            most = std::max<std::size_t>(most, heads[rank]);
+        }
+        // A slot has one window for every receiver: some rows of its heads, each row's outputs before its LSEs.
+        std::size_t head_bytes = head_size * sizeof(T), window = kSlotBytes / size_ / 64 * 64;
+        std::size_t rows_at_once = std::max<std::size_t>(1, window / (most * (head_bytes + sizeof(float))));
+        std::vector<const T*> states(size_);
+        std::vector<float> seen(size_);
+        for (std::size_t first = 0; first < rows; first += rows_at_once) {
+            std::size_t now = std::min(rows_at_once, rows - first);
+            round(
+                [&](std::byte* slot) {
+                    std::size_t head = 0;
+                    for (int rank = 0; rank < size_; ++rank, slot += window) {
+                        std::size_t count = heads[rank], row_bytes = count * (head_bytes + sizeof(float));
+                        if (rank != rank_) {
+                            for (std::size_t row = 0; row < now; ++row) {
+                                std::size_t at = (first + row) * all_heads + head;
+                                std::byte* place = slot + row * row_bytes;
+                                std::memcpy(place, from + at * head_size, count * head_bytes);
+                                std::memcpy(place + count * head_bytes, lse + at, count * sizeof(float));
+                            }
+                            exchanged_bytes_ += now * row_bytes;
+                        }
+                        head += count;
+                    }
+                },
+                [&] {
+                    std::size_t count = heads[rank_], row_bytes = count * (head_bytes + sizeof(float));
+                    for (std::size_t row = 0; row < now; ++row) {
+                        for (std::size_t head = 0; head < count; ++head) {
+                            for (int rank = 0; rank < size_; ++rank) {
+                                std::size_t own = (first + row) * all_heads + before + head;
+                                const std::byte* place = slot(rank) + rank_ * window + row * row_bytes;
+                                states[rank] = rank == rank_
+                                                   ? from + own * head_size
+                                                   : reinterpret_cast<const T*>(place + head * head_bytes);
+                                std::memcpy(&seen[rank],
+                                            rank == rank_ ? reinterpret_cast<const std::byte*>(lse + own)
+                                                          : place + count * head_bytes + head * sizeof(float),
+                                            sizeof(float));
+                            }
+                            merge(states.data(), seen.data(), size_, to + ((first + row) * count + head) * head_size,
+                                  head_size);
+                        }
+                    }
+                });
+        }
+    });
+}
+
 void Channel::reduce_scatter(const void* input, void* output, std::size_t count, Number number) {
     dispatch(number, [&]<typename T>(T) {
         // A slot holds a window of every rank's part, one after the other.

@@ -27,12 +27,22 @@ class Channel {
     Channel& operator=(const Channel&) = delete;
 
     void all_reduce(void* values, std::size_t count, Number number);
+    // sum over the ranks of `values`, which it uses as memory, plus `residual`, in `out`.
+    void all_reduce_add(void* values, const void* residual, void* out, std::size_t count, Number number);
     void reduce_scatter(const void* input, void* output, std::size_t count, Number number);
     void all_gather(const void* input, void* output, std::size_t bytes);
     void all_to_all(const std::byte* send, const std::vector<std::size_t>& send_bytes, std::byte* received,
                     const std::vector<std::size_t>& received_bytes);
+    // Helix's exchange: every rank sends each other one that one's query heads of its partial attention, `rows` x q x
+    // `head_size` of `number` and rows x q LSEs, and merges what it receives into (rows, own heads, head_size).
+    // `heads` is how the q heads fall to the ranks.
+    void exchange(const void* out, const float* lse, std::size_t rows, const std::vector<int>& heads,
+                         std::size_t head_size, Number number, void* merged);
     void broadcast(void* values, std::size_t bytes, int root);
     void barrier();
+
+    // What `exchange` has written for other ranks since the beginning.
+    std::uint64_t exchanged_bytes() const { return exchanged_bytes_; }
 
   private:
     struct Post;
@@ -50,6 +60,7 @@ class Channel {
     double timeout_s_;
     bool fits_cores_;
     std::uint32_t round_ = 0;
+    std::uint64_t exchanged_bytes_ = 0;
     std::byte* segment_;
     std::vector<int> pids_;
     std::vector<int> pidfds_;

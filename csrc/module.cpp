@@ -2,6 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
 #include "collectives.hpp"
 #include "kernels.hpp"
 #include "threads.hpp"
@@ -21,6 +25,35 @@ using Address = std::uintptr_t;
 template <typename T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
+}
+
+// The native calls of one step, to be run again without Python between them. What they point to must stay where it is.
+struct Tape {
+    std::vector<std::function<void()>> calls;
+};
+
+Tape* recording = nullptr;
+
+// Runs a call, and keeps it if a tape is being recorded.
+template <typename F>
+auto perform(F call) {
+    if (recording) recording->calls.push_back(call);
+    return call();
+}
+
+void bind_tape(nb::module_& module) {
+    nb::class_<Tape>(module, "Tape")
+        .def(nb::init<>())
+        .def("__len__", [](const Tape& self) { return self.calls.size(); })
+        .def(
+            "run",
+            [](const Tape& self) {
+                for (const auto& call : self.calls) call();
+            },
+            nb::call_guard<nb::gil_scoped_release>());
+    module.def(
+        "record", [](Tape* tape) { recording = tape; }, "tape"_a.none(),
+        "From here on calls are kept on `tape`; None ends it.");
 }
 
 void bind_numbers(nb::module_& module) {
@@ -48,6 +81,24 @@ void bind_collectives(nb::module_& module) {
             },
             unlocked)
         .def(
+            "all_reduce_add",
+            [](Channel& self, Address values, Address residual, Address out, std::size_t count, Number number) {
+                perform([&self, values, residual, out, count, number] {
+                    self.all_reduce_add(at<void>(values), at<const void>(residual), at<void>(out), count, number);
+                });
+            },
+            unlocked)
+        .def(
+            "exchange",
+            [](Channel& self, Address out, Address lse, std::size_t rows, const std::vector<int>& heads,
+               std::size_t head_size, Number number, Address merged) {
+                perform([&self, out, lse, rows, heads, head_size, number, merged] {
+                    self.exchange(at<const void>(out), at<const float>(lse), rows, heads, head_size, number,
+                                  at<void>(merged));
+                });
+            },
+            unlocked)
+        .def(
             "reduce_scatter",
             [](Channel& self, Address input, Address output, std::size_t count, Number number) {
                 self.reduce_scatter(at<const void>(input), at<void>(output), count, number);
@@ -72,7 +123,8 @@ void bind_collectives(nb::module_& module) {
                 self.broadcast(at<void>(values), bytes, root);
             },
             unlocked)
-        .def("barrier", &Channel::barrier, unlocked);
+        .def("barrier", &Channel::barrier, unlocked)
+        .def_prop_ro("exchanged_bytes", &Channel::exchanged_bytes);
 }
 
 void bind_kernels(nb::module_& module) {
@@ -104,7 +156,7 @@ void bind_kernels(nb::module_& module) {
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
            Address blocks, std::int64_t blocks_stride, std::int64_t blocks_width, Address row_starts, Address limits,
            float scale, Address out, Address lse) {
-            bool done = longhelix::kernels().attend({{at<const void>(q), number, q_stride},
+            longhelix::Attention call{{at<const void>(q), number, q_stride},
                                          pool,
                                          num_query_heads,
                                          num_sequences,
@@ -115,26 +167,30 @@ void bind_kernels(nb::module_& module) {
                                          at<const std::int64_t>(limits),
                                          scale,
                                          at<void>(out),
-                                         at<float>(lse)});
-            if (!done) throw std::invalid_argument("a row sees more tokens than its sequence has KV blocks for here");
+                                         at<float>(lse)};
+            perform([call] {
+                if (longhelix::kernels().attend(call)) return;
+                throw std::invalid_argument("a row sees more tokens than its sequence has KV blocks for here");
+            });
         },
         unlocked);
     module.def(
         "write",
         [](Address k, std::int64_t k_stride, Address v, std::int64_t v_stride, Number number, const Pool& pool,
            Address slots, std::int64_t num_rows) {
-            longhelix::kernels().write({{at<const void>(k), number, k_stride},
+            longhelix::Write call{{at<const void>(k), number, k_stride},
                                         {at<const void>(v), number, v_stride},
                                         pool,
                                         at<const std::int64_t>(slots),
-                                        num_rows});
+                                        num_rows};
+            perform([call] { longhelix::kernels().write(call); });
         },
         unlocked);
     module.def(
         "rotate",
         [](Address qkv, std::int64_t stride, Number number, Address q_norm, Address k_norm, float norm_eps, Address cos,
            Address sin, const Pool& pool, int num_query_heads, Address slots, std::int64_t num_rows, Address q) {
-            longhelix::kernels().rotate({{at<const void>(qkv), number, stride},
+            longhelix::Rotate call{{at<const void>(qkv), number, stride},
                                          at<const void>(q_norm),
                                          at<const void>(k_norm),
                                          norm_eps,
@@ -144,7 +200,8 @@ void bind_kernels(nb::module_& module) {
                                          num_query_heads,
                                          at<const std::int64_t>(slots),
                                          num_rows,
-                                         at<void>(q)});
+                                         at<void>(q)};
+            perform([call] { longhelix::kernels().rotate(call); });
         },
         unlocked);
     module.def(
@@ -152,7 +209,7 @@ void bind_kernels(nb::module_& module) {
         [](Address x, Number number, std::int64_t x_stride, std::int64_t num_rows, Address norm, float norm_eps,
            const Weight& weight, Address bias, bool swiglu, Address residual, std::int64_t residual_stride, Address out,
            Number out_number, std::int64_t outputs) {
-            longhelix::kernels().linear({{at<const void>(x), number, x_stride},
+            longhelix::Linear call{{at<const void>(x), number, x_stride},
                                          num_rows,
                                          at<const void>(norm),
                                          norm_eps,
@@ -162,7 +219,8 @@ void bind_kernels(nb::module_& module) {
                                          {at<const void>(residual), out_number, residual_stride},
                                          at<void>(out),
                                          out_number,
-                                         outputs});
+                                         outputs};
+            perform([call] { longhelix::kernels().linear(call); });
         },
         unlocked);
     module.def(
@@ -176,4 +234,5 @@ NB_MODULE(_native, module) {
     bind_numbers(module);
     bind_collectives(module);
     bind_kernels(module);
+    bind_tape(module);
 }

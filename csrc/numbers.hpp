@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -53,6 +54,32 @@ void sum(const T* const* parts, int size, T* out, std::size_t count) {
         }
         for (std::size_t i = 0; i < now; ++i) out[first + i] = static_cast<T>(total[i]);
     }
+}
+
+// out = a + b, rounded once.
+template <typename T>
+void add(const T* a, const T* b, T* out, std::size_t count) {
+    using W = typename Wide<T>::type;
+    for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<T>(static_cast<W>(a[i]) + static_cast<W>(b[i]));
+}
+
+// Merges the states of one head, in their order: weights exp(lse - max), summed in float32. A state that saw nothing
+// has weight 0, whatever it holds; without any the result is 0. `states` are N runs of `size` numbers.
+constexpr std::size_t kLongestHead = 512;
+
+template <typename T>
+void merge(const T* const* states, const float* lse, int count, T* merged, std::size_t size) {
+    float most = -INFINITY, total = 0.0f;
+    for (int i = 0; i < count; ++i) most = lse[i] > most ? lse[i] : most;
+    float sum[kLongestHead] = {};
+    for (int i = 0; i < count; ++i) {
+        if (lse[i] == -INFINITY) continue;
+        float weight = std::exp(lse[i] - most);
+        total += weight;
+        for (std::size_t c = 0; c < size; ++c) sum[c] += weight * static_cast<float>(states[i][c]);
+    }
+    float factor = total > 0.0f ? total : 1.0f;
+    for (std::size_t c = 0; c < size; ++c) merged[c] = static_cast<T>(sum[c] / factor);
 }
 
 template <typename F>

@@ -26,6 +26,7 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel import exchange as exchange_module
+from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
@@ -95,6 +96,7 @@ def build(case, rank, meshes):
 
 def run(case, rank, meshes):
     config, runner = build(case, rank, meshes)
+    sent_before = runner.mesh.kvp.exchanged_bytes
     scheduler = Scheduler(config.scheduler)
     for allocator in scheduler._allocators:
         allocator.__init__(runner.pool.num_blocks)
@@ -111,10 +113,9 @@ def run(case, rank, meshes):
                     held[event.request_id] = event.kv_tokens_per_rank
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in products(runner.model)])
-    arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes)
+    arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))
-    runner.mesh.kvp.exchanged_bytes = 0
     for index in range(len(case["prompts"])):
         arrays[f"tokens_{index}"] = np.array(tokens[index])
         arrays[f"held_{index}"] = np.array(held[index])
@@ -136,8 +137,13 @@ class mutation:  # noqa: N801 - reads as a statement
         self.kind = kind
 
     def __enter__(self):
-        self.saved = (ModelRunner._advance, SequenceState.add_blocks, exchange_module.merge_states)
-        advance, add_blocks, _ = self.saved
+        self.saved = (
+            ModelRunner._advance,
+            SequenceState.add_blocks,
+            exchange_module.merge_states,
+            Group.exchange_states,
+        )
+        advance, add_blocks, *_ = self.saved
         if self.kind == "mask":
 
             def later_rows_see_less(runner, seq, work):
@@ -155,9 +161,22 @@ class mutation:  # noqa: N801 - reads as a statement
             SequenceState.add_blocks = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
+            Group.exchange_states = lambda *arguments: None
+        if self.kind == "exchange":
+
+            def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank):
+                first = sum(heads_per_rank[: group.index])
+                return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
+
+            Group.exchange_states = keep_to_oneself
 
     def __exit__(self, *_):
-        ModelRunner._advance, SequenceState.add_blocks, exchange_module.merge_states = self.saved
+        (
+            ModelRunner._advance,
+            SequenceState.add_blocks,
+            exchange_module.merge_states,
+            Group.exchange_states,
+        ) = self.saved
 
 
 def main():

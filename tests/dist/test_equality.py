@@ -118,7 +118,7 @@ def test_full_product_equals_transformers(worlds, oracles, family, layout, chunk
     run_variant(worlds, oracles(family), *layout, chunk_tokens, placement)
 
 
-@pytest.mark.parametrize("mutation", ["mask", "owner", "merge"])
+@pytest.mark.parametrize("mutation", ["mask", "owner", "merge", "exchange"])
 def test_the_comparison_sees_a_broken(worlds, oracles, mutation):
     """A test of the test: each of these faults must be found by the comparison above."""
     oracle = oracles("llama")

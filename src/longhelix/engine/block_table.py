@@ -44,12 +44,11 @@ class BlockTable:
         return self._blocks_BJ[row, : self._lengths[row]][columns]
 
     def rows(self, rows: list[int]) -> Tensor:
-        """blocks_BJ of a step: a view where its rows lie side by side."""
-        width = max(self._lengths[row] for row in rows)
+        """blocks_BJ of a step: where its rows lie side by side, a view that stays the same from step to step."""
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
-            return self._blocks_BJ[first : first + count, :width]
-        return self._blocks_BJ[rows, :width]
+            return self._blocks_BJ[first : first + count]
+        return self._blocks_BJ[rows, : max(self._lengths[row] for row in rows)]
 
     def _resize(self, num_rows: int, width: int) -> None:
         grown_BJ = self._blocks_BJ.new_zeros(num_rows, width)

@@ -8,6 +8,7 @@ from torch import Tensor
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
 from longhelix.engine.block_table import BlockTable
+from longhelix.engine.taped_layers import TapedLayers
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -51,6 +52,7 @@ class ModelRunner:
         self.spec = spec
         self.mesh = mesh
         self.model = model
+        self.layers = TapedLayers(model, pool)
         self.pool = pool
         self.block_tokens = pool.format.block_tokens
         self.device = pool.device
@@ -77,7 +79,8 @@ class ModelRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
-        return self.model(self._batch(step), self.pool)
+        batch = self._batch(step)
+        return self.layers(self.model.embed(batch.token_ids_T), batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
         """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""

@@ -9,6 +9,7 @@ _found = importlib.util.find_spec("longhelix._native")
 module = importlib.import_module("longhelix._native") if _found else None
 
 LANES = 16  # tokens of a tile, outputs of a panel
+LONGEST_HEAD = 512  # channels that the merge of shared memory takes
 
 
 def _openmp_library() -> str | None:

@@ -21,3 +21,7 @@ class Batch:
     limits_T: Tensor
     row_starts_B: Tensor
     blocks_BJ: Tensor
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.blocks_BJ)

@@ -42,9 +42,8 @@ class Decoder(nn.Module):
         shared = spec.tied_embeddings and self.head.has_rows
         self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, packed=False)
 
-    def forward(self, batch: Batch, pool: KVPool) -> Tensor:
-        """Hidden states of all rows before the last norm, hidden_TH; writes the rows' KV into the pool."""
-        hidden_TH = self._embed(batch.token_ids_T)
+    def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
+        """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             hidden_TH = layer(hidden_TH, batch, kv)
         return hidden_TH
@@ -53,8 +52,11 @@ class Decoder(nn.Module):
         """Logits over this rank's vocabulary, float32, logits_Tv."""
         return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
 
-    def _embed(self, token_ids_T: Tensor) -> Tensor:
-        """Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all."""
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Hidden states before the first layer.
+
+        Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all.
+        """
         if self.mesh.stage.size == 1:
             return self.embedding.rows(token_ids_T)
         local_T = token_ids_T - self.vocabulary.start

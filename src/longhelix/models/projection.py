@@ -13,5 +13,5 @@ def add_projected(hidden_TH: Tensor, x_TX: Tensor, weight: Weight, bias_H: Tenso
     """
     if group.size == 1:
         return linear(x_TX, weight, bias=bias_H, residual=hidden_TH)
-    hidden_TH = hidden_TH + group.all_reduce(linear(x_TX, weight))
+    hidden_TH = group.all_reduce_add(linear(x_TX, weight), hidden_TH)
     return hidden_TH if bias_H is None else hidden_TH + bias_H

@@ -4,26 +4,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longhelix.kernels import native
+
 
 class PeerLostError(RuntimeError):
     """A collective failed because another rank is gone: a consequence, never the first cause."""
 
 
 class Group:
-    """The ranks of one group, in its order. A group of one does nothing and sends nothing.
-
-    `exchanged_bytes` counts what this rank handed to the transport for other ranks in `all_to_all`.
-    """
+    """The ranks of one group, in its order. A group of one does nothing and sends nothing."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> None:
         self.ranks = ranks
         self.index = ranks.index(rank)
-        self.exchanged_bytes = 0
+        self._sent_bytes = 0
         self._handle = handle
+        self._channel = getattr(handle, "channel", None)  # of ranks that share memory
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
+        return self._sent_bytes + (self._channel.exchanged_bytes if self._channel is not None else 0)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place."""
@@ -31,11 +36,38 @@ class Group:
             self._run("allreduce", [values])
         return values
 
+    def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
+        """residual + the sum of `values` over the group; uses up `values`."""
+        if self._channel is None:
+            return residual + self.all_reduce(values)
+        total = torch.empty_like(values)
+        addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
+        self._call(self._channel.all_reduce_add, *addresses, values.numel(), native.NUMBERS[values.dtype])
+        return total
+
+    def exchange_states(self, out_TqC: Tensor, lse_Tq: Tensor, heads_per_rank: list[int]) -> Tensor | None:
+        """The exchange and the merge as one call, for ranks that share memory; None for those that do not."""
+        rows, _, head_size = out_TqC.shape
+        if self._channel is None or head_size > native.LONGEST_HEAD:
+            return None
+        merged_TnC = out_TqC.new_empty(rows, heads_per_rank[self.index], head_size)
+        self._call(
+            self._channel.exchange,
+            out_TqC.data_ptr(),
+            lse_Tq.data_ptr(),
+            rows,
+            heads_per_rank,
+            head_size,
+            native.NUMBERS[out_TqC.dtype],
+            merged_TnC.data_ptr(),
+        )
+        return merged_TnC
+
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
         received = send.new_empty(sum(receive_sizes))
         self._run("alltoall_base", received, send, receive_sizes, send_sizes)
-        self.exchanged_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
+        self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
         return received
 
     def gather(self, values: Tensor) -> list[Tensor]:
@@ -54,7 +86,10 @@ class Group:
 
     def _run(self, collective: str, *arguments) -> None:
         # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
+        self._call(lambda: getattr(self._handle, collective)(*arguments).wait(), name=collective)
+
+    def _call(self, call, *arguments, name: str | None = None):
         try:
-            getattr(self._handle, collective)(*arguments).wait()
+            return call(*arguments)
         except RuntimeError as error:
-            raise PeerLostError(f"{collective} over ranks {self.ranks}: {error}") from error
+            raise PeerLostError(f"{name or call.__name__} over ranks {self.ranks}: {error}") from error

@@ -20,6 +20,8 @@ def exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list
     """
     if group.size == 1:
         return out_TqC
+    if (merged_TnC := group.exchange_states(out_TqC, lse_Tq, heads_per_rank)) is not None:
+        return merged_TnC
     rows, _, head_size = out_TqC.shape
     out_bytes = head_size * out_TqC.element_size()
     row_bytes = out_bytes + _LSE_BYTES

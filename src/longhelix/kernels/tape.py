@@ -1,0 +1,58 @@
+"""Tapes: the native calls of one step, recorded once and run again without Python between them.
+
+What a step computes in Python between kernels takes longer than many of the kernels, and on a CPU there is no queue
+that hides it. A tape is to native calls what a CUDA graph is to launches: it keeps their arguments, addresses included.
+"""
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longhelix.kernels import native
+
+# Operators that compute nothing: memory for a kernel that is on the tape, or another view of it.
+_EMPTY = {"empty", "new_empty", "empty_like"}
+_VIEWS = {"view", "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze"}
+
+
+class NotTapedError(Exception):
+    """A step computes something outside of the native kernels, which a tape would not run again."""
+
+
+class Tape:
+    """Records what runs inside of `with tape:`; `run` does it again, reading and writing the same memory."""
+
+    def __init__(self) -> None:
+        self._calls = native.module.Tape()
+        self._watch = _Watch()
+
+    def __enter__(self) -> None:
+        native.module.record(self._calls)
+        self._watch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.__exit__(*error)
+        native.module.record(None)
+
+    def run(self) -> None:
+        """Run the recorded calls, in order. Raises what they raise."""
+        self._calls.run()
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps alive every tensor that is made, and refuses operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if name not in _EMPTY and not (name in _VIEWS and _shares_memory(result, args[0])):
+            raise NotTapedError(str(func))
+        self._kept.append(result)
+        return result
+
+
+def _shares_memory(view: Tensor, base: Tensor) -> bool:
+    """Some views copy where strides do not allow one."""
+    return view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
