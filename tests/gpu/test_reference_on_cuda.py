@@ -1,4 +1,4 @@
-"""The reference ops on a CUDA device equal the same ops on the CPU."""
+"""The reference on a CUDA device equals the reference on the CPU, and torch accepts the ops there."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from longhelix.kernels import merge_states, partial_attention, write_kv
+from longhelix.kernels import KVFormat, KVLayer, Weight, linear, reference, rotate_and_write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +61,17 @@ def attention_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
     return [q_TqC, k_PDkC, v_PDkC, blocks_BJ, counts.cumsum(0), limits_T, 0.125]
 
 
+def pool_arguments(k_PDkC: Tensor, v_PDkC: Tensor) -> tuple:
+    """Values, scales and format of a layer in rows, as the ops take them."""
+    dtype = str(k_PDkC.dtype).removeprefix("torch.")
+    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), (dtype, k_PDkC.shape[-1], False)
+
+
+def layer_of(k_PDkC: Tensor, v_PDkC: Tensor) -> KVLayer:
+    (values, scales), (dtype, size, shared) = pool_arguments(k_PDkC, v_PDkC)
+    return KVLayer(KVFormat(dtype, *k_PDkC.shape[1:3], size, size, packed=False, shared_values=shared), values, scales)
+
+
 def merge_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> list:
     generator = torch.Generator().manual_seed(2)
     out_NTQC, lse_NTQ = torch.randn(shape, generator=generator), torch.randn(shape[:3], generator=generator) * 4
@@ -79,18 +90,37 @@ def write_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
     return [k_TkC, v_TkC, pools[0], pools[1], slots_T]
 
 
+def rotation_inputs(dtype: torch.dtype) -> list:
+    """qkv_TX of 9 query and 3 KV heads, weights of both norms, epsilon, cosines and sines."""
+    generator = torch.Generator().manual_seed(4)
+    qkv_TX = torch.randn(20, 16 * 64, generator=generator)[:, 64:].to(dtype)
+    q_norm, k_norm = (1 + torch.randn(2, 64, generator=generator) / 4).to(dtype)
+    angles_TR = torch.randn(20, 32, generator=generator) * 3
+    return [qkv_TX, q_norm, k_norm, 1e-5, angles_TR.cos(), angles_TR.sin()]
+
+
+def linear_inputs(dtype: torch.dtype) -> list:
+    """Everything that may stand around a product, at once."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return [normal(20, 96), normal(80, 96) / 10, normal(80), normal(96), 1e-5, True, normal(20, 40), torch.float32]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kv_dtype", TOLERANCE)
 def test_partial_attention_equals_the_cpu(dtype, kv_dtype):
     inputs = attention_inputs(dtype, kv_dtype)
-    expected = partial_attention(*inputs)
+    expected = reference.partial_attention(*inputs)
     assert expected[0].isfinite().all()
-    assert_same_on_device(partial_attention(*on_device(inputs)), expected, dtype)
+    assert_same_on_device(reference.partial_attention(*on_device(inputs)), expected, dtype)
 
 
 def test_partial_attention_gives_the_same_bits_again():
     inputs = on_device(attention_inputs(torch.bfloat16, torch.bfloat16))
-    first, second = partial_attention(*inputs), partial_attention(*inputs)
+    first, second = reference.partial_attention(*inputs), reference.partial_attention(*inputs)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -99,9 +129,9 @@ def test_partial_attention_gives_the_same_bits_again():
 @pytest.mark.parametrize("shape", [(4, 7, 2, 32), (8, 16, 4, 128), (16, 16, 64, 512), (256, 2, 3, 8)], ids=str)
 def test_merge_states_equals_the_cpu(shape, dtype):
     inputs = merge_inputs(shape, dtype)
-    expected = merge_states(*inputs)
+    expected = reference.merge_states(*inputs)
     assert torch.equal(expected[0][0], torch.zeros_like(expected[0][0]))
-    assert_same_on_device(merge_states(*on_device(inputs)), expected, dtype)
+    assert_same_on_device(reference.merge_states(*on_device(inputs)), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -109,19 +139,68 @@ def test_merge_states_equals_the_cpu(shape, dtype):
 def test_write_kv_equals_the_cpu_bit_by_bit(dtype, kv_dtype):
     inputs = write_inputs(dtype, kv_dtype)
     device_inputs = [value.clone() for value in on_device(inputs)]
-    write_kv(*inputs)
-    write_kv(*device_inputs)
+    reference.write_kv(*inputs)
+    reference.write_kv(*device_inputs)
     for actual, wanted in zip(device_inputs, inputs, strict=True):
         assert actual.device.type == DEVICE
         assert torch.equal(actual.cpu(), wanted)
     assert not torch.equal(inputs[2], write_inputs(dtype, kv_dtype)[2])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("norms", [(True, True), (False, True), (False, False)], ids=str)
+def test_rotate_equals_the_cpu(norms, dtype):
+    qkv_TX, *weights, eps, cos_TR, sin_TR = rotation_inputs(dtype)
+    weights = [weight if norm else None for weight, norm in zip(weights, norms, strict=True)]
+    inputs = [qkv_TX, 3, 64, *weights, eps, cos_TR, sin_TR]
+    expected = reference.rotate(*inputs)
+    assert [part.shape for part in expected] == [(20, 9, 64), (20, 3, 64), (20, 3, 64)]
+    # A number that was rounded to the other side is rotated once more: its size is that of its pair, up to 6 here.
+    for actual, wanted in zip(reference.rotate(*on_device(inputs)), expected, strict=True):
+        assert (actual.device.type, actual.dtype) == (DEVICE, dtype)
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=TOLERANCE[dtype], atol=6 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_linear_equals_the_cpu(dtype):
+    inputs = linear_inputs(dtype)
+    expected = reference.linear(*inputs)
+    actual = reference.linear(*on_device(inputs))
+    assert (actual.device.type, actual.dtype, actual.shape) == (DEVICE, torch.float32, (20, 40))
+    # Inputs, gate, up, their product and the sum are each rounded, perhaps to the other side; gate and up are below 4.
+    torch.testing.assert_close(actual.cpu(), expected, rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
+
+
 def test_torch_accepts_the_ops_on_the_device():
-    ops = torch.ops.longhelix
+    ops, dtype = torch.ops.longhelix, torch.bfloat16
+    q_TqC, k_PDkC, v_PDkC, *rest = attention_inputs(dtype, dtype)
+    k_TkC, v_TkC, *_, slots_T = write_inputs(dtype, dtype)
+    pool, format = pool_arguments(k_PDkC, v_PDkC)
+    *product, out_dtype = linear_inputs(dtype)
     for op, inputs in (
-        (ops.partial_attention.default, attention_inputs(torch.bfloat16, torch.bfloat16)),
-        (ops.merge_states.default, [torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2)]),
-        (ops.write_kv.default, write_inputs(torch.bfloat16, torch.bfloat16)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, *format)),
+        (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
+        (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
+        (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
+        (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, False)),
     ):
-        assert set(opcheck(op, tuple(on_device(inputs))).values()) == {"SUCCESS"}
+        assert set(opcheck(op.default, tuple(on_device(list(inputs)))).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_fused_ops_equal_the_cpu(dtype):
+    *_, k_PDkC, v_PDkC, slots_T = write_inputs(dtype, dtype)
+    rotation = rotation_inputs(dtype)
+    cpu, device = layer_of(k_PDkC, v_PDkC), layer_of(*on_device([k_PDkC, v_PDkC]))
+    expected_TqC = rotate_and_write(*rotation, cpu, slots_T)
+    q_TqC = rotate_and_write(*on_device(rotation), device, slots_T.to(DEVICE))
+    for actual, wanted in ((q_TqC, expected_TqC), (device.values, cpu.values)):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=TOLERANCE[dtype], atol=6 * TOLERANCE[dtype])
+    assert torch.equal(device.values[:, 1].cpu(), cpu.values[:, 1])
+    x_TX, weight_NX, bias_N, norm_X, eps, swiglu, residual_TN, out_dtype = linear_inputs(dtype)
+    results = []
+    for place in ("cpu", DEVICE):
+        weight = Weight(weight_NX.to(place), str(dtype).removeprefix("torch."), 80, 96, packed=False)
+        around = {"bias": bias_N.to(place), "norm": norm_X.to(place), "residual": residual_TN.to(place)}
+        results.append(linear(x_TX.to(place), weight, **around, norm_eps=eps, swiglu=swiglu, dtype=out_dtype).cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])

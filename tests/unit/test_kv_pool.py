@@ -73,7 +73,7 @@ def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
     assert format.block_bytes == block_tokens // 16 * kv_heads * tile_bytes
     assert pool.num_bytes == 2 * 3 * format.block_bytes
     for layer in pool.layers:
-        assert layer.values.shape == (3, kv_heads, block_tokens // 16, tile_bytes)
+        assert layer.values.shape == (kv_heads, 3, block_tokens // 16, tile_bytes)
         assert layer.values.dtype == torch.uint8
         assert layer.values.is_contiguous()
         assert layer.scales is None
