@@ -208,10 +208,10 @@ struct Attend {
             float top = largest(highest), base = run.base[r] > top ? run.base[r] : top;
             // Where nothing was seen yet, any finite base gives weights of 0.
             float finite = base == kMinusInfinity ? 0.0f : base;
-            f32x16 sum{};
+            f32x16 sums[4] = {};  // chains, so that one does not wait for the other
             for (int t = 0; t < num_tiles; ++t) {
                 f32x16 weight = exp2(load<f32x16>(row + t * kLanes) - finite);
-                sum += weight;
+                sums[t % 4] += weight;
                 if constexpr (E::kScaled) {
                     f32x16 scaled = weight * load_bf16(tiles[t] + scales_offset() + value_scales_offset());
                     // The scale of a token that was never written may be anything.
@@ -220,7 +220,7 @@ struct Attend {
                 E::from_floats(weights + r * (kPartTokens / kStep) + t * (kLanes / kStep), weight);
             }
             shrink[r] = exp2(splat(run.base[r] - finite))[0];
-            run.sum[r] = run.sum[r] * shrink[r] + total(sum);
+            run.sum[r] = run.sum[r] * shrink[r] + total((sums[0] + sums[1]) + (sums[2] + sums[3]));
             run.base[r] = base;
         }
     }

@@ -47,15 +47,28 @@ INLINE f32x16 splat(float value) { return f32x16{} + value; }
 
 INLINE i32x16 lane_indices() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-INLINE f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+INLINE f32x16 larger(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 INLINE float largest(f32x16 lanes) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)lanes);
+#endif
     float value = lanes[0];
     for (int i = 1; i < kLanes; ++i) value = lanes[i] > value ? lanes[i] : value;
     return value;
 }
 
+// Halves are added until one lane is left: the same order in both forms.
 INLINE float total(f32x16 lanes) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)lanes);
+#endif
     for (int width = 8; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     }
