@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <type_traits>
 
 #include "kernels.hpp"
 #include "simd.hpp"
@@ -345,7 +346,12 @@ struct Attend {
         }
         int rows = block.num_rows, row = 0;
         if constexpr (kRowTile == 12) {
-            for (; rows - row > 8; row += 12) attend_rows<12, false>(block, part, start, row, memory);
+            if (rows > 8) {
+                // Whoever comes first asks for the next part; for the others this one is in the cache.
+                attend_rows<12, true>(block, part, start, 0, memory);
+                for (row = 12; rows - row > 8; row += 12) attend_rows<12, false>(block, part, start, row, memory);
+                if (rows <= row) return;
+            }
             if (rows - row > 6) return attend_rows<8, true>(block, part, start, row, memory);
             if (rows - row > 4) return attend_rows<6, true>(block, part, start, row, memory);
             if (rows - row == 3) return attend_rows<3, true>(block, part, start, row, memory);
@@ -353,6 +359,31 @@ struct Attend {
         for (; rows - row > 2; row += 4) attend_rows<4, true>(block, part, start, row, memory);
         if (rows - row == 2) return attend_rows<2, true>(block, part, start, row, memory);
         if (rows - row == 1) return attend_rows<1, true>(block, part, start, row, memory);
+    }
+
+    // Sixteen tokens by sixteen channels of 16 bits, from pairs of channels to pairs of tokens: eight registers whose
+    // 64-bit elements (two tokens by two channels) change places as a matrix does, and are turned themselves.
+    static void turn_pairs(const u8* from, u8* to) {
+        using u64x8 [[gnu::vector_size(64)]] = std::uint64_t;
+        u64x8 a[8], b[8];
+        for (int i = 0; i < 8; ++i) {
+            u64x8 x = load<u64x8>(from + i * 64);
+            a[i] = (x & 0xffff00000000ffffu) | (x >> 16 & 0xffff0000u) | (x << 16 & 0xffff00000000u);
+        }
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+            b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        }
+        for (int i = 0; i < 8; i += 4) {
+            for (int j = 0; j < 2; ++j) {
+                a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+                a[i + j + 2] = __builtin_shufflevector(b[i + j], b[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+            }
+        }
+        for (int i = 0; i < 4; ++i) {
+            store(to + i * 64, __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
+            store(to + (i + 4) * 64, __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+        }
     }
 
     // Zeros in place of the values of tokens from `token` on.
@@ -367,7 +398,9 @@ struct Attend {
 
     // Values of a tile from its keys: the same elements, lanes and rows exchanged.
     void turn(const u8* keys, u8* values) const {
-        if constexpr (E::kRowsAtOnce == 1) {
+        if constexpr (std::is_same_v<E, BFloat16>) {
+            for (int panel = 0; panel < value_size / kLanes; ++panel) turn_pairs(keys + panel * 512, values + panel * 512);
+        } else if constexpr (E::kRowsAtOnce == 1) {
             constexpr int kBytes = E::kRowBytes / kLanes / kStep;
             for (int c = 0; c < value_size; ++c) {
                 u8* panel = values + c / kLanes * panel_bytes;

@@ -79,6 +79,7 @@ def build(case, rank, meshes):
         block_tokens=case["block_tokens"],
         placement=case["placement"],
         growth_limit_tokens=case["growth_limit_tokens"],
+        batch_invariant=case.get("batch_invariant", False),
     )
     spec, dtype, cpu = config.spec, getattr(torch, config.dtype), torch.device("cpu")
     weights = load(checkpoint, declare(spec, layout, rank), dtype, cpu, lambda elements: None)
@@ -112,7 +113,7 @@ def run(case, rank, meshes):
                 if event.finish_reason:
                     held[event.request_id] = event.kv_tokens_per_rank
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
-    arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in products(runner.model)])
+    arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))
@@ -122,12 +123,6 @@ def run(case, rank, meshes):
         if rank == 0:
             arrays[f"logits_{index}"] = np.stack(runner.logits[index])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
-
-
-def products(model):
-    """The weights that this rank multiplies with, its pool beside them: all of them can be packed or not."""
-    weights = [w for layer in model.layers for w in (layer.attention.qkv, layer.attention.output, layer.ffn.down)]
-    return [weight for weight in weights if weight.outputs and weight.depth]
 
 
 class mutation:  # noqa: N801 - reads as a statement

@@ -110,6 +110,25 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
         assert all(rank["packed"].all() for rank in ranks if rank["packed"].size)
 
 
+@pytest.mark.skipif(native.module is None, reason="the native module is not built here")
+@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_native_kernels_are_batch_invariant(worlds, tmp_path_factory, kvp, tpa):
+    """Bit for bit: alone or together, in chunks of any size. (test_native_attention has numbers of threads.)"""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    oracle = NATIVE["native"]
+
+    def run(chunk_tokens, **more):
+        more |= {"block_tokens": 16, "batch_invariant": True}
+        return worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, "striped", **more))[0]
+
+    together, *others = (run(chunk_tokens) for chunk_tokens in CHUNKS)
+    for index, prompt in enumerate(oracle.prompts):
+        alone = run(16, prompts=[prompt])["logits_0"]
+        assert np.array_equal(alone, together[f"logits_{index}"])
+        assert all(np.array_equal(other[f"logits_{index}"], alone) for other in others)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)

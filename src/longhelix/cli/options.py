@@ -74,6 +74,8 @@ class ModelOptions:
     "Which KVP rank takes a request's next KV block."
     growth_limit_tokens: Size = 4096
     "With growing placement: tokens on a rank before the next one joins."
+    batch_invariant: Flag = False
+    "Refuse what would let a request's bits depend on its batch, its chunks or the number of threads."
 
     def start(self) -> LLM:
         """Start the engine, with a progress bar and what it resolved to on standard error."""
@@ -92,6 +94,7 @@ class ModelOptions:
                 block_tokens=self.block_tokens,
                 placement=self.placement,
                 growth_limit_tokens=self.growth_limit_tokens,
+                batch_invariant=self.batch_invariant,
                 on_load=lambda share: progress.update(bar, completed=share),
             )
         for line in describe(llm.config):

@@ -66,6 +66,7 @@ def resolve(
     block_tokens: int,
     placement: str,
     growth_limit_tokens: int,
+    batch_invariant: bool = False,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -91,6 +92,7 @@ def resolve(
         chunk_tokens=chunk_tokens,
         placement=placement,
         growth_limit_tokens=growth_limit_tokens,
+        batch_invariant=batch_invariant,
     )
     return EngineConfig(
         model_path=str(checkpoint.path),

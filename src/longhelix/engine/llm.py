@@ -71,8 +71,9 @@ class LLM:
     for GGUF), weight_dtype (int8 and int4 quantise products) and kv_dtype to dtype, max_model_len to the model's
     positions. kv_cache_tokens: the pool's size over all KVP ranks (default: one request of max_model_len).
     chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
-    the next one joins) or local. on_load is told the share of the weights that is in, from 0 to 1. Raises UserError
-    for input that cannot work, EngineError if a rank fails.
+    the next one joins) or local. batch_invariant: refuse what would let a request's bits depend on its batch, its
+    chunks or the number of threads. on_load is told the share of the weights that is in, from 0 to 1. Raises
+    UserError for input that cannot work, EngineError if a rank fails.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class LLM:
         block_tokens: int = 16,
         placement: str = "striped",
         growth_limit_tokens: int = 4096,
+        batch_invariant: bool = False,
         on_load: Callable[[float], None] = lambda share: None,
     ) -> None:
         layout = layout or Layout()
@@ -108,6 +110,7 @@ class LLM:
             block_tokens=block_tokens,
             placement=placement,
             growth_limit_tokens=growth_limit_tokens,
+            batch_invariant=batch_invariant,
         )
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)

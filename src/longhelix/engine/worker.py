@@ -112,7 +112,27 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
     )
     pool = KVPool(format, spec.num_layers, config.scheduler.num_blocks, device)
-    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, config.weight_dtype), pool)
+    model = Decoder(spec, mesh, weights, config.weight_dtype)
+    if config.scheduler.batch_invariant:
+        _check_batch_invariant(model, pool, mesh)
+    return ModelRunner(spec, mesh, model, pool)
+
+
+def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:
+    """Packed kernels and shared memory sum in one order whatever the batch; torch's products and gloo do not."""
+    wanted = "the native CPU kernels, ranks of one host, "
+    if not (mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order):
+        found = "these ranks do not share memory"
+    elif not pool.format.packed:
+        found = f"KV blocks of {pool.format.block_tokens} tokens and heads of {pool.format.key_size} are not packed"
+    elif not all(weight.packed for weight in model.products()):
+        found = "the model has products whose inputs are not a multiple of 16"
+    else:
+        return
+    raise UserError(
+        f"batch_invariant needs {wanted}KV blocks, heads and products of multiples of 16, but {found}: "
+        "leave --batch-invariant out, or change that"
+    )
 
 
 def _beat(directory: Path, rank: int, parent: int) -> None:

@@ -42,6 +42,13 @@ class Decoder(nn.Module):
         shared = spec.tied_embeddings and self.head.has_rows
         self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, packed=False)
 
+    def products(self) -> list[Weight]:
+        """The weights that this rank multiplies with; some ranks have none of some."""
+        layers = [
+            (layer.attention.qkv, layer.attention.output, layer.ffn.gate_up, layer.ffn.down) for layer in self.layers
+        ]
+        return [weight for weight in (*sum(layers, ()), self.head) if weight.outputs and weight.depth]
+
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
         for layer, kv in zip(self.layers, pool.layers, strict=True):

@@ -26,6 +26,11 @@ class Group:
         return len(self.ranks)
 
     @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether sums are the same bits whatever the size of the message; gloo's are not, from three ranks on."""
+        return self.size == 1 or self._channel is not None
+
+    @property
     def exchanged_bytes(self) -> int:
         """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
         return self._sent_bytes + (self._channel.exchanged_bytes if self._channel is not None else 0)

@@ -18,7 +18,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests."""
+    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
+
+    `batch_invariant`: every request begins on rank 0, because its merges add up in the order of the ranks.
+    """
 
     kvp: int
     num_blocks: int
@@ -28,6 +31,7 @@ class SchedulerConfig:
     max_running: int = 64
     placement: str = "striped"
     growth_limit_tokens: int = 4096
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "chunk_tokens", "max_running"):
@@ -167,13 +171,17 @@ class Scheduler:
         lengths = (placement.local_length(rank, request.capacity_tokens - 1) for rank in range(self.config.kvp))
         return [-(-length // self.config.block_tokens) for length in lengths]
 
+    def _start(self) -> int:
+        """The KVP rank with most free: the tails of short requests spread over the ranks."""
+        if self.config.batch_invariant:
+            return 0
+        return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
+
     def _admit(self) -> tuple[NewSequence, ...]:
         new = []
         while self._waiting and len(self._running) < self.config.max_running:
             request = self._waiting[0]
-            # Start where most is free: the tails of short requests spread over the ranks.
-            start = max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
-            placement = self.config.place(start)
+            placement = self.config.place(self._start())
             needed = self._blocks_needed(request, placement)
             if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
                 break
