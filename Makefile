@@ -6,7 +6,7 @@ BIN := .venv/bin
 RUN_DOCUMENTS := docs/architecture.md docs/shapes.md docs/dependencies.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
-.PHONY: setup run test test-all check bench clean
+.PHONY: setup run test test-all check bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -37,6 +37,9 @@ check: setup
 
 bench: setup
 	$(BIN)/python benchmarks/layouts.py
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/gpu.md
 
 clean:
 	rm -rf .venv build

@@ -143,6 +143,7 @@ class ModelRunner:
             limits_T=torch.cat([part.limits for part in rows]).to(self.device),
             row_starts_B=torch.tensor(starts).to(self.device),
             blocks_BJ=self.table.rows([seq.row for seq in sequences]),
+            max_rows=max(work.num_tokens for work in step.work),
         )
 
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:

@@ -1,8 +1,8 @@
 """The ops that models call: signatures, shapes (letters in docs/shapes.md) and fakes, so that graphs keep them whole.
 
 LSE is a natural logarithm in float32, everywhere. Registered as torch.ops.longhelix.*. Packed operands run the native
-CPU kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs
-more than a small kernel does.
+CPU kernels, CUDA tensors the Triton kernels, everything else the reference. Outside of a graph a native kernel is
+called directly: the dispatcher costs more than a small kernel does.
 """
 
 import torch
@@ -17,32 +17,43 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def partial_attention(
-    q_TqC: Tensor, layer: KVLayer, blocks_BJ: Tensor, row_starts_B: Tensor, limits_T: Tensor, scale: float
+    q_TqC: Tensor,
+    layer: KVLayer,
+    blocks_BJ: Tensor,
+    row_starts_B: Tensor,
+    limits_T: Tensor,
+    scale: float,
+    max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
 
     q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_BJ (int64): each sequence's local
     KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64):
-    how many local tokens a row sees. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row
-    with limit 0 gives 0 and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
+    how many local tokens a row sees. max_rows: the most rows of one sequence, which sizes a GPU's launches; None reads
+    it back from the GPU. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0
+    gives 0 and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.packed and not _is_compiling():
         return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
     return torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, *_format_arguments(layer)
+        q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *_format_arguments(layer)
     )
 
 
 _library.define(
     "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_BJ, Tensor row_starts_B, "
-    "Tensor limits_T, float scale, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
+    "Tensor limits_T, float scale, SymInt? max_rows, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
 )
 
 
-def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, *format):
+def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *format):
     layer = _layer(values, scales, q_TqC.shape[-1], *format)
     if layer.format.packed:
         return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+    if q_TqC.is_cuda:
+        most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
+        table = blocks_BJ, row_starts_B, limits_T
+        return _triton().partial_attention(q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows)
     return reference.partial_attention(q_TqC, *layer.keys_and_values(), blocks_BJ, row_starts_B, limits_T, scale)
 
 
@@ -70,7 +81,7 @@ def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale):
 
 
 @torch.library.register_fake("longhelix::partial_attention", lib=_library)
-def _(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, dtype, value_size, shared_values):
+def _(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, dtype, value_size, shared_values):
     shape = q_TqC.shape[:2]
     return q_TqC.new_empty(*shape, value_size), q_TqC.new_empty(shape, dtype=torch.float32)
 
@@ -86,6 +97,12 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _library.define("merge_states(Tensor out_NTQC, Tensor lse_NTQ) -> (Tensor, Tensor)")
+
+
+def _merge_states(out_NTQC, lse_NTQ):
+    if out_NTQC.is_cuda and out_NTQC.dtype != torch.float64:
+        return _triton().merge_states(out_NTQC, lse_NTQ)
+    return reference.merge_states(out_NTQC, lse_NTQ)
 
 
 @torch.library.register_fake("longhelix::merge_states", lib=_library)
@@ -114,6 +131,8 @@ def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
     layer = _layer(values, scales, k_TkC.shape[-1], *format)
     if layer.format.packed:
         _write_packed(k_TkC, v_TkC, layer, slots_T)
+    elif k_TkC.is_cuda:
+        _triton().write_kv(k_TkC, None if layer.format.shared_values else v_TkC, values, scales, slots_T)
     else:
         k_PDkC, v_PDkC = layer.keys_and_values()
         reference.write_kv(k_TkC, None if layer.format.shared_values else v_TkC, k_PDkC, v_PDkC, slots_T)
@@ -282,10 +301,17 @@ def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype,
 
 
 _library.impl("partial_attention", _partial_attention, "CompositeExplicitAutograd")
-_library.impl("merge_states", reference.merge_states, "CompositeExplicitAutograd")
+_library.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 _library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
 _library.impl("rotate_and_write", _rotate_and_write, "CompositeExplicitAutograd")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+def _triton():
+    """The GPU kernels; Triton is not imported where there is no GPU."""
+    from longhelix.kernels import triton
+
+    return triton
 
 
 def _format_arguments(layer: KVLayer) -> tuple[str, int, bool]:

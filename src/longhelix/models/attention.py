@@ -37,7 +37,7 @@ class Attention(nn.Module):
             qkv_TX, self.q_norm, self.k_norm, self.eps, batch.cos_TR, batch.sin_TR, layer, batch.slots_T
         )
         out_TqC, lse_Tq = partial_attention(
-            q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale
+            q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale, batch.max_rows
         )
         out_TnC = exchange(out_TqC, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.stage)

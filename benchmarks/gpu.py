@@ -1,0 +1,256 @@
+"""The Triton kernels on one GPU, as fractions of the read bandwidth that a kernel of ours measures in the same run.
+
+Prints a Markdown table with its conditions; --out PATH writes it there, and JSON with the environment beside it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 16
+CONTEXTS = ((1, 2**20), (8, 2**17), (64, 2**14))  # rows, tokens of each
+GROUP = 8
+# kv heads, key size, value size, dtype of the pool
+GQA = ((8, 128, torch.bfloat16), (1, 128, torch.bfloat16), (8, 64, torch.bfloat16), (8, 128, torch.float8_e4m3fn))
+
+
+@dataclass
+class Result:
+    """`bytes` are those that the op must move; times are medians. Of ops that are not captured, graph_us is None."""
+
+    name: str
+    bytes: int
+    eager_us: float
+    graph_us: float | None
+    host_us: float
+
+    @property
+    def best_us(self) -> float:
+        return self.eager_us if self.graph_us is None else self.graph_us
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        return self.bytes / self.best_us / 1e3
+
+
+def device_us(call: Callable[[], object], repeats: int) -> float:
+    """Median time on the device from event to event, after three calls that compile and warm up."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times)
+
+
+def host_us(call: Callable[[], object], repeats: int) -> float:
+    """Median time until a launch returns to Python."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def measure(name: str, num_bytes: int, call: Callable[[], object], repeats: int, capture: bool = True) -> Result:
+    eager_us = device_us(call, repeats)
+    graph_us = None
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph_us = device_us(graph.replay, repeats)
+    result = Result(name, num_bytes, eager_us, graph_us, host_us(call, repeats))
+    print(f"{name}: {result.best_us:.0f} us, {result.gigabytes_per_s:.0f} GB/s", file=sys.stderr)
+    return result
+
+
+def ceilings(repeats: int) -> tuple[float, float]:
+    """GB/s of a sum over 4 GiB, the best of a few tile sizes; and of a copy, reads and writes counted."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sum_tiles(x_ptr, sums_ptr, TILE: tl.constexpr):
+        tile = tl.program_id(0).to(tl.int64)
+        tl.store(sums_ptr + tile, tl.sum(tl.load(x_ptr + tile * TILE + tl.arange(0, TILE))))
+
+    x_X = torch.randint(-100, 100, (2**30,), dtype=torch.int32, device="cuda")
+    read_us = []
+    for tile in (2048, 4096, 8192, 16384):
+        sums_X = torch.empty(len(x_X) // tile, dtype=torch.int32, device="cuda")
+        read_us.append(device_us(lambda tile=tile, sums_X=sums_X: sum_tiles[len(sums_X),](x_X, sums_X, tile), repeats))
+        assert torch.equal(sums_X, x_X.view(-1, tile).sum(1, dtype=torch.int32)), "the sum has not read everything"
+    target_X = torch.empty_like(x_X)
+    copy_us = device_us(lambda: target_X.copy_(x_X), repeats)
+    return x_X.nbytes / min(read_us) / 1e3, 2 * x_X.nbytes / copy_us / 1e3
+
+
+def random_pool(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A pool of normal values; filled block by block, so that no second one is needed in float32."""
+    kv_PADkC = torch.empty(size, dtype=dtype, device="cuda")
+    for kv_pADkC in kv_PADkC.split(4096):
+        kv_pADkC.copy_(torch.randn(kv_pADkC.shape, device="cuda"))
+    return kv_PADkC, torch.ones(size[:4], device="cuda") if dtype.itemsize == 1 else None
+
+
+def decode(kv_heads: int, group: int, key_size: int, value_size: int, dtype: torch.dtype, repeats: int) -> list[Result]:
+    """Decode attention over each of CONTEXTS; the bytes are those of the KV (and its scales) alone."""
+    from longhelix.kernels.triton import partial_attention
+
+    results = []
+    num_blocks = CONTEXTS[0][1] // BLOCK_TOKENS
+    arrays = 2 if key_size == value_size else 1
+    kv_PADkC, scales_PADk = random_pool((num_blocks, arrays, BLOCK_TOKENS, kv_heads, key_size), dtype)
+    num_bytes = kv_PADkC.nbytes + (0 if scales_PADk is None else scales_PADk.nbytes)
+    for rows, tokens in CONTEXTS:
+        blocks_BJ = torch.randperm(num_blocks, device="cuda").view(rows, -1)
+        starts_B = torch.arange(rows + 1, device="cuda")
+        limits_T = torch.full((rows,), tokens, device="cuda")
+        q_TqC = torch.randn(rows, kv_heads * group, key_size, device="cuda", dtype=torch.bfloat16)
+        scale = key_size**-0.5
+        shape = f"{rows} x {tokens}, {kv_heads * group}/{kv_heads} heads of {key_size}, {str(dtype)[6:]}"
+
+        def attend(q_TqC=q_TqC, blocks_BJ=blocks_BJ, starts_B=starts_B, limits_T=limits_T, scale=scale) -> object:
+            return partial_attention(
+                q_TqC, kv_PADkC, scales_PADk, blocks_BJ, starts_B, limits_T, scale, value_size, max_rows=1
+            )
+
+        results.append(measure(f"decode {shape}", num_bytes, attend, repeats))
+        if scales_PADk is None and arrays == 2 and (call := flashinfer_decode(q_TqC, kv_PADkC, blocks_BJ)) is not None:
+            results.append(measure(f"FlashInfer {shape}", num_bytes, call, repeats, capture=False))
+    return results
+
+
+def flashinfer_decode(q_TqC: Tensor, kv_PADkC: Tensor, blocks_BJ: Tensor) -> Callable[[], object] | None:
+    """FlashInfer's decode with LSE over the same pool, planned once; None where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    rows, blocks = blocks_BJ.shape
+    workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    _, query_heads, head_size = q_TqC.shape
+    wrapper.plan(
+        torch.arange(rows + 1, dtype=torch.int32) * blocks,
+        blocks_BJ.flatten().to(torch.int32),
+        torch.full((rows,), BLOCK_TOKENS, dtype=torch.int32),
+        query_heads,
+        kv_PADkC.shape[3],
+        head_size,
+        BLOCK_TOKENS,
+        q_data_type=q_TqC.dtype,
+        kv_data_type=kv_PADkC.dtype,
+    )
+    return lambda: wrapper.run(q_TqC, kv_PADkC, return_lse=True)
+
+
+def merge(shards: int, rows: int, heads: int, channels: int, repeats: int) -> Result:
+    from longhelix.kernels.triton import merge_states
+
+    out_NTQC = torch.randn(shards, rows, heads, channels, device="cuda", dtype=torch.bfloat16)
+    lse_NTQ = torch.randn(shards, rows, heads, device="cuda")
+    num_bytes = (out_NTQC.nbytes + lse_NTQ.nbytes) * (shards + 1) // shards
+    name = f"merge {shards} x {rows} rows, {heads} heads of {channels}, bfloat16"
+    return measure(name, num_bytes, lambda: merge_states(out_NTQC, lse_NTQ), repeats)
+
+
+def write(rows: int, kv_heads: int, channels: int, dtype: torch.dtype, repeats: int) -> Result:
+    from longhelix.kernels.triton import write_kv
+
+    k_TkC, v_TkC = torch.randn(2, rows, kv_heads, channels, device="cuda", dtype=torch.bfloat16)
+    kv_PADkC, scales_PADk = random_pool((rows // BLOCK_TOKENS, 2, BLOCK_TOKENS, kv_heads, channels), dtype)
+    slots_T = torch.arange(rows, device="cuda").view(-1, BLOCK_TOKENS)[torch.randperm(rows // BLOCK_TOKENS)].flatten()
+    num_bytes = k_TkC.nbytes * 2 + kv_PADkC.nbytes + (0 if scales_PADk is None else scales_PADk.nbytes)
+    name = f"write {rows} rows, {kv_heads} heads of {channels}, {str(dtype)[6:]}"
+    return measure(name, num_bytes, lambda: write_kv(k_TkC, v_TkC, kv_PADkC, scales_PADk, slots_T), repeats)
+
+
+def environment() -> dict[str, object]:
+    import triton
+
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": device.name,
+        "multiprocessors": device.multi_processor_count,
+        "memory_bytes": device.total_memory,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def table(environment: dict[str, object], read: float, copy: float, results: list[Result], repeats: int) -> str:
+    lines = [
+        f"{environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, CUDA "
+        f"{environment['cuda']}; medians of {repeats} repeats. Read bandwidth {read:.0f} GB/s (a sum over 4 GiB), copy "
+        f"{copy:.0f} GB/s (reads and writes). Decode: rows x tokens, bytes of KV alone. GB/s by graph replay, where "
+        "there is one.",
+        "",
+        "| op | MB | eager, us | graph, us | launch on host, us | GB/s | of read bandwidth |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        graph = "" if result.graph_us is None else f"{result.graph_us:.1f}"
+        lines.append(
+            f"| {result.name} | {result.bytes / 1e6:.0f} | {result.eager_us:.1f} | {graph} | {result.host_us:.0f} | "
+            f"{result.gigabytes_per_s:.0f} | {result.gigabytes_per_s / read:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="a Markdown file; the JSON goes beside it, with suffix .json")
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("There is no CUDA device that torch can use: nothing to measure.")
+        return
+    torch.manual_seed(0)
+    repeats = arguments.repeats
+    conditions = environment()
+    print(conditions["gpu"], file=sys.stderr)
+    read, copy = ceilings(repeats)
+    results = []
+    for kv_heads, head_size, dtype in GQA:
+        results += decode(kv_heads, GROUP, head_size, head_size, dtype, repeats)
+    results += decode(1, 128, 576, 512, torch.bfloat16, repeats)
+    results += [merge(8, 4096, 16, 128, repeats), merge(16, 1024, 16, 512, repeats)]
+    results += [write(2**16, 8, 128, dtype, repeats) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    text = table(conditions, read, copy, results, repeats)
+    print(text)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text)
+        record = {
+            "environment": conditions,
+            "repeats": repeats,
+            "read_gigabytes_per_s": read,
+            "copy_gigabytes_per_s": copy,
+            "results": [asdict(result) | {"gigabytes_per_s": result.gigabytes_per_s} for result in results],
+        }
+        arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""GPU forms of the ops, in Triton.
+
+A pool is one tensor per layer, `kv_PADkC`: A is [keys, values], or [keys] alone where values are the first channels of
+the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = stored * scale.
+"""
+
+from longhelix.kernels.triton.attention import partial_attention
+from longhelix.kernels.triton.merge import merge_states
+from longhelix.kernels.triton.write import write_kv
+
+__all__ = ["merge_states", "partial_attention", "write_kv"]

@@ -1,0 +1,246 @@
+"""Attention of packed rows over a paged pool, with LSE. Source: FlashAttention (arXiv 2205.14135), split by keys.
+
+One kernel in two forms. A sequence with few rows (decode) is split over its tokens, so that it alone fills the device;
+splits begin at fixed positions, so that a row's bits do not depend on its batch. A sequence with many rows (a chunk) is
+not split: its rows fill the device.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhelix.kernels.triton.merge import merge_splits
+
+SPLIT_TOKENS = 4096
+FEW_ROWS = 16  # of one sequence
+_UNLIMITED = 2**30
+
+_DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Tile(NamedTuple):
+    """What a program holds: row-heads (one query head of one row), tokens per turn; its warps and stages of loads."""
+
+    row_heads: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+# By the padded channels of a value. Shared memory (227 KB) takes the queries and all stages of K and V; registers take
+# a float32 sum for every row-head and channel. Block ids come a stage before K and V: 3 stages load those of the next
+# turn, 5 those of the next two.
+_FEW = {64: Tile(64, 128, 4, 5), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 32, 8, 5)}
+_MANY = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 3), 512: Tile(64, 32, 8, 3)}
+# Full float32 products do not run on tensor cores, and keep their operands in registers.
+_FLOAT32 = {64: Tile(16, 32, 4, 3), 128: Tile(16, 16, 4, 3), 256: Tile(16, 16, 4, 3), 512: Tile(16, 16, 8, 3)}
+
+
+def partial_attention(
+    q_TqC: Tensor,
+    kv_PADkC: Tensor,
+    scales_PADk: Tensor | None,
+    blocks_BJ: Tensor,
+    row_starts_B: Tensor,
+    limits_T: Tensor,
+    scale: float,
+    value_size: int,
+    max_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed rows over this rank's part of their KV: `ops.partial_attention` over one pool.
+
+    q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
+    scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows: no
+    sequence has more rows. It and the shapes decide the launches; nothing is read back from the device. limits_T must
+    not exceed J * D, which is not checked. Returns out_TqV (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0
+    and -inf. Where J * D exceeds SPLIT_TOKENS, ceil(J * D / SPLIT_TOKENS) * B * min(max_rows, FEW_ROWS) * q * (V + 1)
+    float32 numbers hold the states of the splits meanwhile.
+    """
+    num_rows, num_query_heads, key_size = q_TqC.shape
+    _, num_arrays, block_tokens, num_kv_heads, _ = kv_PADkC.shape
+    num_sequences, num_blocks = blocks_BJ.shape
+    assert q_TqC.stride(2) == 1
+    assert kv_PADkC.is_contiguous()
+    assert blocks_BJ.is_contiguous()
+    assert num_arrays == 1 or value_size == key_size
+    assert (scales_PADk is None) == (kv_PADkC.dtype in _DOT_DTYPES)
+    out_TqV = q_TqC.new_empty(num_rows, num_query_heads, value_size)
+    lse_Tq = q_TqC.new_empty(num_rows, num_query_heads, dtype=torch.float32)
+    if num_rows == 0:
+        return out_TqV, lse_Tq
+    group = num_query_heads // num_kv_heads
+    dot_dtype = q_TqC.dtype if scales_PADk is not None else torch.promote_types(q_TqC.dtype, kv_PADkC.dtype)
+    few, many = (_FLOAT32, _FLOAT32) if dot_dtype == torch.float32 else (_FEW, _MANY)
+    table_key = max(64, _padded(value_size))
+    slots = min(max_rows, FEW_ROWS)
+
+    def attend(out: Tensor, lse: Tensor, tile: Tile, rows: range, splits: int) -> None:
+        tiles = triton.cdiv(min(max_rows, rows[-1]) * group, tile.row_heads)
+        _attend[tiles * num_kv_heads, splits, num_sequences](
+            q_TqC,
+            kv_PADkC,
+            scales_PADk,
+            blocks_BJ,
+            row_starts_B,
+            limits_T,
+            out,
+            lse,
+            q_TqC.stride(0),
+            q_TqC.stride(1),
+            num_blocks,
+            slots,
+            scale * math.log2(math.e),
+            LEAST_ROWS=rows[0],
+            MOST_ROWS=rows[-1],
+            SPLIT=SPLIT_TOKENS if splits > 1 else 0,
+            A=num_arrays,
+            D=block_tokens,
+            K=num_kv_heads,
+            G=group,
+            C=key_size,
+            V=value_size,
+            HEAD=_padded(value_size),
+            TAIL=_padded(key_size - value_size) if key_size > value_size else 0,
+            M=tile.row_heads,
+            N=tile.tokens,
+            DOT=_DOT_DTYPES[dot_dtype],
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+
+    tile = few[table_key]
+    tile = tile._replace(row_heads=min(tile.row_heads, _padded(group)))
+    splits = triton.cdiv(num_blocks * block_tokens, SPLIT_TOKENS)
+    if splits > 1:
+        states = splits, num_sequences * slots, num_query_heads
+        out_NXqV = q_TqC.new_empty(*states, value_size, dtype=torch.float32)
+        lse_NXq = q_TqC.new_empty(states, dtype=torch.float32)
+        attend(out_NXqV, lse_NXq, tile, range(1, FEW_ROWS + 1), splits)
+        merge_splits(out_NXqV, lse_NXq, row_starts_B, limits_T, SPLIT_TOKENS, FEW_ROWS, out_TqV, lse_Tq)
+    else:
+        attend(out_TqV, lse_Tq, tile, range(1, FEW_ROWS + 1), 1)
+    if max_rows > FEW_ROWS:
+        attend(out_TqV, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1)
+    return out_TqV, lse_Tq
+
+
+def _padded(size: int) -> int:
+    """A power of two, and no side of a matrix product is under 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@triton.jit(do_not_specialize=["num_blocks", "slots"])
+def _attend(
+    q_ptr,
+    kv_ptr,
+    scales_ptr,
+    blocks_ptr,
+    row_starts_ptr,
+    limits_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_T,
+    stride_q,
+    num_blocks,
+    slots,
+    scale_log2,
+    LEAST_ROWS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """M row-heads of one sequence and KV head over one split of SPLIT tokens, into a slot of `out`; or, if 0, over all.
+
+    A key is V channels, padded to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
+    """
+    tl.static_assert(SPLIT % N == 0)
+    split, sequence = tl.program_id(1), tl.program_id(2)
+    first = tl.load(row_starts_ptr + sequence)
+    rows = tl.load(row_starts_ptr + sequence + 1) - first
+    if (rows < LEAST_ROWS) | (rows > MOST_ROWS):
+        return
+    # Heads of one tile are neighbours, and so are tiles: they read the same lines of the pool at about the same time.
+    kv_head = tl.program_id(0) % K
+    x_X = tl.program_id(0) // K * M + tl.arange(0, M)
+    row_X, head_X = x_X // G, kv_head * G + x_X % G
+    real_X = row_X < rows
+    limit_X = tl.load(limits_ptr + first + row_X, mask=real_X, other=0).to(tl.int32)
+    begin, end = 0, tl.max(limit_X, 0)
+    if SPLIT:
+        begin = split * SPLIT
+        end = tl.minimum(begin + SPLIT, end)
+        if end <= begin:
+            return
+
+    q_offset_X = (first + row_X) * stride_T + head_X * stride_q
+    q_XC = _rows(q_ptr, q_offset_X, real_X, V, HEAD).to(DOT)
+    if TAIL:
+        q_tail_XC = _rows(q_ptr + V, q_offset_X, real_X, C - V, TAIL).to(DOT)
+    largest_X = tl.full([M], float("-inf"), tl.float32)
+    total_X = tl.zeros([M], tl.float32)
+    sum_XC = tl.zeros([M, HEAD], tl.float32)
+    for start in range(begin, end, N):
+        s_N = start + tl.arange(0, N)
+        # Beyond `end` the pool may hold anything: it is not read, and is 0 in the products.
+        written_N = s_N < end
+        block_N = tl.load(blocks_ptr + sequence * num_blocks + s_N // D, mask=written_N, other=0)
+        key_N = (block_N * (A * D) + s_N % D) * K + kv_head
+        k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
+        scores_XN = tl.dot(q_XC, tl.trans(k_NC), input_precision="ieee")
+        if TAIL:
+            k_tail_NC = _rows(kv_ptr + V, key_N * C, written_N, C - V, TAIL).to(DOT)
+            scores_XN = tl.dot(q_tail_XC, tl.trans(k_tail_NC), scores_XN, input_precision="ieee")
+        # Not fused with the subtraction below: that would compare an exact product with a rounded maximum, and
+        # scores of 1e9 would overflow exp2.
+        scores_XN *= scale_log2
+        if scales_ptr is not None:
+            scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
+        scores_XN = tl.where(s_N[None, :] < limit_X[:, None], scores_XN, float("-inf"))
+        new_largest_X = tl.maximum(largest_X, tl.max(scores_XN, 1))
+        # A row that has seen nothing has no finite score; any finite base then gives exp2(-inf) = 0 in place of NaN.
+        base_X = tl.where(new_largest_X == float("-inf"), 0.0, new_largest_X)
+        weights_XN = tl.exp2(scores_XN - base_X[:, None])
+        shrink_X = tl.exp2(largest_X - base_X)
+        total_X = total_X * shrink_X + tl.sum(weights_XN, 1)
+        largest_X = new_largest_X
+        value_N = key_N
+        v_NC = k_NC
+        if A == 2:
+            value_N = key_N + D * K
+            v_NC = _rows(kv_ptr, value_N * C, written_N, V, HEAD).to(DOT)
+        if scales_ptr is not None:
+            weights_XN *= tl.load(scales_ptr + value_N, mask=written_N, other=0.0)[None, :]
+        sum_XC = tl.dot(weights_XN.to(DOT), v_NC, sum_XC * shrink_X[:, None], input_precision="ieee")
+
+    slot_X = first + row_X
+    if SPLIT:
+        slot_X = (split.to(tl.int64) * tl.num_programs(2) + sequence) * slots + row_X
+    slot_X = slot_X * (K * G) + head_X
+    tl.store(lse_ptr + slot_X, (largest_X + tl.log2(total_X)) * 0.6931471805599453, mask=real_X)
+    out_XC = tl.where((total_X == 0)[:, None], 0.0, sum_XC / total_X[:, None])
+    c_C = tl.arange(0, HEAD)
+    mask_XC = real_X[:, None] & (c_C < V)[None, :]
+    tl.store(out_ptr + slot_X[:, None] * V + c_C[None, :], out_XC.to(out_ptr.dtype.element_ty), mask=mask_XC)
+
+
+@triton.jit
+def _rows(ptr, offset_X, real_X, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of SIZE channels at 64-bit offsets, and 0 beyond them and where they are not real."""
+    c_C = tl.arange(0, PADDED)
+    mask_XC = real_X[:, None] & (c_C < SIZE)[None, :]
+    return tl.load(ptr + offset_X[:, None] + c_C[None, :], mask=mask_XC, other=0.0)

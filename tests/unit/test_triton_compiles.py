@@ -1,0 +1,117 @@
+"""The Triton kernels compile for a Hopper GPU, on a machine that has none: ptxas comes with Triton."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; it comes with torch for CUDA")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
+
+from longhelix.kernels.triton import attention, merge, merge_states, partial_attention, write, write_kv  # noqa: E402
+
+pytestmark = pytest.mark.unit
+
+SHARED_MEMORY_BYTES = 227 * 1024
+BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+def compile_for_hopper(kernel: JITFunction, arguments: dict[str, object]) -> CompiledKernel:
+    """As a launch with these arguments would: ones and None become constants, and multiples of 16 are known as such."""
+    options = {name: arguments.pop(name) for name in set(arguments) - set(kernel.arg_names)}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value, free = arguments[parameter.name], parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
+            signature[parameter.name], constants[index,] = "constexpr", value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        if torch.is_tensor(value) or (type(value) is int and value % 16 == 0 and not free):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
+    """What the launches of a test compile to; nothing is launched."""
+    kernels: list[CompiledKernel] = []
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*values: object, **named: object) -> None:
+                assert all(size > 0 for size in grid)
+                arguments = dict(zip(self.kernel.arg_names, values, strict=False)) | named
+                kernels.append(compile_for_hopper(self.kernel, arguments))
+
+            return launch
+
+    def record(module: ModuleType, name: str) -> None:
+        kernel = getattr(module, name)
+        if not isinstance(kernel, JITFunction):
+            pytest.skip("TRITON_INTERPRET is set, and what is interpreted is not compiled")
+        monkeypatch.setattr(module, name, Recorder(kernel))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    record(attention, "_attend")
+    record(merge, "_merge_splits")
+    record(merge, "_merge_states")
+    record(write, "_write_kv")
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "query_heads", "kv_heads", "key_size", "value_size"),
+    [
+        (BF16, BF16, 64, 8, 128, 128),
+        (BF16, BF16, 9, 3, 64, 64),
+        (BF16, FLOAT8, 64, 8, 128, 128),
+        (BF16, INT8, 16, 1, 256, 256),
+        (BF16, BF16, 128, 1, 576, 512),
+        (BF16, FLOAT8, 128, 1, 576, 512),
+        (torch.float16, torch.float16, 32, 32, 80, 80),
+        (torch.float32, torch.float32, 16, 1, 576, 512),
+    ],
+    ids=str,
+)
+def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads, key_size, value_size, compiled):
+    rows, blocks = attention.FEW_ROWS + 1, attention.SPLIT_TOKENS // 16 + 1
+    size = 3, 2 if key_size == value_size else 1, 16, kv_heads
+    partial_attention(
+        torch.empty(rows, query_heads, key_size, dtype=dtype),
+        torch.empty(*size, key_size, dtype=pool_dtype),
+        torch.empty(size) if pool_dtype.itemsize == 1 else None,
+        torch.empty(1, blocks, dtype=torch.int64),
+        torch.empty(2, dtype=torch.int64),
+        torch.empty(rows, dtype=torch.int64),
+        0.1,
+        value_size,
+        rows,
+    )
+    few, splits, many = compiled
+    for kernel in (few, splits, many):
+        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
+    for kernel in (few, many):
+        # Loads run ahead of the products, and those of half floats run on tensor cores.
+        assert "cp.async" in kernel.asm["ptx"]
+        assert ("mma" in kernel.asm["ptx"]) == (dtype != torch.float32)
+    assert dtype == torch.float32 or "wgmma" in many.asm["ptx"]
+
+
+def test_merge_and_write_compile_for_hopper(compiled):
+    merge_states(torch.empty(8, 5, 16, 128, dtype=BF16), torch.empty(8, 5, 16))
+    merge_states(torch.empty(3, 5, 16, 512, dtype=BF16), torch.empty(3, 5, 16))
+    k_TkC, v_TkC = torch.empty(5, 10, 128, dtype=BF16).split((2, 8), dim=1)[1], torch.empty(5, 8, 128, dtype=BF16)
+    slots_T = torch.empty(5, dtype=torch.int64)
+    for pool_dtype in (torch.float32, BF16, torch.float16, INT8, FLOAT8):
+        scales_PADk = torch.empty(3, 2, 16, 8) if pool_dtype.itemsize == 1 else None
+        write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 128, dtype=pool_dtype), scales_PADk, slots_T)
+    write_kv(torch.empty(5, 1, 576), None, torch.empty(3, 1, 16, 1, 576, dtype=BF16), None, slots_T)
+    assert len(compiled) == 8
