@@ -110,6 +110,16 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
         assert all(rank["packed"].all() for rank in ranks if rank["packed"].size)
 
 
+@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("block_tokens", [4, 16])
+def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_tokens):
+    """torch.compile sees all layers as one graph, ops and functional collectives whole; in rows and packed."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    case = make_case(NATIVE["native"], kvp, tpa, 16, "striped", block_tokens=block_tokens, compile=True)
+    assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
+
+
 @pytest.mark.skipif(native.module is None, reason="the native module is not built here")
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1), (2, 3)])
 def test_native_kernels_are_batch_invariant(worlds, tmp_path_factory, kvp, tpa):

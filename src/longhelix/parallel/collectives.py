@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from longhelix.kernels import native
@@ -36,14 +37,16 @@ class Group:
         return self._sent_bytes + (self._channel.exchanged_bytes if self._channel is not None else 0)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the group, in place."""
+        """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
+        if self.size > 1 and torch.compiler.is_compiling():
+            return functional.all_reduce(values, "sum", self._handle)
         if self.size > 1:
             self._run("allreduce", [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         """residual + the sum of `values` over the group; uses up `values`."""
-        if self._channel is None:
+        if self._channel is None or torch.compiler.is_compiling():
             return residual + self.all_reduce(values)
         total = torch.empty_like(values)
         addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
@@ -51,9 +54,10 @@ class Group:
         return total
 
     def exchange_states(self, out_TqC: Tensor, lse_Tq: Tensor, heads_per_rank: list[int]) -> Tensor | None:
-        """The exchange and the merge as one call, for ranks that share memory; None for those that do not."""
+        """The exchange and the merge as one call, for ranks that share memory; None for those that do not, and in
+        a graph that is compiled, where the two are seen apart."""
         rows, _, head_size = out_TqC.shape
-        if self._channel is None or head_size > native.LONGEST_HEAD:
+        if self._channel is None or head_size > native.LONGEST_HEAD or torch.compiler.is_compiling():
             return None
         merged_TnC = out_TqC.new_empty(rows, heads_per_rank[self.index], head_size)
         self._call(
@@ -70,6 +74,8 @@ class Group:
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
+        if torch.compiler.is_compiling():
+            return functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
         received = send.new_empty(sum(receive_sizes))
         self._run("alltoall_base", received, send, receive_sizes, send_sizes)
         self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
