@@ -72,8 +72,8 @@ struct State {
 // Adds state `next` to `state`; both are exact zeros where no key was seen.
 INLINE void merge_state(const State& state, const State& next, int rows, int value_size) {
     for (int r = 0; r < rows; ++r) {
+        if (next.sum[r] == 0) continue;
         float base = state.base[r] > next.base[r] ? state.base[r] : next.base[r];
-        if (base == kMinusInfinity) continue;
         float keep = exp2(splat(state.base[r] - base))[0], add = exp2(splat(next.base[r] - base))[0];
         float* out = state.out + static_cast<std::ptrdiff_t>(r) * value_size;
         const float* more = next.out + static_cast<std::ptrdiff_t>(r) * value_size;
@@ -429,14 +429,14 @@ struct Attend {
     void finish(const RowBlock& block, const State& state) const {
         for (int r = 0; r < block.num_rows; ++r) {
             std::int64_t row = block.first_row + r / group, head = block.head * group + r % group;
-            float factor = state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f;
+            float factor = state.sum[r] == 0 ? 0.0f : 1.0f / state.sum[r];
             std::int64_t to = (row * call.num_query_heads + head) * value_size;
             const float* out = state.out + static_cast<std::ptrdiff_t>(r) * value_size;
             for (int c = 0; c < value_size; c += kLanes) {
                 store_number(call.out, to + c, call.q.number, load<f32x16>(out + c) * factor);
             }
             call.lse[row * call.num_query_heads + head] =
-                state.sum[r] > 0 ? (state.base[r] + __builtin_log2f(state.sum[r])) * kLn2 : kMinusInfinity;
+                state.sum[r] == 0 ? kMinusInfinity : (state.base[r] + __builtin_log2f(state.sum[r])) * kLn2;
         }
     }
 

@@ -175,6 +175,7 @@ struct Multiply {
     }
 
     void run() const {
+        if (call.num_rows == 0) return;
         constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
         std::int64_t padded = (call.num_rows + kMostRows - 1) / kMostRows * kMostRows;
         std::size_t unit_bytes = static_cast<std::size_t>(padded) * units * 4;

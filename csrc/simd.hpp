@@ -47,6 +47,7 @@ INLINE f32x16 splat(float value) { return f32x16{} + value; }
 
 INLINE i32x16 lane_indices() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
+// Of a number and a NaN, the second.
 INLINE f32x16 larger(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -94,15 +95,15 @@ INLINE f32x16 exp2_fraction(f32x16 f) {
     return multiply_add(p, f, splat(1.0f));
 }
 
-// 2^x for x <= 0, to 2 units in the last place; exactly 0 for -inf.
+// 2^x for x <= 0, to 2 units in the last place; exactly 0 for -inf; NaN stays.
 INLINE f32x16 exp2(f32x16 x) {
 #if defined(__AVX512F__)
     // Scaling by 2^-200 gives 0, and spares -inf, whose difference from itself is not a number.
-    __m512 bounded = (__m512)larger(x, splat(-200.0f));
+    __m512 bounded = (__m512)larger(splat(-200.0f), x);
     __m512 whole = _mm512_roundscale_ps(bounded, 0);
     return (f32x16)_mm512_scalef_ps((__m512)exp2_fraction((f32x16)(bounded - whole)), whole);
 #else
-    f32x16 bounded = larger(x, splat(-127.0f));
+    f32x16 bounded = larger(splat(-127.0f), x);
     // Adding and taking away 1.5 * 2^23 rounds to an integer, whose low bits are the exponent.
     f32x16 shifted = bounded + 12582912.0f;
     f32x16 f = bounded - (shifted - 12582912.0f);

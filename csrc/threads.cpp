@@ -10,10 +10,11 @@ namespace longhelix {
 namespace {
 
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-using GompThread = int (*)();
+using GompNumber = int (*)();
 
 GompParallel gomp_parallel = nullptr;
-GompThread gomp_thread = nullptr;
+GompNumber gomp_thread = nullptr;
+GompNumber gomp_threads = nullptr;
 int count = 1;
 
 struct Call {
@@ -37,10 +38,12 @@ bool use_openmp(const char* library) {
     void* handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
     if (!handle) return false;
     auto start = reinterpret_cast<GompParallel>(dlsym(handle, "GOMP_parallel"));
-    auto thread = reinterpret_cast<GompThread>(dlsym(handle, "omp_get_thread_num"));
-    if (!start || !thread) return false;
+    auto thread = reinterpret_cast<GompNumber>(dlsym(handle, "omp_get_thread_num"));
+    auto threads = reinterpret_cast<GompNumber>(dlsym(handle, "omp_get_num_threads"));
+    if (!start || !thread || !threads) return false;
     gomp_parallel = start;
     gomp_thread = thread;
+    gomp_threads = threads;
     return true;
 }
 
@@ -50,7 +53,10 @@ void parallel(void (*body)(void*, int), void* context) {
     gomp_parallel(
         [](void* data) {
             Call* call = static_cast<Call*>(data);
-            call->body(call->context, gomp_thread());
+            // The runtime may give fewer threads than were asked for; the work of all is done all the same.
+            for (int thread = gomp_thread(); thread < count; thread += gomp_threads()) {
+                call->body(call->context, thread);
+            }
         },
         &call, static_cast<unsigned>(count), 0);
 }

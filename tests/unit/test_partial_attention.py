@@ -401,8 +401,10 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
         starts_B = row_starts_B if len(view_TqC) else torch.zeros(4, dtype=torch.int64)
-        call = (view_TqC, *pool, blocks_BJ, starts_B, limits_T[: len(view_TqC)], scale, *format)
-        assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
+        rows = blocks_BJ, starts_B, limits_T[: len(view_TqC)]
+        for max_rows in (None, 2):
+            call = (view_TqC, *pool, *rows, scale, max_rows, *format)
+            assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

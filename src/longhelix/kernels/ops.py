@@ -59,6 +59,9 @@ def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T,
 
 def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale):
     rows, num_query_heads, _ = q_TqC.shape
+    q_TqC = _dense_rows(q_TqC)
+    blocks_BJ = blocks_BJ if blocks_BJ.stride(1) == 1 else blocks_BJ.contiguous()
+    row_starts_B, limits_T = _dense(row_starts_B), _dense(limits_T)
     out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
     lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
     native.module.attend(
@@ -139,8 +142,9 @@ def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
 
 
 def _write_packed(k_TkC, v_TkC, layer, slots_T):
-    k_TX = k_TkC.flatten(1)
-    v_TX = k_TX if v_TkC is None else v_TkC.flatten(1)
+    k_TX = _dense_rows(k_TkC)
+    v_TX = k_TX if v_TkC is None else _dense_rows(v_TkC)
+    slots_T = slots_T.contiguous()
     native.module.write(
         k_TX.data_ptr(),
         k_TX.stride(0),
@@ -211,6 +215,8 @@ def _rotate_and_write(
 def _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T):
     format = layer.format
     num_query_heads = qkv_TX.shape[1] // format.key_size - 2 * format.num_kv_heads
+    qkv_TX = _dense_rows(qkv_TX)
+    q_norm, k_norm, cos_TR, sin_TR, slots_T = map(_dense, (q_norm, k_norm, cos_TR, sin_TR, slots_T))
     q_TqC = qkv_TX.new_empty(len(qkv_TX), num_query_heads, format.key_size)
     native.module.rotate(
         qkv_TX.data_ptr(),
@@ -274,7 +280,9 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, *weight
 
 def _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
-    x_TX = x_TX if x_TX.stride(-1) == 1 else x_TX.contiguous()
+    x_TX, norm, bias = _dense_rows(x_TX), _dense(norm), _dense(bias)
+    if residual is not None:
+        residual = _dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
     out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
     native.module.linear(
         x_TX.data_ptr(),
@@ -305,6 +313,17 @@ _library.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 _library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
 _library.impl("rotate_and_write", _rotate_and_write, "CompositeExplicitAutograd")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """Rows that are each one run of memory, at whatever distance from each other."""
+    if rows.stride(-1) == 1 and (rows.dim() == 2 or rows.stride(1) == rows.shape[2]):
+        return rows
+    return rows.contiguous()
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    return values if values is None or values.is_contiguous() else values.contiguous()
 
 
 def _triton():

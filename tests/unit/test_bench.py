@@ -1,0 +1,354 @@
+"""The benchmarks: formulas against hand-made numbers, reports, refusals; a tiny real run of each sub-command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from longhelix.bench import decode, model, prefill
+from longhelix.bench.clock import PARTS, Clock
+from longhelix.bench.collectives import CollectivesJob
+from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops, prefill_flops
+from longhelix.bench.measure import Timing, interleave
+from longhelix.bench.model import LongRequest, RankModel, fill, prefill_steps
+from longhelix.bench.peers import Peers, beside
+from longhelix.bench.report import Column, Plot, Report, Section
+from longhelix.bench.suite import configure
+from longhelix.bench.world import World
+from longhelix.cache.pool import KVPool
+from longhelix.cli.main import main
+from longhelix.errors import EngineError
+from longhelix.kernels import KVFormat, native, partial_attention
+from longhelix.layout import Layout
+from longhelix.spec import KV_DTYPES
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(native.module is None, reason="bench measures the native kernels, which are not built here"),
+]
+
+CPU = torch.device("cpu")
+ENVIRONMENT = {"date": "2000-01-01", "cpu": "a CPU", "instruction_set": "a set", "cores": 2, "commit": None}
+ENVIRONMENT |= {"memory_bytes": 8e9, "available_memory_bytes": 4e9, "load_average": [0.1, 0.0, 0.0]}
+ENVIRONMENT |= {"system": "a system", "python": "3", "torch": "2", "longhelix": "0"}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return configure("builtin", Layout(), [64], weight_dtype=None, kv_dtype=None)
+
+
+# What is counted
+
+
+def test_causal_pairs_are_those_counted_one_by_one():
+    for num_rows, context in ((1, 1), (1, 9), (4, 4), (3, 10)):
+        assert causal_pairs(num_rows, context) == sum(range(context - num_rows + 1, context + 1))
+
+
+def test_flops_are_two_for_each_multiplication():
+    assert linear_flops(3, 5, 7) == 2 * 3 * 5 * 7
+    assert attention_flops(3, 8, 4, 5) == 2 * (3 * 5 * 8 + 3 * 5 * 4)  # scores, then outputs
+
+
+def test_prefill_counts_every_weight_that_the_model_declares(config):
+    spec = config.spec
+    norms = spec.hidden_size * (2 * spec.num_layers + 1)
+    head = spec.hidden_size * spec.vocab_size
+    attention = 4 * spec.num_query_heads * spec.head_size * spec.num_layers * sum(range(1, 11))
+    layers = config.weight_elements(0) - norms - head
+    assert prefill_flops(spec, 10) == 2 * 10 * layers + 2 * head + attention
+
+
+def test_ranks_share_one_row_of_decode():
+    ranks = [
+        {"step_s": 0.5, "read_bytes": 10, "memory_bytes_per_s": 40, "peak_rss_bytes": 3, "formula_bytes": 2},
+        {"step_s": 9.9, "read_bytes": 30, "memory_bytes_per_s": 60, "peak_rss_bytes": 7, "formula_bytes": 5},
+    ]
+    row = decode.combine(ranks)
+    assert (row["step_s"], row["bytes_per_s"], row["fraction"]) == (0.5, 80, 0.8)
+    assert (row["peak_rss_bytes"], row["formula_bytes"]) == (7, 5)
+
+
+def test_ranks_share_one_row_of_prefill(config):
+    row = prefill.combine([{"prompt": 10, "prefill_s": 2.0, "matmul_flops_per_s": 3e9}] * 2, config)
+    assert row["tokens_per_s"] == 5
+    assert row["mfu"] == pytest.approx(prefill_flops(config.spec, 10) / 2.0 / 6e9)
+
+
+# How it is timed
+
+
+def test_calls_take_turns_and_the_warm_up_does_not_count():
+    order = []
+    calls = {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), time.sleep(0.002))}
+    timings = interleave(calls, repeats=3, warm_up=1)
+    assert order == ["a", "b"] * 4
+    assert timings["b"].median_s >= 0.002
+
+
+def test_a_timing_is_a_median_with_quartiles():
+    timing = Timing.of([1.0, 100.0, 3.0, 2.0, 4.0])
+    assert (timing.median_s, timing.quartiles_s) == (3.0, (2.0, 4.0))
+    assert timing.over(2).row("a_s") == {"a_s": 1.5, "a_s_quartiles": [1.0, 2.0], "spread": pytest.approx(2 / 3)}
+    assert Timing.of([2.0]).row("a_s")["spread"] == 0
+
+
+def test_the_clock_sees_a_prefill_in_its_parts_and_a_decode_on_its_tape(config):
+    rank = RankModel(config, 0, Path())
+    runner, before = rank.runner(48), native.module.attend
+    with Clock() as clock:
+        for step in prefill_steps(rank, 0, (1,) * 48):
+            runner.execute(step)
+    assert clock.seconds["attention_s"] > 0 < clock.seconds["products_s"]
+    request = LongRequest(rank, 48)
+    request.step()
+    with Clock() as clock:
+        start = time.perf_counter()
+        request.step()
+        total_s = time.perf_counter() - start
+    parts = clock.parts(total_s, 1)
+    assert parts["layers_s"] > 0
+    assert parts["outside_s"] > 0
+    assert sum(parts.values()) == pytest.approx(total_s)
+    assert set(parts) == {*PARTS, "outside_s"}
+    assert native.module.attend is before
+
+
+def test_a_long_request_takes_the_same_step_again_and_again(config):
+    rank = RankModel(config, 0, Path())
+    request = LongRequest(rank, 50)
+    sequence = request.runner.sequences[0]
+    for _ in range(2):
+        request.step()
+        assert (sequence.length, sequence.local_length) == (50, 50)
+    assert sequence.token_ids[-1] == sequence.token_ids[-2]  # greedy, from the same keys and values
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_filled_keys_and_values_are_finite_and_not_all_alike(dtype, monkeypatch):
+    monkeypatch.setattr(model, "_FILL_BLOCKS", 2)  # so that five blocks are copies of two
+    pool = KVPool(KVFormat.choose(dtype, 16, 2, 32, 32, CPU), 2, 5, CPU)
+    for layer in pool.layers:
+        layer.values.fill_(255)  # a NaN in every dtype that has one
+    fill(pool)
+    for layer in pool.layers:
+        q_TqC = torch.randn(1, 4, 32)
+        out_TqC, lse_Tq = partial_attention(
+            q_TqC, layer, torch.arange(5).unsqueeze(0), torch.tensor([0, 1]), torch.tensor([80]), 0.2
+        )
+        assert out_TqC.isfinite().all()
+        assert lse_Tq.isfinite().all()
+        assert out_TqC.std() > 0.01
+
+
+# What is told
+
+
+def report():
+    columns = (Column("n", "tokens", ",d"), Column("t_s", "time, ms", ".1f", 1e3), Column("kind", "kind"))
+    rows = [
+        {"n": 1000, "t_s": 0.0123, "spread": 0.1, "kind": "a"},
+        {"n": 2000, "t_s": 0.02, "spread": 0.3, "kind": "a"},
+    ]
+    section = Section("part", "A part", "As it was measured.", columns, rows, Plot(("t_s",), ("kind",), x="n"))
+    return Report(dict(ENVIRONMENT), [section], ["A peer was left out."])
+
+
+def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
+    text = report().as_markdown({"part": "part.png"})
+    for line in (
+        "| tokens | time, ms | kind |",
+        "|--:|--:|---|",
+        "| 1,000 | 12.3 | a |",
+        "- A peer was left out.",
+        "- 1 of 2 medians are noisy: their quartiles lie more than 20% of the median apart.",
+        "![A part](part.png)",
+    ):
+        assert line in text.splitlines()
+    assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB of it free" in text
+    assert "not idle" not in text
+
+
+def test_a_busy_machine_is_said_to_be_one():
+    busy = report()
+    busy.environment["load_average"] = [3.0, 0.0, 0.0]
+    assert any("not idle: its load was 3.0" in sentence for sentence in busy.sentences)
+
+
+def test_json_keeps_the_units_of_the_rows():
+    record = json.loads(report().as_json())
+    assert record["environment"]["cores"] == 2
+    assert record["part"]["rows"][0] == {"n": 1000, "t_s": 0.0123, "spread": 0.1, "kind": "a"}
+
+
+def test_a_report_is_written_with_or_without_plots(tmp_path):
+    written = report()
+    written.write(tmp_path / "report.md")
+    plots = sorted(path.name for path in tmp_path.glob("*.png"))
+    text = (tmp_path / "report.md").read_text()
+    assert ("report-part.png" in text) == (plots == ["report-part.png"])
+    assert ("matplotlib is not installed" in text) == (not plots)
+    assert json.loads((tmp_path / "report.json").read_text())["part"]
+
+
+def test_peers_are_compared_with_the_first_row_of_their_context():
+    rows = [{"context": context, "time_s": time_s} for context, time_s in ((8, 1.0), (9, 2.0), (8, 3.0), (9, 1.0))]
+    assert [(row["context"], row["relative"]) for row in beside(rows)] == [(8, 1.0), (8, 3.0), (9, 1.0), (9, 0.5)]
+
+
+def test_a_peer_runs_or_is_said_in_a_sentence(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(peers, "MODELS", peers.MODELS[:2])
+    found = Peers(tmp_path)
+    assert found.models("decode", config, [8], []) == []
+    assert [remark.split(" was left out")[0] for remark in found.remarks] == ["openvino-genai", "llama.cpp"]
+    point = {"peer": "openvino-genai", "version": "1", "context": 8, "threads": 2, "weights": "Q4_1", "kv": "u8"}
+    point |= {"decode_s_per_token": 0.02, "prefill_tokens_per_s": None}
+    make_python(tmp_path / "openvino", f"echo 'a line'; echo '{json.dumps(point)}'")
+    make_python(tmp_path / "llama-cpp", "echo one >&2; echo 'it broke' >&2; exit 3")
+    found = Peers(tmp_path)
+    ours = {"weight_dtype": "int8", "kv_dtype": "int8", "context": 8, "threads": 1, "ranks": 2, "step_s": 0.01}
+    (section,) = found.models("decode", config, [8], [ours])
+    assert [(row["program"], row["threads"], row["relative"]) for row in section.rows] == [
+        ("longhelix", 2, 1.0),
+        ("openvino-genai", 2, 2.0),
+    ]
+    assert found.remarks == ["llama.cpp failed: it broke"]
+
+
+def make_python(environment, script):
+    program = environment / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["decode", "--contexts", "0"], "a context or prompt is 0"),
+        (["decode", "--contexts", "many"], '"many" is no size'),
+        (["decode", "--contexts", "1G"], "do not fit in memory"),
+        (["decode", "--kv-dtype", "int3"], "kv_dtype 'int3' is not known"),
+        (["decode", "--model", "nowhere"], "No model at"),
+        (["decode", "--threads", "0"], "threads is 0"),
+        (["decode", "--tpa", "10"], "set tpa to 9 or less"),
+        (["prefill", "--repeats", "0"], "repeats is 0"),
+        (["prefill", "--chunk-tokens", "0"], "chunk-tokens is 0"),
+        (["kernels", "--kv-dtype", "int3"], "kv-dtype 'int3' is not known"),
+        (["kernels", "--group", "0"], "group is 0"),
+        (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
+        (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
+        (["all", "--out", "report.txt"], "give the name of a Markdown file"),
+        (["all", "--out", "/proc/nowhere/report.md"], "cannot be made"),
+        (["fast"], "fast"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_and_starts_nothing(arguments, sentence, capfd):
+    status = main(["bench", *arguments])
+    out, err = capfd.readouterr()
+    assert (status, out) == (2, "")
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert sentence in errors[0]
+    assert main(["bench", *arguments, "--json"]) == 2
+    assert sentence in json.loads(capfd.readouterr().out)["error"]["message"]
+
+
+# The real thing, tiny
+
+
+def run(capfd, *arguments):
+    """The JSON of a sub-command; nothing that it started is left."""
+    status = main(["bench", *arguments, "--json"])
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    assert not psutil.Process().children(), "a rank is still there"
+    return json.loads(out)
+
+
+@pytest.mark.dist
+def test_kernels(capfd, monkeypatch):
+    found = run(capfd, "kernels", "--context", "4096", "--kv-dtype", "int8", "--head-size", "64", "--group", "3",
+                "--repeats", "1", "--no-peers")  # fmt: skip
+    (row,) = found["kernels_attention"]["rows"]
+    assert row["read_bytes"] == 4096 * 2 * 2 * (64 + 2)  # tokens, KV heads, keys and values, channels and a scale
+    assert row["fraction"] == pytest.approx(row["bytes_per_s"] / row["memory_bytes_per_s"])
+    assert {row["num_query_heads"] for row in found["kernels_latent"]["rows"]} == {16, 32, 64, 128}
+    assert all(row["speedup"] > 0 for row in found["kernels_products"]["rows"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [(), ("--kvp", "2", "--threads", "1")])
+def test_decode(capfd, layout):
+    found = run(
+        capfd, "decode", "--contexts", "40", "1k", "--kv-dtype", "int4", "--repeats", "2", "--no-peers", *layout
+    )
+    short, long = found["decode"]["rows"]
+    # Tokens, layers, KV heads, keys and values, channels and a scale: on two ranks each keeps half of them.
+    assert long["read_bytes"] - short["read_bytes"] == (1000 - 40) * 30 * 3 * 2 * (64 // 2 + 2)
+    assert short["native_s"] > 0 < short["outside_s"]
+    assert short["layout"] == ("2 x 1" if layout else "1 x 1")
+
+
+@pytest.mark.dist
+def test_prefill(capfd):
+    (row,) = run(capfd, "prefill", "--prompts", "80", "--chunk-tokens", "32", "--repeats", "1", "--no-peers")[
+        "prefill"
+    ]["rows"]
+    assert row["tokens_per_s"] == pytest.approx(80 / row["prefill_s"])
+    assert row["attention_s"] > 0 < row["products_s"]
+
+
+@pytest.mark.dist
+def test_collectives(capfd):
+    rows = run(capfd, "collectives", "--ranks", "2", "--bytes", "2048", "--repeats", "3")["collectives"]["rows"]
+    assert [row["collective"] for row in rows] == ["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
+    assert all(row["shm_s"] > 0 < row["gloo_s"] for row in rows)
+
+
+ENDLESS = CollectivesJob(ranks=2, bytes=(2048,), repeats=10**9)
+
+
+@pytest.mark.dist
+def test_ranks_that_take_too_long_are_ended():
+    with World(ENDLESS, 2, timeout_s=1) as ranks, pytest.raises(EngineError, match="longer than 1 s"):
+        next(ranks.points())
+    assert not any(psutil.pid_exists(pid) for pid in ranks.process_ids)
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_killed_is_named():
+    with World(ENDLESS, 2) as ranks:
+        threading.Timer(8, os.kill, (ranks.process_ids[1], signal.SIGKILL)).start()
+        with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
+            next(ranks.points())
+
+
+@pytest.mark.dist
+def test_ranks_end_with_the_process_that_started_them():
+    program = (
+        "from longhelix.bench.collectives import CollectivesJob\n"
+        "from longhelix.bench.world import World\n"
+        "ranks = World(CollectivesJob(2, (2048,), 10**9), 2)\n"
+        "print(*ranks.process_ids, flush=True)\n"
+        "next(ranks.points())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not alive
