@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/longhelix bench all --short --out benchmarks/latest.md
 
 bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py --out benchmarks/gpu.md

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from longhelix.bench import decode, model, prefill
+from longhelix.bench import decode, model, peers, prefill
 from longhelix.bench.clock import PARTS, Clock
 from longhelix.bench.collectives import CollectivesJob
 from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops, prefill_flops
@@ -238,7 +238,7 @@ def make_python(environment, script):
     ("arguments", "sentence"),
     [
         (["decode", "--contexts", "0"], "a context or prompt is 0"),
-        (["decode", "--contexts", "many"], '"many" is no size'),
+        (["decode", "--contexts", "many"], '"many"'),
         (["decode", "--contexts", "1G"], "do not fit in memory"),
         (["decode", "--kv-dtype", "int3"], "kv_dtype 'int3' is not known"),
         (["decode", "--model", "nowhere"], "No model at"),

@@ -21,7 +21,7 @@ app = App(
 # Named, not imported: a verb loads when it is called.
 app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
 app.command("longhelix.cli.chat:chat", name="chat", help="Talk with a model.")
-app.command("longhelix.cli.bench:app", name="bench")
+app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,67 @@
+"""The conditions of a run, which stand beside its numbers."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+
+# Above this many runnable processes at the start, the machine is called busy.
+IDLE_LOAD = 0.5
+
+
+def environment(date: str) -> dict[str, object]:
+    """What the numbers depend on, besides the code: machine, versions, and what else was running when it began."""
+    from longhelix.kernels import native
+
+    memory = psutil.virtual_memory()
+    return {
+        "date": date,
+        "cpu": _cpu_model(),
+        "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
+        "cores": os.cpu_count(),
+        "last_level_cache_bytes": _last_level_cache_bytes(),
+        "memory_bytes": memory.total,
+        "available_memory_bytes": memory.available,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "longhelix": importlib.metadata.version("longhelix"),
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _last_level_cache_bytes() -> int | None:
+    """The largest cache of the first core, where the system tells."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((1024 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=None)
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package lies in, if it does, and whether files have changed since."""
+    package = Path(__file__).parents[1]
+    if not _git(package, "ls-files", "__init__.py"):
+        return None
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return _git(package, "rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    """What git says in a directory; nothing where it is not installed or it is no checkout."""
+    try:
+        done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

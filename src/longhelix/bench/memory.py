@@ -1,0 +1,38 @@
+"""What memory and matrix products can do at best on this machine, to measure beside everything else."""
+
+from collections.abc import Callable
+
+import torch
+
+from longhelix.errors import UserError
+from longhelix.kernels import native
+
+READ_BYTES = 1 << 29  # far beyond every cache
+DTYPES = ("bfloat16", "float32")  # of those matrices
+SQUARE = 1024  # rows of the matrices whose product is the arithmetic peak
+SQUARES = 4  # products of one measurement
+MULTIPLIER_FLOPS = SQUARES * 2 * SQUARE**3
+
+
+def check_native() -> None:
+    """Refuse to measure where only the reference kernels are installed."""
+    if native.module is None:
+        raise UserError("bench measures the native kernels, which this install lacks: run `make setup` with a compiler")
+
+
+def reader(num_bytes: int = READ_BYTES) -> Callable[[], object]:
+    """A call that reads (sums) `num_bytes` bytes of memory, as fast as the machine can."""
+    memory = torch.ones(num_bytes, dtype=torch.uint8)
+    return lambda: native.module.read(memory.data_ptr(), memory.nbytes)
+
+
+def multiplier(dtype: torch.dtype) -> Callable[[], object]:
+    """A call that does SQUARES products of square matrices with torch.mm."""
+    left, right = torch.randn(2, SQUARE, SQUARE).to(dtype)
+    out = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(SQUARES):
+            torch.mm(left, right, out=out)
+
+    return multiply

@@ -1,0 +1,245 @@
+"""`longhelix bench`: what this machine can do, what longhelix makes of it, and its peers beside it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from longhelix.cli.options import Flag, Size
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+
+if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
+    from longhelix.bench.suite import Suite
+    from longhelix.engine.config import EngineConfig
+
+app = App(name="bench")
+
+_many = Parameter(consume_multiple=True, negative=())
+Sizes = Annotated[tuple[Size, ...], _many]
+Numbers = Annotated[tuple[int, ...], _many]
+Names = Annotated[tuple[str, ...], _many]
+
+_TABLE_WIDTH = 200  # where standard output is no terminal
+
+
+@Parameter(name="*", group="Peers")
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Beside whom longhelix is measured."""
+
+    peers: Path = Path("build/peers")
+    "The peers' environments, made by benchmarks/peers/install.sh; absent peers are left out."
+    no_peers: Flag = False
+    "Run no peers."
+
+    @property
+    def directory(self) -> Path | None:
+        return None if self.no_peers else self.peers
+
+
+@Parameter(name="*", group="Output")
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where results go."""
+
+    out: Path | None = None
+    "Write a Markdown report there; JSON, and plots where matplotlib is installed, beside it."
+    json: Flag = False
+    "Print one JSON object in place of tables."
+
+    def start(self, peers: Path | None) -> "Suite":
+        """A suite with the peers found in a directory. Raises UserError, before all work, for a bad --out."""
+        self._check_out()
+        from longhelix.bench.suite import Suite
+
+        date = datetime.now().astimezone().isoformat(timespec="seconds")
+        return Suite(date, peers, lambda line: print(line, file=sys.stderr))
+
+    def finish(self, suite: "Suite") -> None:
+        """Write and print what the suite has measured."""
+        report = suite.finish()
+        if self.out is not None:
+            report.write(self.out)
+        if self.json:
+            print(report.as_json())
+            return
+        console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+        for shown in report.shown():
+            console.print(shown, "", markup=False)
+
+    def _check_out(self) -> None:
+        if self.out is None:
+            return
+        if self.out.suffix != ".md" or self.out.is_dir():
+            raise UserError(f"--out is {self.out}: give the name of a Markdown file, such as report.md")
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.out.parent} cannot be made: {error.strerror}") from error
+        if not os.access(self.out.parent, os.W_OK):
+            raise UserError(f"{self.out.parent} cannot be written to: set --out to a file elsewhere")
+
+
+@Parameter(name="*", group="Model and layout")
+@dataclass(frozen=True, kw_only=True)
+class BenchModelOptions:
+    """Which model, and how it is laid out over ranks."""
+
+    model: str = "builtin"
+    "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    kvp: int = 1
+    "Ranks that share the request's KV along the sequence."
+    tpa: int = 1
+    "Ranks that share its attention heads."
+    weight_dtype: str | None = None
+    "int8 or int4 to quantise the weights of products. [default: the checkpoint's dtype]"
+    kv_dtype: str | None = None
+    "The KV cache's dtype: float32, bfloat16, float16, fp8, int8 or int4. [default: the checkpoint's dtype]"
+    threads: int | None = None
+    "Threads of a rank. [default: cores / ranks]"
+
+    def config(self, lengths: Sequence[int], chunk_tokens: int = 512) -> "EngineConfig":
+        from longhelix.bench.suite import configure
+
+        return configure(
+            self.model,
+            Layout(kvp=self.kvp, tpa=self.tpa),
+            lengths,
+            weight_dtype=self.weight_dtype,
+            kv_dtype=self.kv_dtype,
+            threads=self.threads,
+            chunk_tokens=chunk_tokens,
+        )
+
+
+@app.command
+def kernels(
+    *,
+    context: Size = 262144,
+    kv_dtype: Names = ("bfloat16", "int8", "int4"),
+    head_size: Numbers = (64, 128),
+    group: Numbers = (3, 4, 8),
+    threads: Annotated[Numbers, Parameter(show_default=False)] = (),
+    repeats: int = 11,
+    peers: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure attention and products one by one, in turn with the read bandwidth and torch's matrix products.
+
+    Parameters
+    ----------
+    context
+        Tokens of KV that decode attention reads.
+    kv_dtype
+        Dtypes of that KV.
+    head_size
+        Channels of a head.
+    group
+        Query heads of each KV head.
+    threads
+        Numbers of threads. [default: all cores]
+    repeats
+        Rounds that count, after the warm-up.
+    """
+    suite = output.start(peers.directory)
+    suite.kernels(context, kv_dtype, head_size, group, threads, repeats)
+    output.finish(suite)
+
+
+@app.command
+def decode(
+    *,
+    contexts: Sizes = (1024, 8192, 32768),
+    repeats: int = 21,
+    model: BenchModelOptions = BenchModelOptions(),
+    peers: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure one step of one long request, whose KV is filled with random numbers.
+
+    Parameters
+    ----------
+    contexts
+        Tokens in the KV cache.
+    repeats
+        Steps that count, after the warm-up.
+    """
+    suite = output.start(peers.directory)
+    suite.decode([model.config(contexts)], contexts, repeats)
+    output.finish(suite)
+
+
+@app.command
+def prefill(
+    *,
+    prompts: Sizes = (1024, 8192),
+    chunk_tokens: Size = 512,
+    repeats: int = 3,
+    model: BenchModelOptions = BenchModelOptions(),
+    peers: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure prompts of random tokens, from their first chunk to the first new token.
+
+    Parameters
+    ----------
+    prompts
+        Tokens of each prompt. Peers take minutes for 32K.
+    chunk_tokens
+        Prompt tokens that run in one step.
+    repeats
+        Prefills that count, after the warm-up.
+    """
+    suite = output.start(peers.directory)
+    suite.prefill([model.config(prompts, chunk_tokens)], prompts, repeats)
+    output.finish(suite)
+
+
+@app.command
+def collectives(
+    *,
+    ranks: Numbers = (2, 4),
+    sizes_bytes: Annotated[Sizes, Parameter(name="--bytes")] = (2048, 4096, 16384, 65536, 262144, 1048576),
+    repeats: int = 200,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure all-reduce, all-to-all, all-gather and reduce-scatter over shared memory and gloo.
+
+    Parameters
+    ----------
+    ranks
+        Processes, one world of each number.
+    sizes_bytes
+        Sizes of the whole tensor.
+    repeats
+        Calls that count, after the warm-up.
+    """
+    suite = output.start(peers=None)
+    suite.collectives(ranks, sizes_bytes, repeats)
+    output.finish(suite)
+
+
+@app.command(name="all")
+def everything(
+    *,
+    short: Flag = False,
+    peers: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure all of this with the built-in model, in bfloat16 and in int8.
+
+    Parameters
+    ----------
+    short
+        Fewer points and repeats: under five minutes on an idle machine.
+    """
+    suite = output.start(peers.directory)
+    suite.all(short)
+    output.finish(suite)
