@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,16 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from longhelix.cache.pool import KVPool
 from longhelix.engine import runner as runner_module
 from longhelix.engine.config import resolve
+from longhelix.engine.graphed_layers import GraphedLayers
+from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner, SequenceState
-from longhelix.kernels import KVFormat, native
+from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
-from longhelix.models.decoder import Decoder
-from longhelix.models.parameters import declare
-from longhelix.models.weights import load
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
@@ -65,6 +64,7 @@ def build(case, rank, meshes):
     layout = Layout(kvp=case["kvp"], tpa=case["tpa"])
     if layout not in meshes:
         meshes[layout] = Mesh.build(layout, rank)
+    torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
     checkpoint = open_checkpoint(case["model"])
     config = resolve(
         checkpoint,
@@ -80,23 +80,25 @@ def build(case, rank, meshes):
         placement=case["placement"],
         growth_limit_tokens=case["growth_limit_tokens"],
         batch_invariant=case.get("batch_invariant", False),
+        device="cpu",
+        execution=case.get("execution", "recorded"),
     )
-    spec, dtype, cpu = config.spec, getattr(torch, config.dtype), torch.device("cpu")
-    weights = load(checkpoint, declare(spec, layout, rank), dtype, cpu, lambda elements: None)
-    heads = len(layout.kv_heads(config.heads, rank))
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
-    num_blocks = config.scheduler.num_blocks * len(case["prompts"])
-    format = KVFormat.choose(config.kv_dtype, case["block_tokens"], heads, spec.head_size, spec.head_size, cpu)
-    pool = KVPool(format, spec.num_layers, num_blocks, cpu)
+    pool = new_pool(config, rank, config.scheduler.num_blocks * len(case["prompts"]))
     for layer in pool.layers:
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
-    runner = RecordingRunner(spec, meshes[layout], Decoder(spec, meshes[layout], weights, config.weight_dtype), pool)
-    if case.get("compile"):
-        torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
-        compiled = torch.compile(runner.model.run_layers, backend="aot_eager", fullgraph=True, dynamic=True)
-        runner.layers = lambda hidden_TH, batch: compiled(hidden_TH, batch, pool)
+    model = load_model(config, meshes[layout])
+    runner = RecordingRunner(config.spec, meshes[layout], model, pool, config.execution)
+    if case.get("graphed"):
+        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), meshes[layout].kvp, run_again)
     runner.num_requests = len(case["prompts"])
     return config, runner
+
+
+def run_again(call):
+    """What a CUDA graph does, without one: the same call over the same memory."""
+    result = call().clone()
+    return result, lambda: result.copy_(call())
 
 
 def run(case, rank, meshes):

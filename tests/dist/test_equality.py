@@ -116,7 +116,27 @@ def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_t
     """torch.compile sees all layers as one graph, ops and functional collectives whole; in rows and packed."""
     if "native" not in NATIVE:
         NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
-    case = make_case(NATIVE["native"], kvp, tpa, 16, "striped", block_tokens=block_tokens, compile=True)
+    case = make_case(NATIVE["native"], kvp, tpa, 16, "striped", block_tokens=block_tokens, execution="compiled")
+    assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1)])
+@pytest.mark.parametrize("block_tokens", [4, 16])
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+def test_steps_padded_to_buckets_equal_transformers(worlds, tmp_path_factory, kvp, tpa, block_tokens, chunk_tokens):
+    """What CUDA graphs run, replayed here by calling the layers again: decode steps, chunks, both together."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    case = make_case(NATIVE["native"], kvp, tpa, chunk_tokens, "striped", block_tokens=block_tokens, graphed=True)
+    assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1)])
+def test_layers_from_python_equal_transformers(worlds, tmp_path_factory, kvp, tpa):
+    """Op by op, without tapes."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    case = make_case(NATIVE["native"], kvp, tpa, 16, "striped", block_tokens=16, execution="eager")
     assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from longhelix.bench.measure import WARM_UP_ROUNDS, Timing
-from longhelix.bench.model import join
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
+from longhelix.engine.rank import meet
 from longhelix.errors import UserError
 from longhelix.kernels import native
 from longhelix.parallel import shared_memory
@@ -42,7 +42,7 @@ class CollectivesJob(msgspec.Struct, frozen=True, tag=True):
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         native.set_num_threads(1)
-        join(self.ranks, rank, directory)
+        meet(self.ranks, rank, directory)
         shared_memory.register()
         groups = {name: dist.new_group(backend=name) for name in (shared_memory.NAME, "gloo")}
         for name in COLLECTIVES:

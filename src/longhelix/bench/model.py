@@ -1,47 +1,29 @@
 """The model on one rank, as a worker builds it, and a request that is as long as it should be without its prefill."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.rank import join, load_model, new_pool
 from longhelix.engine.runner import ModelRunner
-from longhelix.kernels import KVFormat, native, write_kv
+from longhelix.kernels import write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement, make_placement
-from longhelix.models.checkpoint import open_checkpoint
-from longhelix.models.decoder import Decoder
-from longhelix.models.parameters import declare
-from longhelix.models.weights import load
-from longhelix.parallel.mesh import Mesh
 from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
 
-_CPU = torch.device("cpu")
 _FILL_BLOCKS = 1024
-
-
-def join(size: int, rank: int, directory: Path) -> None:
-    """Find the other ranks, all on this host; nothing listens beyond it."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=size)
 
 
 class RankModel:
     """This rank's part of a model. Every rank makes one, and runs the same steps."""
 
     def __init__(self, config: EngineConfig, rank: int, directory: Path) -> None:
-        native.set_num_threads(config.threads_per_rank)
-        if config.layout.world_size > 1:
-            join(config.layout.world_size, rank, directory)
         self.config = config
-        self.mesh = Mesh.build(config.layout, rank)
-        parameters, dtype = declare(config.spec, config.layout, rank), getattr(torch, config.dtype)
-        weights = load(open_checkpoint(config.model_path), parameters, dtype, _CPU, lambda elements: None)
-        self.decoder = Decoder(config.spec, self.mesh, weights, config.weight_dtype)
+        self.mesh = join(config, rank, directory)
+        self.decoder = load_model(config, self.mesh)
 
     @property
     def kvp_rank(self) -> int:
@@ -60,12 +42,9 @@ class RankModel:
 
     def runner(self, context: int) -> ModelRunner:
         """A runner whose pool has room for one request of `context` tokens; contents undefined."""
-        config, spec = self.config, self.config.spec
-        num_kv_heads = len(config.layout.kv_heads(config.heads, self.mesh.rank))
-        block_tokens, size = config.scheduler.block_tokens, spec.head_size
-        format = KVFormat.choose(config.kv_dtype, block_tokens, num_kv_heads, size, size, _CPU)
-        num_blocks = -(-self.local_length(context) // block_tokens)
-        return ModelRunner(spec, self.mesh, self.decoder, KVPool(format, spec.num_layers, max(num_blocks, 1), _CPU))
+        num_blocks = -(-self.local_length(context) // self.config.scheduler.block_tokens)
+        pool = new_pool(self.config, self.mesh.rank, max(num_blocks, 1))
+        return ModelRunner(self.config.spec, self.mesh, self.decoder, pool, self.config.execution)
 
     def blocks(self, context: int) -> tuple[Block, ...]:
         """The KV blocks of a request of `context` tokens that is alone: on each rank from 0 on."""

@@ -169,6 +169,7 @@ def configure(
             block_tokens=16,
             placement="striped",
             growth_limit_tokens=4096,
+            device="cpu",
         )
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:

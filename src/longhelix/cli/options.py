@@ -77,10 +77,16 @@ class ModelOptions:
     batch_invariant: Flag = False
     "Refuse what would let a request's bits depend on its batch, its chunks or the number of threads."
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "Where ranks run; `auto`: on GPUs where there is one for each rank."
+    execution: Literal["recorded", "compiled", "eager"] = "recorded"
+    "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op."
+
     def start(self) -> LLM:
-        """Start the engine, with a progress bar and what it resolved to on standard error."""
+        """Start the engine, with progress and what it resolved to on standard error."""
         with Progress(console=stderr, transient=True) as progress:
             bar = progress.add_task("loading weights", total=1.0)
+            warm_up = progress.add_task("warming up", total=1.0, visible=False)
             llm = LLM(
                 self.model,
                 self._layout(),
@@ -95,7 +101,10 @@ class ModelOptions:
                 placement=self.placement,
                 growth_limit_tokens=self.growth_limit_tokens,
                 batch_invariant=self.batch_invariant,
+                device=self.device,
+                execution=self.execution,
                 on_load=lambda share: progress.update(bar, completed=share),
+                on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
             )
         for line in describe(llm.config):
             print(line, file=sys.stderr)
@@ -156,9 +165,10 @@ def describe(config: EngineConfig) -> list[str]:
     """What the engine resolved to, in words that operators search logs for."""
     layout, scheduler = config.layout, config.scheduler
     held_tokens = scheduler.num_blocks * scheduler.block_tokens * layout.kvp
+    where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
-        f"{layout.world_size} ranks x {config.threads_per_rank} threads; {config.dtype}, "
+        f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
         f"weights {config.weight_dtype}, KV {config.kv_dtype}",
         f"KV cache holds {held_tokens} tokens ({scheduler.placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "

@@ -5,17 +5,22 @@ from torch import Tensor
 
 
 class BlockTable:
-    """A row of block ids for each live sequence, in position order; grows with the sequences and their lengths."""
+    """A row of block ids for each live sequence, in position order; grows with the sequences and their lengths.
+
+    Steps are prepared on the host and run on `device`: where that is a GPU, it has a copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._blocks_BJ = torch.zeros(1, 64, dtype=torch.int64, device=device)
+        self._host_BJ = torch.zeros(1, 64, dtype=torch.int64)
+        self._device_BJ = self._host_BJ.to(device)
+        self._gathered_BJ = torch.empty_like(self._device_BJ)
         self._free = [0]
         self._lengths = [0]
 
     def open(self) -> int:
         """A row for a new sequence."""
         if not self._free:
-            num_rows, width = self._blocks_BJ.shape
+            num_rows, width = self._host_BJ.shape
             self._resize(2 * num_rows, width)
             self._free += range(2 * num_rows - 1, num_rows - 1, -1)
             self._lengths += [0] * num_rows
@@ -32,25 +37,30 @@ class BlockTable:
         if not block_ids:
             return
         start, stop = self._lengths[row], self._lengths[row] + len(block_ids)
-        num_rows, width = self._blocks_BJ.shape
+        num_rows, width = self._host_BJ.shape
         if stop > width:
             self._resize(num_rows, max(2 * width, stop))
-        self._blocks_BJ[row, start:stop] = torch.tensor(block_ids, dtype=torch.int64)
+        self._host_BJ[row, start:stop] = torch.tensor(block_ids, dtype=torch.int64)
+        if self._device_BJ is not self._host_BJ:
+            self._device_BJ[row, start:stop] = self._host_BJ[row, start:stop]
         self._lengths[row] = stop
 
     def __getitem__(self, place: tuple[int, slice]) -> Tensor:
-        """Some of a row's block ids."""
+        """Some of a row's block ids, on the host."""
         row, columns = place
-        return self._blocks_BJ[row, : self._lengths[row]][columns]
+        return self._host_BJ[row, : self._lengths[row]][columns]
 
     def rows(self, rows: list[int]) -> Tensor:
-        """blocks_BJ of a step: where its rows lie side by side, a view that stays the same from step to step."""
+        """blocks_BJ of a step, at the same address from step to step: the rows, or where they do not lie side by side a
+        copy that the next call overwrites."""
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
-            return self._blocks_BJ[first : first + count]
-        return self._blocks_BJ[rows, : max(self._lengths[row] for row in rows)]
+            return self._device_BJ[first : first + count]
+        indices = torch.tensor(rows, device=self._device_BJ.device)
+        return torch.index_select(self._device_BJ, 0, indices, out=self._gathered_BJ[:count])
 
     def _resize(self, num_rows: int, width: int) -> None:
-        grown_BJ = self._blocks_BJ.new_zeros(num_rows, width)
-        grown_BJ[: self._blocks_BJ.shape[0], : self._blocks_BJ.shape[1]] = self._blocks_BJ
-        self._blocks_BJ = grown_BJ
+        grown_BJ = self._host_BJ.new_zeros(num_rows, width)
+        grown_BJ[: self._host_BJ.shape[0], : self._host_BJ.shape[1]] = self._host_BJ
+        self._host_BJ, self._device_BJ = grown_BJ, grown_BJ.to(self._device_BJ.device)
+        self._gathered_BJ = torch.empty_like(self._device_BJ)

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from longhelix.engine.devices import free_gpu_bytes
 from longhelix.errors import UserError
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape, Layout
@@ -18,6 +19,8 @@ from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
+DEVICES = ("auto", "cpu", "cuda")
+EXECUTIONS = ("recorded", "compiled", "eager")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class EngineConfig:
     kv_dtype: str
     threads_per_rank: int
     scheduler: SchedulerConfig
+    device: str
+    execution: str
 
     @property
     def heads(self) -> HeadShape:
@@ -67,23 +72,34 @@ def resolve(
     placement: str,
     growth_limit_tokens: int,
     batch_invariant: bool = False,
+    device: str = "auto",
+    execution: str = "recorded",
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
     if rope_scaling is not None:
         rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.head_size, spec.max_positions)
         spec = replace(spec, rope=rope)
-    dtype = _dtype("dtype", dtype or spec.dtype, DTYPES)
-    weight_dtype = _dtype("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
-    kv_dtype = _dtype("kv_dtype", kv_dtype or dtype, KV_DTYPES)
+    dtype = _known("dtype", dtype or spec.dtype, DTYPES)
+    weight_dtype = _known("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
+    kv_dtype = _known("kv_dtype", kv_dtype or dtype, KV_DTYPES)
     max_model_len = _max_model_len(spec, max_model_len)
     _check_layout(spec, layout)
+    gpu_bytes = free_gpu_bytes() if device != "cpu" else []
+    device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
     cores = os.cpu_count() or 1
-    if layout.world_size > cores:
+    if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
     place = make_placement(placement, layout.kvp, block_tokens, growth_limit_tokens, start=0)
     longest_tokens = max(place.local_length(rank, max_model_len) for rank in range(layout.kvp))
-    affordable = _affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens)
+    ranks = range(layout.world_size)
+    if device == "cuda":
+        memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
+    else:
+        memories = [(psutil.virtual_memory().available, ranks)]
+    affordable = min(
+        _affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
+    )
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
         num_blocks=_num_blocks(kv_cache_tokens, longest_tokens, affordable, block_tokens, layout.kvp),
@@ -103,6 +119,8 @@ def resolve(
         kv_dtype=kv_dtype,
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
+        device=device,
+        execution=_known("execution", execution, EXECUTIONS),
     )
 
 
@@ -118,10 +136,28 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
     return spec
 
 
-def _dtype(name: str, dtype: str, known: tuple[str, ...]) -> str:
-    if dtype not in known:
-        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(known)}")
-    return dtype
+def _known(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise UserError(f"{name} {value!r} is not known: use one of {', '.join(known)}")
+    return value
+
+
+def _device(asked: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
+    """Where the ranks run: on GPUs where there is one for each and nothing else is asked for."""
+    device = _known("device", asked, DEVICES)
+    if device == "auto":
+        device = "cuda" if num_gpus >= layout.world_size else "cpu"
+    if device == "cpu":
+        return device
+    if num_gpus < layout.world_size:
+        raise UserError(
+            f"{layout.world_size} ranks need a GPU each, and torch can use {num_gpus} here: set --device cpu, or a "
+            "smaller layout"
+        )
+    if weight_dtype not in DTYPES or kv_dtype == "int4":
+        narrow = f"kv_dtype {kv_dtype}" if weight_dtype in DTYPES else f"weight_dtype {weight_dtype}"
+        raise UserError(f"{narrow} runs on CPUs alone: set --device cpu, or another dtype")
+    return device
 
 
 def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
@@ -168,13 +204,20 @@ def _kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: in
     return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
 
 
-def _affordable_blocks(spec: ModelSpec, layout: Layout, weight_dtype: str, kv_dtype: str, block_tokens: int) -> int:
-    """KV blocks on each KVP rank that free memory holds beside the weights, all ranks being on this host."""
-    ranks = range(layout.world_size)
+def _affordable_blocks(
+    spec: ModelSpec,
+    layout: Layout,
+    weight_dtype: str,
+    kv_dtype: str,
+    block_tokens: int,
+    memory_bytes: int,
+    ranks: range,
+) -> int:
+    """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
     elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
     held_bytes = weight_bytes(elements, weight_dtype)
     block_bytes = block_tokens * sum(_kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
-    free_bytes = psutil.virtual_memory().available - held_bytes
+    free_bytes = memory_bytes - held_bytes
     affordable = int(free_bytes * _POOL_SHARE) // block_bytes
     if affordable < 1:
         raise UserError(

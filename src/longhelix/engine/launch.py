@@ -13,7 +13,19 @@ from pathlib import Path
 
 from longhelix.engine import torchrun
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.transport import Done, EngineSocket, Failed, Joined, Loaded, Ready, Run, Start, Stop, ToEngine
+from longhelix.engine.transport import (
+    Done,
+    EngineSocket,
+    Failed,
+    Joined,
+    Loaded,
+    Ready,
+    Run,
+    Start,
+    Stop,
+    ToEngine,
+    Warmed,
+)
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
 
@@ -28,8 +40,11 @@ _STOP_S = 3.0
 class WorkerPool:
     """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError."""
 
-    def __init__(self, config: EngineConfig, on_loaded: Callable[[int], None]) -> None:
-        """Start all ranks and wait until they take steps; `on_loaded` is told elements of weights as they come."""
+    def __init__(
+        self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
+    ) -> None:
+        """Start all ranks and wait until they take steps. `on_loaded` is told elements of weights as they come,
+        `on_warmed` the share of the first rank's warm-up that is done, where there is one."""
         self._ranks = range(config.layout.world_size)
         self._results: dict[int, dict[int, StepResult]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -45,7 +60,7 @@ class WorkerPool:
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)
-            self._await_ready(config, on_loaded)
+            self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -101,10 +116,14 @@ class WorkerPool:
         # OpenMP threads that wait for each other spin briefly, then sleep. With libgomp's own default (300,000 turns)
         # they starve each other beside any other busy process: decode 260 ms against 65 ms per token, measured with
         # the built-in model on two cores and one of them busy; with the machine to itself there is no difference.
-        environment = {"GOMP_SPINCOUNT": "1000"} | os.environ
+        # What torch.compile makes outlives the process, and torch's own default, which a restart of the host may clear.
+        defaults = {"GOMP_SPINCOUNT": "1000", "TORCHINDUCTOR_CACHE_DIR": str(_compile_cache())}
+        environment = defaults | os.environ
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment)
 
-    def _await_ready(self, config: EngineConfig, on_loaded: Callable[[int], None]) -> None:
+    def _await_ready(
+        self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
+    ) -> None:
         ready: set[int] = set()
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
@@ -113,6 +132,8 @@ class WorkerPool:
                     self._socket.send(range(rank, rank + 1), Start(config))
                 case Loaded(elements):
                     on_loaded(elements)
+                case Warmed(share) if rank == 0:
+                    on_warmed(share)
                 case Ready():
                     ready.add(rank)
                     self._patience_s[rank] = SILENCE_S
@@ -155,6 +176,10 @@ class WorkerPool:
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")
+
+
+def _compile_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhelix" / "compiled"
 
 
 def _signal_name(number: int) -> str:

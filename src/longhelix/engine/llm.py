@@ -72,8 +72,10 @@ class LLM:
     positions. kv_cache_tokens: the pool's size over all KVP ranks (default: one request of max_model_len).
     chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
     the next one joins) or local. batch_invariant: refuse what would let a request's bits depend on its batch, its
-    chunks or the number of threads. on_load is told the share of the weights that is in, from 0 to 1. Raises
-    UserError for input that cannot work, EngineError if a rank fails.
+    chunks or the number of threads. device: cpu, cuda, or auto: GPUs where there is one for each rank. execution:
+    recorded (tapes on CPUs, CUDA graphs on GPUs), compiled (torch.compile) or eager. on_load and on_warm_up are told
+    the share of the weights, then of the warm-up, that is done, from 0 to 1. Raises UserError for input that cannot
+    work, EngineError if a rank fails.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class LLM:
         placement: str = "striped",
         growth_limit_tokens: int = 4096,
         batch_invariant: bool = False,
+        device: str = "auto",
+        execution: str = "recorded",
         on_load: Callable[[float], None] = lambda share: None,
+        on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
         layout = layout or Layout()
         torchrun.join(layout.world_size)
@@ -111,6 +116,8 @@ class LLM:
             placement=placement,
             growth_limit_tokens=growth_limit_tokens,
             batch_invariant=batch_invariant,
+            device=device,
+            execution=execution,
         )
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)
@@ -121,7 +128,7 @@ class LLM:
         self._rows = 0
         self._exchanged_bytes = 0
         self._next_id = 0
-        self._pool = WorkerPool(self.config, self._loading(on_load))
+        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up)
         self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
 
     def __enter__(self) -> Self:

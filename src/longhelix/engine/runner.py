@@ -8,7 +8,7 @@ from torch import Tensor
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
 from longhelix.engine.block_table import BlockTable
-from longhelix.engine.taped_layers import TapedLayers
+from longhelix.engine.layers import make_layers
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -48,11 +48,11 @@ class _Rows:
 class ModelRunner:
     """Executes steps on one rank, in order. Every rank of the stage executes every step."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, model: Decoder, pool: KVPool) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, model: Decoder, pool: KVPool, execution: str = "recorded") -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
-        self.layers = TapedLayers(model, pool)
+        self.layers = make_layers(model, pool, execution)
         self.pool = pool
         self.block_tokens = pool.format.block_tokens
         self.device = pool.device
@@ -74,7 +74,7 @@ class ModelRunner:
             self.table.close(self.sequences.pop(sequence_id).row)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.head_size, new.capacity_tokens)
-            frequencies_R = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+            frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
             self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
 
     def forward(self, step: Step) -> Tensor:

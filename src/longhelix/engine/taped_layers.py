@@ -1,14 +1,12 @@
 """The decoder's layers for decode steps, on tapes: one for each number of rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
-from longhelix.cache.pool import KVPool
-from longhelix.kernels import native
 from longhelix.kernels.tape import NotTapedError, Tape
 from longhelix.models.batch import Batch
-from longhelix.models.decoder import Decoder
 
 _MOST_TAPES = 16  # each keeps the activations of its rows
 
@@ -24,21 +22,20 @@ class _Recorded:
 
 
 class TapedLayers:
-    """Runs the layers of steps whose sequences all have one row, from a tape where that is possible.
+    """Runs `layers` for steps whose sequences all have one row from a tape, where that is possible.
 
     The first step of a kind runs as it is and is recorded; later ones copy their few inputs over those of the first.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool) -> None:
-        self._model = model
-        self._pool = pool
+    def __init__(self, layers: Callable[[Tensor, Batch], Tensor]) -> None:
+        self._layers = layers
         self._tapes: dict[tuple[int, ...], _Recorded] = {}
-        self._possible = native.module is not None
+        self._possible = True
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        """As `Decoder.run_layers`; what it returns is overwritten by the next call."""
+        """As `layers`; what it returns is overwritten by the next call."""
         if not self._possible or batch.num_sequences != len(hidden_TH):
-            return self._model.run_layers(hidden_TH, batch, self._pool)
+            return self._layers(hidden_TH, batch)
         blocks = batch.blocks_BJ
         key = (len(hidden_TH), blocks.data_ptr(), blocks.stride(0), blocks.shape[1])
         recorded = self._tapes.get(key)
@@ -55,10 +52,10 @@ class TapedLayers:
         own_TH, tape = hidden_TH.clone(), Tape()
         try:
             with tape:
-                result_TH = self._model.run_layers(own_TH, own, self._pool)
+                result_TH = self._layers(own_TH, own)
         except NotTapedError:
             self._possible = False
-            return self._model.run_layers(hidden_TH, batch, self._pool)
+            return self._layers(hidden_TH, batch)
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
         self._tapes[key] = _Recorded(tape, own_TH, own, result_TH)

@@ -43,6 +43,12 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
     elements: int
 
 
+class Warmed(msgspec.Struct, tag=True, frozen=True):
+    """Worker: this share of the steps that warm it up is done, from 0 to 1."""
+
+    share: float
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Worker: I take steps."""
 
@@ -65,7 +71,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Start | Run | Stop
-ToEngine = Joined | Alive | Loaded | Ready | Done | Failed
+ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Failed
 
 
 class EngineSocket:

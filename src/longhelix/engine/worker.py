@@ -10,11 +10,9 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.rank import join, load_model, new_pool
 from longhelix.engine.runner import ModelRunner
 from longhelix.engine.transport import (
     Alive,
@@ -26,14 +24,12 @@ from longhelix.engine.transport import (
     Run,
     Start,
     Stop,
+    Warmed,
     WorkerSocket,
 )
+from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, native
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
-from longhelix.models.parameters import declare
-from longhelix.models.weights import load
 from longhelix.parallel.collectives import PeerLostError
 from longhelix.parallel.mesh import Mesh
 
@@ -91,31 +87,19 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
 
 
 def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> ModelRunner:
-    """Join the other ranks and build this one's part of the model."""
-    native.set_num_threads(config.threads_per_rank)
-    spec, layout, device = config.spec, config.layout, torch.device("cpu")
-    if layout.world_size > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host: nothing listens beyond it
-        dist.init_process_group(
-            "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=layout.world_size
-        )
-    mesh = Mesh.build(layout, rank)
-    weights = load(
-        open_checkpoint(config.model_path),
-        declare(spec, layout, rank),
-        getattr(torch, config.dtype),
-        device,
-        lambda elements: socket.send(Loaded(elements)),
-    )
-    num_kv_heads = len(layout.kv_heads(config.heads, rank))
-    format = KVFormat.choose(
-        config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
-    )
-    pool = KVPool(format, spec.num_layers, config.scheduler.num_blocks, device)
-    model = Decoder(spec, mesh, weights, config.weight_dtype)
+    """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
+    mesh = join(config, rank, directory)
+    model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)))
+    pool = new_pool(config, rank, config.scheduler.num_blocks)
     if config.scheduler.batch_invariant:
         _check_batch_invariant(model, pool, mesh)
-    return ModelRunner(spec, mesh, model, pool)
+    runner = ModelRunner(config.spec, mesh, model, pool, config.execution)
+    if config.device == "cuda" or config.execution == "compiled":
+        steps = warm_up_steps(config.scheduler)
+        for done, step in enumerate(steps, start=1):
+            runner.execute(step)
+            socket.send(Warmed(done / len(steps)))
+    return runner
 
 
 def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:

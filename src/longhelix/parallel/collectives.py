@@ -36,6 +36,10 @@ class Group:
         """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
         return self._sent_bytes + (self._channel.exchanged_bytes if self._channel is not None else 0)
 
+    def count_sent(self, num_bytes: int) -> None:
+        """Add what was sent by a CUDA graph, which no call here has seen."""
+        self._sent_bytes += num_bytes
+
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
         if self.size > 1 and torch.compiler.is_compiling():

@@ -1,0 +1,25 @@
+"""The GPUs of this host, found without loading torch."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+
+_TIMEOUT_S = 30
+
+
+def free_gpu_bytes() -> list[int]:
+    """Free memory of each GPU that this process may use, in torch's order; none if torch was built without CUDA."""
+    program = shutil.which("nvidia-smi")
+    if program is None or importlib.metadata.version("torch").endswith("+cpu"):
+        return []
+    query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return []
+    if visible is not None:
+        query += ["--id", visible]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    if answer.returncode:
+        return []
+    return [int(mebibytes) * 2**20 for mebibytes in answer.stdout.split()]

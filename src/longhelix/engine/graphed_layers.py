@@ -1,0 +1,155 @@
+"""The decoder's layers on CUDA graphs: one for each bucket of step shapes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from longhelix.models.batch import Batch
+from longhelix.parallel.collectives import Group
+
+_MOST_GRAPHS = 64
+
+# Gives what a call returns, and how to run it again over the same memory.
+Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+
+
+class Bucket(NamedTuple):
+    """A shape that steps are padded to. `table_blocks`: the width of the block table."""
+
+    rows: int
+    sequences: int
+    max_rows: int
+    table_blocks: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        """Decode steps have a row for each sequence, in the padding too; in others one more sequence takes all rows of
+        the padding."""
+        sequences, table_blocks = batch.blocks_BJ.shape
+        if batch.max_rows == 1:
+            rows = _padded(sequences)
+            return cls(rows, rows, 1, table_blocks)
+        rows = _padded(len(batch.slots_T))
+        return cls(rows, _padded(sequences + 1), rows, table_blocks)
+
+
+def _padded(count: int) -> int:
+    """The next power of two, or three quarters of it: at most a third is padding."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The memory that a graph reads."""
+
+    hidden_TH: Tensor
+    batch: Batch
+
+    @classmethod
+    def new(cls, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> Self:
+        rows, sequences, max_rows, table_blocks = bucket
+        own = Batch(
+            token_ids_T=batch.token_ids_T.new_zeros(rows),
+            cos_TR=batch.cos_TR.new_zeros(rows, batch.cos_TR.shape[1]),
+            sin_TR=batch.sin_TR.new_zeros(rows, batch.sin_TR.shape[1]),
+            slots_T=batch.slots_T.new_empty(rows),
+            limits_T=batch.limits_T.new_empty(rows),
+            row_starts_B=batch.row_starts_B.new_empty(sequences + 1),
+            blocks_BJ=batch.blocks_BJ.new_zeros(sequences, table_blocks),
+            max_rows=max_rows,
+        )
+        return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
+
+    def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
+        """A step, then padding: rows that write no KV and see no token."""
+        rows, sequences, own = len(hidden_TH), batch.num_sequences, self.batch
+        self.hidden_TH[:rows] = hidden_TH
+        own.cos_TR[:rows] = batch.cos_TR
+        own.sin_TR[:rows] = batch.sin_TR
+        own.slots_T[:rows] = batch.slots_T
+        own.slots_T[rows:] = -1
+        own.limits_T[:rows] = batch.limits_T
+        own.limits_T[rows:] = 0
+        own.blocks_BJ[:sequences] = batch.blocks_BJ
+        own.row_starts_B[: sequences + 1] = batch.row_starts_B
+        ends = own.row_starts_B[sequences + 1 :]
+        if own.max_rows == 1:
+            torch.arange(rows + 1, len(own.slots_T) + 1, out=ends)
+        else:
+            ends.fill_(len(own.slots_T))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    inputs: _Inputs
+    result_TH: Tensor
+    replay: Callable[[], None]
+    sent_bytes: int
+
+
+class GraphedLayers:
+    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay that on their inputs.
+
+    `exchange`: the group that counts what layers send; a replay sends what its capture did, which nobody sees.
+    """
+
+    def __init__(
+        self, layers: Callable[[Tensor, Batch], Tensor], exchange: Group, capture: Capture | None = None
+    ) -> None:
+        self._layers = layers
+        self._exchange = exchange
+        self._capture = capture or _CudaCapture()
+        self._graphs: dict[Bucket, _Graph] = {}
+
+    def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
+        """As `layers`; what it returns is overwritten by the next call."""
+        bucket = Bucket.of(batch)
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            graph = self._graphs[bucket] = self._new_graph(bucket, hidden_TH, batch)
+        else:
+            graph.inputs.fill(hidden_TH, batch)
+            self._exchange.count_sent(graph.sent_bytes)
+        graph.replay()
+        return graph.result_TH[: len(hidden_TH)]
+
+    def _new_graph(self, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> _Graph:
+        if len(self._graphs) == _MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        inputs = _Inputs.new(bucket, hidden_TH, batch)
+        inputs.fill(hidden_TH, batch)
+        sent_bytes = 0
+
+        def call() -> Tensor:
+            nonlocal sent_bytes
+            before = self._exchange.exchanged_bytes
+            result_TH = self._layers(inputs.hidden_TH, inputs.batch)
+            sent_bytes = self._exchange.exchanged_bytes - before
+            return result_TH
+
+        result_TH, replay = self._capture(call)
+        return _Graph(inputs, result_TH, replay, sent_bytes)
+
+
+class _CudaCapture:
+    """Captures into graphs that share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        # Kernels are compiled and libraries make their buffers before the capture, which would refuse both.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks for events on a thread of its own meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = call()
+        return result, graph.replay

@@ -1,0 +1,61 @@
+"""The parts of one rank, made from the configuration: its place in the world, its model, its pool."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longhelix.cache.pool import KVPool
+from longhelix.engine.config import EngineConfig
+from longhelix.kernels import KVFormat, native
+from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.models.weights import load
+from longhelix.parallel.mesh import Mesh
+
+
+def join(config: EngineConfig, rank: int, directory: Path) -> Mesh:
+    """Meet the other ranks, in a directory that all of them know."""
+    native.set_num_threads(config.threads_per_rank)
+    device = device_of(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if config.layout.world_size > 1:
+        meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
+    return Mesh.build(config.layout, rank)
+
+
+def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> None:
+    """Make the world of ranks, all on this host; nothing listens beyond it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
+
+
+def load_model(config: EngineConfig, mesh: Mesh, progress: Callable[[int], None] = lambda elements: None) -> Decoder:
+    """This rank's part of the model. `progress` is told the elements of each parameter as it is in."""
+    weights = load(
+        open_checkpoint(config.model_path),
+        declare(config.spec, config.layout, mesh.rank),
+        getattr(torch, config.dtype),
+        device_of(config, mesh.rank),
+        progress,
+    )
+    return Decoder(config.spec, mesh, weights, config.weight_dtype)
+
+
+def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
+    """This rank's pool of `num_blocks` KV blocks; contents undefined."""
+    spec, device = config.spec, device_of(config, rank)
+    num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
+    format = KVFormat.choose(
+        config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
+    )
+    return KVPool(format, spec.num_layers, num_blocks, device)
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """The CPU, or a GPU of its own for every rank."""
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
