@@ -44,6 +44,15 @@ def test_tokens_equal_transformers_through_processes(llm, oracle):
     assert [result.token_ids for result in results] == oracle.tokens
 
 
+def test_compiled_layers_warm_up_and_give_the_same_tokens(oracle):
+    shares = []
+    with LLM(str(oracle.path), chunk_tokens=16, execution="compiled", on_warm_up=shares.append) as compiled:
+        results = compiled.generate(oracle.prompts, SamplingParams(max_new_tokens=32))
+    assert [result.token_ids for result in results] == oracle.tokens
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
 def test_result_counts_follow_their_formulas(llm, oracle):
     (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12))
     length = len(PROMPT) + 12 - 1

@@ -151,12 +151,12 @@ def _device(asked: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dty
         return device
     if num_gpus < layout.world_size:
         raise UserError(
-            f"{layout.world_size} ranks need a GPU each, and torch can use {num_gpus} here: set --device cpu, or a "
-            "smaller layout"
+            f"the layout has {layout.world_size} ranks, each of which needs a GPU, but torch can use {num_gpus} here: "
+            "set device to cpu, or choose a smaller layout"
         )
     if weight_dtype not in DTYPES or kv_dtype == "int4":
         narrow = f"kv_dtype {kv_dtype}" if weight_dtype in DTYPES else f"weight_dtype {weight_dtype}"
-        raise UserError(f"{narrow} runs on CPUs alone: set --device cpu, or another dtype")
+        raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
     return device
 
 

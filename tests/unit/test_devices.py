@@ -1,0 +1,107 @@
+"""Where ranks run: GPUs found without torch, and what a configuration makes of them."""
+
+import importlib.metadata
+
+import pytest
+
+from longhelix.engine import config as config_module
+from longhelix.engine.config import resolve
+from longhelix.engine.devices import free_gpu_bytes
+from longhelix.engine.warm_up import warm_up_steps
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import open_checkpoint
+from longhelix.scheduler.scheduler import SchedulerConfig
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0")
+
+
+def install(monkeypatch, directory, body):
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory))
+
+
+def test_free_memory_is_that_of_the_visible_gpus(monkeypatch, tmp_path, cuda_build):
+    install(monkeypatch, tmp_path, 'case "$*" in *"--id 1,0"*) echo 10; echo 30;; *--id*) exit 6;; *) echo 30;; esac')
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert free_gpu_bytes() == [30 * 2**20]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert free_gpu_bytes() == [10 * 2**20, 30 * 2**20]
+    for hidden in ("", "7"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert free_gpu_bytes() == []
+
+
+def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "echo 30")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0+cpu")
+    assert free_gpu_bytes() == []
+
+
+def configure(monkeypatch, gpu_bytes, layout=Layout(), **options):  # noqa: B008 - frozen
+    monkeypatch.setattr(config_module, "free_gpu_bytes", lambda: gpu_bytes)
+    options = {"dtype": None, "weight_dtype": None, "kv_dtype": None, "max_model_len": None} | options
+    return resolve(
+        open_checkpoint("builtin"),
+        layout,
+        rope_scaling=None,
+        kv_cache_tokens=None,
+        chunk_tokens=512,
+        block_tokens=16,
+        placement="striped",
+        growth_limit_tokens=4096,
+        **options,
+    )
+
+
+def test_ranks_run_on_gpus_where_there_is_one_for_each(monkeypatch):
+    assert configure(monkeypatch, []).device == "cpu"
+    assert configure(monkeypatch, [GIB]).device == "cuda"
+    assert configure(monkeypatch, [GIB], device="cpu").device == "cpu"
+    assert configure(monkeypatch, [GIB], Layout(kvp=2)).device == "cpu"
+    assert configure(monkeypatch, [GIB, GIB], Layout(kvp=2)).device == "cuda"
+
+
+def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
+    kv_bytes = 2 * 30 * 3 * 64 * 2
+    with pytest.warns(UserWarning, match="less than one request"):
+        config = configure(monkeypatch, [8 * GIB, GIB], Layout(kvp=2), max_model_len=100_000)
+    weights_bytes = config.weight_elements(1) * 2
+    affordable = int((GIB - weights_bytes) * 0.8) // (16 * kv_bytes)
+    assert config.scheduler.num_blocks == min(affordable, -(-50_000 // 16))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "words"),
+    [
+        (1, {"device": "cuda", "layout": Layout(kvp=2)}, "has 2 ranks, each of which needs a GPU"),
+        (1, {"weight_dtype": "int8"}, "weight_dtype int8 runs on CPUs alone"),
+        (1, {"kv_dtype": "int4"}, "kv_dtype int4 runs on CPUs alone"),
+        (0, {"device": "tpu"}, "device 'tpu' is not known: use one of auto, cpu, cuda"),
+        (0, {"execution": "fast"}, "execution 'fast' is not known: use one of recorded, compiled, eager"),
+    ],
+)
+def test_what_cannot_run_is_said(monkeypatch, gpus, options, words):
+    with pytest.raises(UserError, match=words):
+        configure(monkeypatch, [GIB] * gpus, **options)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "num_blocks", "kvp"), [(512, 1000, 1), (512, 4, 2), (1, 3, 1)])
+def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp):
+    steps = warm_up_steps(SchedulerConfig(kvp, num_blocks, 4096, chunk_tokens=chunk_tokens))
+    opened = [new.id for step in steps for new in step.new]
+    assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.ended)
+    for step in steps:
+        for work in step.work:
+            assert len(work.new_blocks) == -(-work.num_tokens // 16)
+            assert all(block.owner < kvp and block.id < num_blocks for block in work.new_blocks)
+    longest = min(chunk_tokens, num_blocks * 16 * kvp)
+    assert max(step.num_tokens for step in steps) == max(longest, 16)
