@@ -177,7 +177,7 @@ struct Attend {
 
     // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token).
     template <int R, int V, bool Ahead>
-    void score(const u32* q, const u8* const (&tiles)[V], const u8* const (&ahead)[V], const std::int64_t* seen,
+    void score(const u32* q, const u8* const (&tiles)[V], const u8* const (&ahead)[2], const std::int64_t* seen,
                float* scores) const {
         f32x16 sums[R][V] = {};
         accumulate<E, R, V, Ahead>(sums, q, key_units, tiles, key_units, ahead);
@@ -244,11 +244,9 @@ struct Attend {
         }
         std::size_t first = channel / kLanes * panel_bytes;
         for (int t = 0; t < num_tiles; ++t) {
-            const u8 *panels[V], *ahead[V];
-            for (int v = 0; v < V; ++v) {
-                panels[v] = values[t] + first + v * panel_bytes;
-                ahead[v] = next[t] + first + v * panel_bytes;
-            }
+            const u8* panels[V];
+            for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
+            const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
             accumulate<E, R, V, Ahead>(sums, weights + t * (kLanes / kStep), kPartTokens / kStep, panels, kLanes / kStep,
                                        ahead);
         }
@@ -292,16 +290,16 @@ struct Attend {
             for (int r = 0; r < R; ++r) left[r] = seen[r] > t * kLanes ? seen[r] - t * kLanes : 0;
             return left;
         };
-        for (; t + kTiles <= num_tiles; t += kTiles) {
-            const u8 *tiles[kTiles], *ahead[kTiles];
-            for (int v = 0; v < kTiles; ++v) tiles[v] = part.tiles[t + v], ahead[v] = part.ahead_keys[t + v];
-            score<R, kTiles, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
-        }
+        auto score_tiles = [&]<int V>() {
+            const u8* tiles[V];
+            for (int v = 0; v < V; ++v) tiles[v] = part.tiles[t + v];
+            const u8* middle = V > 1 ? part.ahead_keys[t + V / 2] : part.ahead_keys[t] + tile_bytes / 4;
+            const u8* ahead[2] = {part.ahead_keys[t], middle};
+            score<R, V, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
+        };
+        for (; t + kTiles <= num_tiles; t += kTiles) score_tiles.template operator()<kTiles>();
         if constexpr (kTiles > 1) {
-          for (; t < num_tiles; ++t) {
-            const u8 *tiles[1] = {part.tiles[t]}, *ahead[1] = {part.ahead_keys[t]};
-            score<R, 1, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
-          }
+            for (; t < num_tiles; ++t) score_tiles.template operator()<1>();
         }
         State run{memory.run.base + row, memory.run.sum + row,
                   memory.run.out + static_cast<std::ptrdiff_t>(row) * value_size};

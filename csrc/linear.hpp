@@ -65,7 +65,7 @@ struct Multiply {
     // sums[r][v] = rows r of x times panels v.
     template <int R, int V>
     void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
-        const u8* none[V] = {};
+        const u8* none[2] = {};
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }

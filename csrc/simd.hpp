@@ -349,17 +349,21 @@ struct Int4 : PairUnits {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // sums[r][v] += rows r of `units` (`stride` apart) times panel v, over `depth` unit rows. While it reads the panels it
-// asks the memory for `ahead[v]`, what will be read next, a line for each line read; null asks for nothing.
+// asks the memory for what will be read next, as many lines: `ahead[0]` and what follows in the first half of the rows,
+// `ahead[1]` in the second. One line after the other: the memory answers 8 streams side by side a quarter slower.
 template <typename E, int R, int V, bool Ahead>
 INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t stride, const u8* const (&panels)[V],
-                       int depth, const u8* const (&ahead)[V]) {
+                       int depth, const u8* const (&ahead)[2]) {
+    const u8* next = ahead[0];
     for (int row = 0; row < depth; row += E::kRowsAtOnce) {
+        if (Ahead && row == depth / 2) next = ahead[1];
         typename E::Operand operands[V][E::kRowsAtOnce];
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             E::load_rows(panels[v] + row * E::kRowBytes, operands[v]);
-            if constexpr (Ahead) __builtin_prefetch(ahead[v] + row * E::kRowBytes, 0, 3);
+            if constexpr (Ahead) __builtin_prefetch(next + v * (E::kRowsAtOnce * E::kRowBytes), 0, 3);
         }
+        if constexpr (Ahead) next += V * E::kRowsAtOnce * E::kRowBytes;
 #pragma GCC unroll 4
         for (int i = 0; i < E::kRowsAtOnce; ++i) {
 #pragma GCC unroll 16

@@ -214,7 +214,7 @@ def assert_stored(kept: np.ndarray, scale: np.ndarray | None, given_TkC: Tensor,
     assert (np.abs(kept * scale - wanted) <= half * (1 + 2 * UNIT) + 2 * UNIT * np.abs(wanted)).all()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     shape=st.builds(Shape, st.integers(1, 4), st.just(1), head_sizes, head_sizes, block_sizes, kv_dtypes),
     dtype=dtypes,
@@ -369,7 +369,7 @@ rotations = given(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @rotations
 def test_queries_are_normalised_and_rotated(heads, size, norms, dtype, kv_dtype, rows, seed):
     query_heads, kv_heads = heads
@@ -410,7 +410,7 @@ def test_a_rotation_rounds_at_the_same_steps_as_the_reference(dtype, least):
     assert (kept_TkC == k_TkC[mine_T].double().numpy()).mean() > least
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @rotations
 def test_keys_are_rotated_as_queries_are_and_written_as_by_a_write(heads, size, norms, dtype, kv_dtype, rows, seed):
     """The key heads once more as queries: what comes back, written, makes the same pool bit for bit."""
@@ -618,7 +618,7 @@ shapes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     shape=shapes,
     limits=st.lists(sequences(), min_size=1, max_size=4),
@@ -855,7 +855,7 @@ def test_the_pools_bytes_do_not_depend_on_the_number_of_threads(kv_dtype, thread
     assert torch.equal(pools[0].values, pools[1].values)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     group=st.integers(1, 5),
     kv_dtype=kv_dtypes,

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ from pathlib import Path
 import psutil
 
 from longhelix.bench.report import Column, Plot, Section
-from longhelix.bench.world import THREADS, Row
+from longhelix.bench.world import Row
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.launch import rank_environment
 
 PROGRAMS = Path(__file__).parents[3] / "benchmarks" / "peers"  # of a checkout; an installed package has none
 TIMEOUT_S = 1800.0
@@ -122,7 +122,7 @@ class Peers:
                 capture_output=True,
                 text=True,
                 stdin=subprocess.DEVNULL,
-                env=THREADS | os.environ,
+                env=rank_environment(),
                 timeout=TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:

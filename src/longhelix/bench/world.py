@@ -13,12 +13,11 @@ from typing import Any, Self
 
 import msgspec
 
+from longhelix.engine.launch import rank_environment
 from longhelix.errors import EngineError, UserError
 
 # The longest that one point may take; filling the KV of millions of tokens takes a minute.
 POINT_TIMEOUT_S = 900.0
-# Of threads that wait for each other; as the engine starts its workers (engine/launch.py).
-THREADS = {"GOMP_SPINCOUNT": "1000"}
 
 Row = dict[str, Any]
 
@@ -43,7 +42,7 @@ class World:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE,
                         text=True,
-                        env=THREADS | os.environ,
+                        env=rank_environment(),
                     )
                 )
         except BaseException:
