@@ -90,7 +90,7 @@ def build(case, rank, meshes):
     model = load_model(config, meshes[layout])
     runner = RecordingRunner(config.spec, meshes[layout], model, pool, config.execution)
     if case.get("graphed"):
-        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), meshes[layout].kvp, run_again)
+        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), meshes[layout].kvp, capture=run_again)
     runner.num_requests = len(case["prompts"])
     return config, runner
 

@@ -82,6 +82,9 @@ class ModelOptions:
     execution: Literal["recorded", "compiled", "eager"] = "recorded"
     "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op."
 
+    attention: Literal["own", "flashinfer"] = "own"
+    "On GPUs, whose decode attention: the package flashinfer-python has one as well."
+
     def start(self) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
         with Progress(console=stderr, transient=True) as progress:
@@ -103,6 +106,7 @@ class ModelOptions:
                 batch_invariant=self.batch_invariant,
                 device=self.device,
                 execution=self.execution,
+                attention=self.attention,
                 on_load=lambda share: progress.update(bar, completed=share),
                 on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
             )

@@ -21,6 +21,7 @@ from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec
 _POOL_SHARE = 0.8
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
+ATTENTIONS = ("own", "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: str
     execution: str
+    attention: str
 
     @property
     def heads(self) -> HeadShape:
@@ -74,6 +76,7 @@ def resolve(
     batch_invariant: bool = False,
     device: str = "auto",
     execution: str = "recorded",
+    attention: str = "own",
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -87,6 +90,8 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    if _known("attention", attention, ATTENTIONS) == "flashinfer" and (device == "cpu" or execution == "eager"):
+        raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
     cores = os.cpu_count() or 1
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
@@ -121,6 +126,7 @@ def resolve(
         scheduler=scheduler,
         device=device,
         execution=_known("execution", execution, EXECUTIONS),
+        attention=attention,
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.parallel.collectives import Group
 
@@ -95,13 +96,19 @@ class GraphedLayers:
     """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay that on their inputs.
 
     `exchange`: the group that counts what layers send; a replay sends what its capture did, which nobody sees.
+    `planner`: FlashInfer's, which wants to see a batch before its capture and before every replay.
     """
 
     def __init__(
-        self, layers: Callable[[Tensor, Batch], Tensor], exchange: Group, capture: Capture | None = None
+        self,
+        layers: Callable[[Tensor, Batch], Tensor],
+        exchange: Group,
+        planner: Planner | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._layers = layers
         self._exchange = exchange
+        self._planner = planner
         self._capture = capture or _CudaCapture()
         self._graphs: dict[Bucket, _Graph] = {}
 
@@ -112,7 +119,7 @@ class GraphedLayers:
         if graph is None:
             graph = self._graphs[bucket] = self._new_graph(bucket, hidden_TH, batch)
         else:
-            graph.inputs.fill(hidden_TH, batch)
+            self._fill(graph.inputs, hidden_TH, batch)
             self._exchange.count_sent(graph.sent_bytes)
         graph.replay()
         return graph.result_TH[: len(hidden_TH)]
@@ -121,7 +128,7 @@ class GraphedLayers:
         if len(self._graphs) == _MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         inputs = _Inputs.new(bucket, hidden_TH, batch)
-        inputs.fill(hidden_TH, batch)
+        self._fill(inputs, hidden_TH, batch)
         sent_bytes = 0
 
         def call() -> Tensor:
@@ -133,6 +140,11 @@ class GraphedLayers:
 
         result_TH, replay = self._capture(call)
         return _Graph(inputs, result_TH, replay, sent_bytes)
+
+    def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
+        inputs.fill(hidden_TH, batch)
+        if self._planner is not None:
+            self._planner.prepare(inputs.batch.blocks_BJ, inputs.batch.limits_T, inputs.batch.max_rows)
 
 
 class _CudaCapture:

@@ -10,17 +10,19 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.taped_layers import TapedLayers
 from longhelix.kernels import native
+from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 
 Layers = Callable[[Tensor, Batch], Tensor]
 
 
-def make_layers(model: Decoder, pool: KVPool, execution: str) -> Layers:
+def make_layers(model: Decoder, pool: KVPool, execution: str, planner: Planner | None = None) -> Layers:
     """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
 
     "recorded": decode steps on a CPU run from tapes, all steps on a GPU from CUDA graphs. "compiled": all layers as
     one graph of torch.compile, collectives in it; on a GPU that is what CUDA graphs record. "eager": neither.
+    `planner`: FlashInfer's, for the attention of CUDA graphs.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution == "eager":
@@ -28,6 +30,6 @@ def make_layers(model: Decoder, pool: KVPool, execution: str) -> Layers:
     if execution == "compiled":
         layers = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
     if pool.device.type == "cuda":
-        return GraphedLayers(layers, model.mesh.kvp)
+        return GraphedLayers(layers, model.mesh.kvp, planner)
     # Kernels that the compiler made would be missing from a tape.
     return TapedLayers(layers) if execution == "recorded" and native.module is not None else layers

@@ -73,9 +73,9 @@ class LLM:
     chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
     the next one joins) or local. batch_invariant: refuse what would let a request's bits depend on its batch, its
     chunks or the number of threads. device: cpu, cuda, or auto: GPUs where there is one for each rank. execution:
-    recorded (tapes on CPUs, CUDA graphs on GPUs), compiled (torch.compile) or eager. on_load and on_warm_up are told
-    the share of the weights, then of the warm-up, that is done, from 0 to 1. Raises UserError for input that cannot
-    work, EngineError if a rank fails.
+    recorded (tapes on CPUs, CUDA graphs on GPUs), compiled (torch.compile) or eager. attention: own, or flashinfer on
+    GPUs. on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
+    Raises UserError for input that cannot work, EngineError if a rank fails.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class LLM:
         batch_invariant: bool = False,
         device: str = "auto",
         execution: str = "recorded",
+        attention: str = "own",
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -118,6 +119,7 @@ class LLM:
             batch_invariant=batch_invariant,
             device=device,
             execution=execution,
+            attention=attention,
         )
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
-from longhelix.kernels import KVFormat, native
+from longhelix.kernels import KVFormat, flashinfer, native
+from longhelix.kernels.flashinfer import Planner
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
@@ -54,6 +55,15 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
         config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
     )
     return KVPool(format, spec.num_layers, num_blocks, device)
+
+
+def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:
+    """FlashInfer's planner, where it was asked for. Raises UserError if it cannot read this pool."""
+    num_query_heads = len(config.layout.query_heads(config.heads, rank))
+    if config.attention != "flashinfer" or not num_query_heads:
+        return None
+    flashinfer.check(pool.format, config.dtype)
+    return Planner(pool.format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

@@ -9,6 +9,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
 from longhelix.engine.block_table import BlockTable
 from longhelix.engine.layers import make_layers
+from longhelix.kernels.flashinfer import Planner
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -48,11 +49,19 @@ class _Rows:
 class ModelRunner:
     """Executes steps on one rank, in order. Every rank of the stage executes every step."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, model: Decoder, pool: KVPool, execution: str = "recorded") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        model: Decoder,
+        pool: KVPool,
+        execution: str = "recorded",
+        planner: Planner | None = None,
+    ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
-        self.layers = make_layers(model, pool, execution)
+        self.layers = make_layers(model, pool, execution, planner)
         self.pool = pool
         self.block_tokens = pool.format.block_tokens
         self.device = pool.device

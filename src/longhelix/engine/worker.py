@@ -12,7 +12,7 @@ from pathlib import Path
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.rank import join, load_model, new_pool
+from longhelix.engine.rank import join, load_model, new_planner, new_pool
 from longhelix.engine.runner import ModelRunner
 from longhelix.engine.transport import (
     Alive,
@@ -93,7 +93,7 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
     pool = new_pool(config, rank, config.scheduler.num_blocks)
     if config.scheduler.batch_invariant:
         _check_batch_invariant(model, pool, mesh)
-    runner = ModelRunner(config.spec, mesh, model, pool, config.execution)
+    runner = ModelRunner(config.spec, mesh, model, pool, config.execution, new_planner(config, rank, pool))
     if config.device == "cuda" or config.execution == "compiled":
         steps = warm_up_steps(config.scheduler)
         for done, step in enumerate(steps, start=1):

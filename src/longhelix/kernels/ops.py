@@ -1,14 +1,15 @@
 """The ops that models call: signatures, shapes (letters in docs/shapes.md) and fakes, so that graphs keep them whole.
 
 LSE is a natural logarithm in float32, everywhere. Registered as torch.ops.longhelix.*. Packed operands run the native
-CPU kernels, CUDA tensors the Triton kernels, everything else the reference. Outside of a graph a native kernel is
-called directly: the dispatcher costs more than a small kernel does.
+CPU kernels, CUDA tensors the Triton kernels (or FlashInfer's attention, for batches that were prepared for it),
+everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs more than a
+small kernel does.
 """
 
 import torch
 from torch import Tensor
 
-from longhelix.kernels import native, reference
+from longhelix.kernels import flashinfer, native, reference
 from longhelix.kernels.layer import KVFormat, KVLayer
 from longhelix.kernels.weight import Weight
 
@@ -50,6 +51,8 @@ def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T,
     layer = _layer(values, scales, q_TqC.shape[-1], *format)
     if layer.format.packed:
         return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+    if (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
+        return planned
     if q_TqC.is_cuda:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
         table = blocks_BJ, row_starts_B, limits_T

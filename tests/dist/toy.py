@@ -1,0 +1,97 @@
+"""Toy models straight from tensors, run by the engine's own scheduler and runner on every rank of a world."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longhelix.cache.pool import KVPool
+from longhelix.engine.rank import meet
+from longhelix.engine.runner import ModelRunner
+from longhelix.kernels import KVFormat, native
+from longhelix.layout import HeadShape, Layout
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.models.weights import load
+from longhelix.parallel.mesh import Mesh
+
+BLOCK_TOKENS = 16
+CPU = torch.device("cpu")
+
+
+def run_ranks(program, arguments, size, directory, timeout_s):
+    """What each rank of `program` printed; they are gone when this returns, in `timeout_s` at the latest."""
+    deadline = time.monotonic() + timeout_s
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name(program)), str(rank), str(size), str(directory), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=max(deadline - time.monotonic(), 0)) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert not any(rank.returncode for rank in ranks), "\n".join(errors for _, errors in outputs)
+    return [output for output, _ in outputs]
+
+
+def join(rank, size, directory):
+    """This rank's place in a world that shares its KV over all ranks, by shared memory."""
+    native.set_num_threads(1)
+    if size > 1:
+        meet(size, rank, Path(directory))
+    mesh = Mesh.build(Layout(kvp=size), rank)
+    assert size == 1 or dist.get_backend(mesh.kvp._handle) == "shm"
+    return mesh
+
+
+class Tensors:
+    """A checkpoint in memory. What `tensors` lacks is random: the same on every rank."""
+
+    def __init__(self, spec, tensors=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self._tensors = {
+            source.name: torch.randn(source.shape, generator=generator) / 8 + (len(source.shape) == 1)  # norms about 1
+            for parameter in declare(spec, Layout(), 0)
+            for source in parameter.sources
+        } | (tensors or {})
+
+    def __getitem__(self, name):
+        return self._tensors[name]
+
+    def read(self, name, slices):
+        return self._tensors[name][slices]
+
+
+def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
+    """What was never written to the pool is NaN, or has a scale that is."""
+    weights = load(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, CPU, lambda elements: None)
+    heads = len(mesh.layout.kv_heads(HeadShape(spec.num_query_heads, spec.num_kv_heads), mesh.rank))
+    format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, spec.head_size, spec.head_size, CPU)
+    pool = KVPool(format, spec.num_layers, num_blocks, CPU)
+    for layer in pool.layers:
+        layer.values.view(torch.uint8).fill_(255)
+    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, "float32"), pool)
+
+
+class AtOnce:
+    """A runner of the scheduler's loop that computes a step when it is submitted."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self._results = []
+
+    def submit(self, step):
+        self._results.append(self._runner.execute(step))
+
+    def collect(self):
+        return self._results.pop(0)
