@@ -1,11 +1,12 @@
 """The native CPU kernels of the packed pool: what they store, and attention over what is stored.
 
-The packed arrangement is decoded here a second time, from its description, in numpy; attention is compared with a
-float64 softmax over the decoded numbers, so that quantisation and arithmetic are judged apart.
+Attention is compared with a float64 softmax over the stored numbers, decoded, so that quantisation and arithmetic are
+judged apart.
 """
 
 import itertools
 import math
+import mmap
 import random
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from longhelix.kernels import (
     rotate_and_write,
     write_kv,
 )
+from packed_pool import BITS, LARGEST, fp8_numbers, numbers, stored
 
 pytestmark = [
     pytest.mark.unit,
@@ -36,12 +38,9 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the stored number of the largest element of a vector
 PAIRS = ["bfloat16", *LARGEST]  # multiplied as pairs of bfloat16: queries and weights are rounded to it
 UNIT = 2.0**-24  # half the distance of float32 neighbours at 1: what one rounding may change
 PAIR_UNIT = 2.0**-8  # the same of bfloat16
-TILE = 16
 
 
 @dataclass(frozen=True)
@@ -67,106 +66,6 @@ class Shape:
         return layer
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The packed arrangement, decoded.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def panel_codes(raw: np.ndarray, rows: int, kv_dtype: str) -> np.ndarray:
-    """Bit patterns (..., rows, 16 lanes) of a panel's bytes (..., X)."""
-    row, lane = np.indices((rows, TILE))
-    unit, position = row // 2, row % 2
-    byte = lane // 4 * 16 + unit % 2 * 8 + lane % 4 * 2 + position
-    if kv_dtype == "int4":  # the high nibbles of 64 bytes come after the low ones
-        codes = raw[..., unit // 4 * 64 + byte]
-        return np.where(unit % 4 >= 2, codes >> 4, codes & 15)
-    if BITS[kv_dtype] == 8:
-        return raw[..., unit // 2 * 64 + byte]
-    at = {
-        "float32": row * 64 + lane * 4,
-        "float16": row * 32 + lane * 2,
-        "bfloat16": unit * 64 + lane * 4 + position * 2,
-    }
-    parts = [raw[..., at[kv_dtype] + i].astype(np.uint32) << 8 * i for i in range(BITS[kv_dtype] // 8)]
-    return sum(parts).astype(np.uint32 if kv_dtype == "float32" else np.uint16)
-
-
-def bfloat16_numbers(codes: np.ndarray) -> np.ndarray:
-    return (codes.astype(np.uint32) << 16).view(np.float32)
-
-
-def fp8_numbers(codes: np.ndarray) -> np.ndarray:
-    """e4m3 of the Open Compute Project: bias 7, NaN is all ones, no infinity."""
-    exponent, fraction = (codes >> 3 & 15).astype(np.float64), (codes & 7).astype(np.float64)
-    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7))
-    return np.where(codes & 128, -1, 1) * np.where(codes & 127 == 127, np.nan, size)
-
-
-def numbers(codes: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """What bit patterns stand for, before their scale; float64."""
-    if kv_dtype in ("float32", "float16"):
-        return codes.view(kv_dtype).astype(np.float64)
-    if kv_dtype == "bfloat16":
-        return bfloat16_numbers(codes).astype(np.float64)
-    if kv_dtype == "fp8":
-        return fp8_numbers(codes)
-    if kv_dtype == "int8":
-        return np.where(codes & 128, -1.0, 1.0) * (codes & 127)
-    return codes - 8.0
-
-
-@dataclass
-class Stored:
-    """Bit patterns of a pool: keys and values (P, D, k, C), and the scales of narrow ones (P, D, k), ones elsewhere."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    key_scales: np.ndarray
-    value_scales: np.ndarray
-    kv_dtype: str
-
-    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values in float64."""
-        keys, values = numbers(self.keys, self.kv_dtype), numbers(self.values, self.kv_dtype)
-        if self.kv_dtype not in LARGEST:
-            return keys, values
-        return keys * self.scales(self.key_scales), values * self.scales(self.value_scales)
-
-    @staticmethod
-    def scales(codes: np.ndarray) -> np.ndarray:
-        return bfloat16_numbers(codes).astype(np.float64)[..., None]
-
-    def parts(self) -> list[np.ndarray]:
-        return [self.keys, self.values, self.key_scales, self.value_scales]
-
-
-def stored(layer: KVLayer) -> Stored:
-    """A tile of 16 tokens: keys [channel][token], values [16 channels][token][channel], key scales, value scales."""
-    format = layer.format
-    raw = layer.values.numpy().swapaxes(0, 1)  # heads are outermost
-    lead = raw.shape[:3]
-
-    def by_token(part: np.ndarray) -> np.ndarray:  # (P, k, tiles, 16, ...) to (P, D, k, ...)
-        return np.moveaxis(part, 1, 3).reshape(lead[0], -1, lead[1], *part.shape[4:])
-
-    panel_bytes = TILE * TILE * BITS[format.dtype] // 8
-    key_bytes = panel_bytes * format.key_size // TILE
-    value_bytes = 0 if format.shared_values else panel_bytes * format.value_size // TILE
-    key_codes = panel_codes(raw[..., :key_bytes], format.key_size, format.dtype)
-    keys = by_token(key_codes.swapaxes(-1, -2))
-    values = keys[..., : format.value_size]
-    if not format.shared_values:
-        panels = raw[..., key_bytes : key_bytes + value_bytes].reshape(*lead, -1, panel_bytes)
-        values = by_token(panel_codes(panels, TILE, format.dtype).swapaxes(3, 4).reshape(*lead, TILE, -1))
-    rest = raw[..., key_bytes + value_bytes :]
-    if format.dtype not in LARGEST:
-        assert rest.shape[-1] == 0
-        ones = np.zeros(keys.shape[:-1], np.uint16)
-        return Stored(keys, values, ones, ones, format.dtype)
-    scales = np.ascontiguousarray(rest).view(np.uint16).reshape(*lead, 2, TILE)
-    return Stored(keys, values, by_token(scales[..., 0, :]), by_token(scales[..., 1, :]), format.dtype)
-
-
 def bits(values: Tensor) -> Tensor:
     """The bit pattern, so that NaN equals itself and -0 differs from 0."""
     return values.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
@@ -180,7 +79,7 @@ def seeded(seed: int) -> torch.Generator:
 # What is stored.
 # ----------------------------------------------------------------------------------------------------------------------
 
-head_sizes = st.sampled_from(range(16, 257, 16))
+head_sizes = st.sampled_from(range(16, native.LONGEST_HEAD + 1, 16))
 block_sizes = st.sampled_from([16, 32, 128])
 kv_dtypes = st.sampled_from([*BITS])
 dtypes = st.sampled_from(DTYPES)
@@ -855,6 +754,21 @@ def test_the_pools_bytes_do_not_depend_on_the_number_of_threads(kv_dtype, thread
     assert torch.equal(pools[0].values, pools[1].values)
 
 
+def test_threads_never_write_to_the_same_byte(threads):
+    """Values of tokens four apart share bytes of int4: here they are neighbours in every call."""
+    shape = Shape(kv_heads=1, key_size=16, value_size=128, kv_dtype="int4")
+    slots_T = (torch.arange(0, 2048, 8).unsqueeze(1) + torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])).flatten()
+    k_TkC, v_TkC = vectors(2048, 1, 16, 29), vectors(2048, 1, 128, 30)
+    expected = shape.poisoned(128)
+    threads(1)
+    write_kv(k_TkC, v_TkC, expected, slots_T)
+    threads(3)
+    for _ in range(1000):
+        layer = shape.poisoned(128)
+        write_kv(k_TkC, v_TkC, layer, slots_T)
+        assert torch.equal(layer.values, expected.values)
+
+
 @settings(max_examples=40)
 @given(
     group=st.integers(1, 5),
@@ -888,6 +802,60 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
     assert_near(merged[1][torch.from_numpy(seeing_Tq)], exact.lse_Tq[seeing_Tq], lse_tolerance[seeing_Tq] + lse_more)
     unsplit = case.run()
     assert_near(merged[0], unsplit[0].double().numpy(), 2 * out_tolerance + 8 * UNIT * exact.spread_TqC)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pools beyond 32 bits.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def sparse_layer(format: KVFormat, num_blocks: int) -> KVLayer:
+    """Zeros that take memory only where they are written, whatever the size of the pool."""
+    shaped = format.new_layer(num_blocks, torch.device("meta")).values
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return KVLayer(
+        format, torch.frombuffer(mmap.mmap(-1, shaped.nbytes, flags), dtype=shaped.dtype).view(shaped.shape), None
+    )
+
+
+HUGE = 9 * 2**30  # bytes: of float32, the narrowest case, more than 2^31 numbers
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed", "num_blocks"),
+    [
+        *((Shape(2, 3, 128, 128, 32, kv_dtype), True, None) for kv_dtype in BITS),
+        *((Shape(2, 3, 128, 128, 32, kv_dtype), False, None) for kv_dtype in ("float32", "bfloat16")),
+        (Shape(1, 16, 576, 512, 16, "bfloat16", shared=True), True, None),
+        (Shape(1, 3, 16, 16, 16, "int4"), True, 2**27 + 40),  # slots beyond 2^31, too
+    ],
+    ids=lambda value: value.kv_dtype + "-shared" * value.shared if isinstance(value, Shape) else str(value),
+)
+def test_tokens_beyond_32_bits_are_where_they_belong(shape, packed, num_blocks):
+    """The same tokens around the limits of 32 bits and at the end of a huge pool, and in a small one."""
+    format = shape.format(packed)
+    head_bytes = format.block_bytes // (shape.kv_heads if packed else 1)  # of a block, in one run
+    num_blocks = num_blocks or HUGE // head_bytes
+    around = [at // head_bytes + more for at in (2**31, 2**32, 2**33) for more in (-1, 0, 1)]
+    ids_J = torch.tensor([num_blocks - 1, *around, num_blocks // 2, num_blocks - 7])
+    count = len(ids_J) * shape.block_tokens
+    k_SkC, v_SkC = (
+        vectors(count, shape.kv_heads, shape.key_size, 31),
+        vectors(count, shape.kv_heads, shape.value_size, 32),
+    )
+    q_TqC = torch.randn(3, shape.kv_heads * shape.group, shape.key_size, generator=seeded(33))
+    far, near = sparse_layer(format, num_blocks), sparse_layer(format, len(ids_J))
+    results, blocks = [], []
+    for layer, mine_J in ((far, ids_J), (near, torch.arange(len(ids_J)))):
+        slots_S = (mine_J.unsqueeze(1) * shape.block_tokens + torch.arange(shape.block_tokens)).flatten()
+        write_kv(k_SkC, None if shape.shared else v_SkC, layer, slots_S)
+        rows = torch.tensor([0, 3]), torch.tensor([count, count - 5, 20])
+        results.append(partial_attention(q_TqC, layer, mine_J.unsqueeze(0), *rows, 0.1))
+        blocks.append(layer.values.index_select(int(packed), mine_J))
+    assert blocks[0].any()
+    assert torch.equal(bits(blocks[0]), bits(blocks[1]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def views_of(tensor: Tensor) -> list[Tensor]:
