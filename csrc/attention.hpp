@@ -344,8 +344,12 @@ struct Attend {
         }
         int rows = block.num_rows, row = 0;
         if constexpr (kRowTile == 12) {
+            // Whoever comes first asks for the next part; for the others this one is in the cache.
+            if (rows > 12 && rows <= 16) {
+                attend_rows<8, true>(block, part, start, 0, memory);
+                return attend_rows<8, false>(block, part, start, 8, memory);
+            }
             if (rows > 8) {
-                // Whoever comes first asks for the next part; for the others this one is in the cache.
                 attend_rows<12, true>(block, part, start, 0, memory);
                 for (row = 12; rows - row > 8; row += 12) attend_rows<12, false>(block, part, start, row, memory);
                 if (rows <= row) return;

@@ -62,6 +62,12 @@ struct Multiply {
         }
     }
 
+    // A block that is read later. One row takes narrow weights from memory a third faster so; with bfloat16, whose
+    // panels are longer runs, the processor's own guesses are better.
+    static void ask_for(const u8* block) {
+        for (std::size_t byte = 0; byte < kBlockBytes; byte += 64) __builtin_prefetch(block + byte, 0, 3);
+    }
+
     // sums[r][v] = rows r of x times panels v.
     template <int R, int V>
     void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
@@ -75,7 +81,10 @@ struct Multiply {
             for (int block = 0; block < num_blocks(); ++block) {
                 f32x16 part[R][V] = {};
                 const u8* at[V];
-                for (int v = 0; v < V; ++v) at[v] = panels[v] + block * kBlockBytes;
+                for (int v = 0; v < V; ++v) {
+                    at[v] = panels[v] + block * kBlockBytes;
+                    if constexpr (R == 1) ask_for(at[v] + (call.swiglu ? V / 2 : V) * panel_bytes);
+                }
                 accumulate<E, R, V, false>(part, x + block * kBlockUnits, units, at, kBlockUnits, none);
 #pragma GCC unroll 16
                 for (int v = 0; v < V; ++v) {

@@ -20,6 +20,7 @@ COLUMNS = (
     Column("kv_dtype", "KV"),
     Column("layout", "kvp x tpa"),
     Column("threads", "threads", "d"),
+    Column("execution", "layers"),
     Column("step_s", "step, ms", ".2f", 1e3),
     Column("spread", "spread, %", ".0f", 100),
     Column("read_bytes", "read, MB", ",.0f", 1e-6),
@@ -95,6 +96,7 @@ def conditions(config: EngineConfig) -> Row:
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
         "ranks": config.layout.world_size,
         "threads": config.threads_per_rank,
+        "execution": config.execution,
     }
 
 

@@ -23,6 +23,7 @@ COLUMNS = (
     Column("kv_dtype", "KV"),
     Column("layout", "kvp x tpa"),
     Column("threads", "threads", "d"),
+    Column("execution", "layers"),
     Column("prefill_s", "prefill, s", ".3f"),
     Column("spread", "spread, %", ".0f", 100),
     Column("tokens_per_s", "tokens/s", ",.0f"),

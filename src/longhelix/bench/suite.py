@@ -112,7 +112,7 @@ class Suite:
         self._report.sections.append(section)
 
     def all(self, short: bool) -> None:
-        """Everything, with the built-in model in bfloat16 and in int8; `short`: fewer points, fewer repeats."""
+        """Everything, with the built-in model in bfloat16, in int8, and over two ranks; `short`: less of it."""
         extent = SHORT if short else FULL
         configs = [
             configure("builtin", Layout(), extent.contexts, weight_dtype=dtype, kv_dtype=dtype)
@@ -121,7 +121,8 @@ class Suite:
         self.kernels(
             extent.kv_context, ("bfloat16", "int8", "int4"), (64, 128), extent.groups, (), extent.kernel_repeats
         )
-        self.decode(configs, extent.contexts, extent.decode_repeats)
+        ranks = configure("builtin", Layout(kvp=2), extent.contexts, weight_dtype=None, kv_dtype=None)
+        self.decode([*configs, ranks], extent.contexts, extent.decode_repeats)
         self.prefill(configs, extent.prompts, extent.prefill_repeats)
         self.collectives(extent.ranks, extent.sizes_bytes, extent.collective_repeats)
 
@@ -148,6 +149,7 @@ def configure(
     kv_dtype: str | None,
     threads: int | None = None,
     chunk_tokens: int = 512,
+    execution: str = "recorded",
 ) -> EngineConfig:
     """The engine's configuration for one request as long as the longest of `lengths`. Raises UserError."""
     _check_positive("a context or prompt", *lengths)
@@ -170,6 +172,7 @@ def configure(
             placement="striped",
             growth_limit_tokens=4096,
             device="cpu",
+            execution=execution,
         )
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -104,6 +104,8 @@ class BenchModelOptions:
     "The KV cache's dtype: float32, bfloat16, float16, fp8, int8 or int4. [default: the checkpoint's dtype]"
     threads: int | None = None
     "Threads of a rank. [default: cores / ranks]"
+    execution: Literal["recorded", "compiled", "eager"] = "recorded"
+    "How layers run: decode steps from tapes, compiled by torch.compile, or op by op."
 
     def config(self, lengths: Sequence[int], chunk_tokens: int = 512) -> "EngineConfig":
         from longhelix.bench.suite import configure
@@ -116,6 +118,7 @@ class BenchModelOptions:
             kv_dtype=self.kv_dtype,
             threads=self.threads,
             chunk_tokens=chunk_tokens,
+            execution=self.execution,
         )
 
 
