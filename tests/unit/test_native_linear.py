@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_native_attention import UNIT, bits, chain, numbers, panel_codes, seeded
+from test_native_attention import UNIT, bits, chain, numbers, seeded
 from torch import Tensor
 from torch.library import opcheck
 
 from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, Weight, linear, make_weight, native
+from packed_pool import panel_codes
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
