@@ -149,7 +149,7 @@ class mutation:  # noqa: N801 - reads as a statement
 
             def later_rows_see_less(runner, seq, work):
                 rows = advance(runner, seq, work)
-                return runner_module._Rows(rows.token_ids, rows.positions, rows.slots, (rows.limits - 1).clamp(min=0))
+                return runner_module._Rows(rows.token_ids, rows.positions, rows.slots, np.maximum(rows.limits - 1, 0))
 
             ModelRunner._advance = later_rows_see_less
         if self.kind == "owner":

@@ -1,5 +1,6 @@
 """The KV blocks of live sequences as the kernels read them: kept from step to step, so that no step copies them."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,10 +46,9 @@ class BlockTable:
             self._device_BJ[row, start:stop] = self._host_BJ[row, start:stop]
         self._lengths[row] = stop
 
-    def __getitem__(self, place: tuple[int, slice]) -> Tensor:
-        """Some of a row's block ids, on the host."""
-        row, columns = place
-        return self._host_BJ[row, : self._lengths[row]][columns]
+    def blocks(self, row: int) -> np.ndarray:
+        """A row's block ids, on the host."""
+        return self._host_BJ[row, : self._lengths[row]].numpy()
 
     def rows(self, rows: list[int]) -> Tensor:
         """blocks_BJ of a step, at the same address from step to step: the rows, or where they do not lie side by side a

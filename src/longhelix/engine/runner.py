@@ -1,7 +1,9 @@
 """The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,10 +42,10 @@ class SequenceState:
 class _Rows:
     """One sequence's rows of a batch."""
 
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    limits: Tensor
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    limits: np.ndarray
 
 
 class ModelRunner:
@@ -123,6 +125,8 @@ class ModelRunner:
         """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
         layout, size = self.mesh.layout, self.spec.vocab_size
         logits_Sv = self.model.logits(hidden_SH)
+        if self.mesh.stage.size == 1:
+            return logits_Sv
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
         widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.stage.ranks]
         padded_SW = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
@@ -140,16 +144,16 @@ class ModelRunner:
             starts.append(starts[-1] + work.num_tokens)
         counts = torch.tensor([work.num_tokens for work in step.work])
         frequencies_TR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts, dim=0)
-        positions_T = torch.cat([part.positions for part in rows])
+        positions_T = _join(part.positions for part in rows)
         cos_TR, sin_TR = rotation(
             positions_T.to(self.device), frequencies_TR.to(self.device), self.spec.rope.attention_factor
         )
         return Batch(
-            token_ids_T=torch.cat([part.token_ids for part in rows]).to(self.device),
+            token_ids_T=_join(part.token_ids for part in rows).to(self.device),
             cos_TR=cos_TR,
             sin_TR=sin_TR,
-            slots_T=torch.cat([part.slots for part in rows]).to(self.device),
-            limits_T=torch.cat([part.limits for part in rows]).to(self.device),
+            slots_T=_join(part.slots for part in rows).to(self.device),
+            limits_T=_join(part.limits for part in rows).to(self.device),
             row_starts_B=torch.tensor(starts).to(self.device),
             blocks_BJ=self.table.rows([seq.row for seq in sequences]),
             max_rows=max(work.num_tokens for work in step.work),
@@ -158,19 +162,21 @@ class ModelRunner:
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
         """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""
         stop = seq.length + work.num_tokens
-        positions = torch.arange(seq.length, stop)
+        positions = np.arange(seq.length, stop)
         first_block = seq.length // self.block_tokens
-        owners = torch.tensor(seq.owners[first_block : -(-stop // self.block_tokens)])
+        owners = np.array(seq.owners[first_block : -(-stop // self.block_tokens)])
         mine = owners[positions // self.block_tokens - first_block] == self.kvp_rank
-        limits = seq.local_length + mine.cumsum(0)
-        # Local order follows position, so the i-th local token lies in the sequence's local block i // D.
-        local_index = (limits - 1).clamp_(min=0)
-        first_local = seq.local_length // self.block_tokens
-        last_local = -(-int(limits[-1]) // self.block_tokens)
-        # One more, for rows that write nothing here.
-        blocks = torch.nn.functional.pad(self.table[seq.row, first_local:last_local], (0, 1))
-        block = blocks[(local_index // self.block_tokens - first_local).clamp_(min=0)]
-        slots = torch.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
-        token_ids = torch.tensor(seq.token_ids[seq.length : stop])
+        limits = seq.local_length + mine.cumsum()
+        # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
+        # writes nothing here may find no block, and takes any.
+        local_index = np.maximum(limits - 1, 0)
+        blocks = self.table.blocks(seq.row)
+        block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
+        slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
+        token_ids = np.array(seq.token_ids[seq.length : stop])
         seq.length, seq.local_length = stop, int(limits[-1])
         return _Rows(token_ids, positions, slots, limits)
+
+
+def _join(parts: Iterable[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(list(parts)))
