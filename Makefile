@@ -6,7 +6,7 @@ BIN := .venv/bin
 RUN_DOCUMENTS := docs/architecture.md docs/shapes.md docs/dependencies.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
-.PHONY: setup run test test-all check bench bench-gpu clean
+.PHONY: setup run test test-all sanitize check wheel bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -29,11 +29,25 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -q
 
+# The native code, for every instruction set that this processor has, under sanitizers of memory and of threads.
+sanitize: sanitize-address,undefined sanitize-thread
+
+sanitize-%: setup
+	$(BIN)/cmake -G 'Unix Makefiles' --log-level=WARNING -S . -B build/sanitize/$* -DLONGHELIX_SANITIZE=$*
+	$(BIN)/cmake --build build/sanitize/$* --parallel $(shell nproc) -- --no-print-directory
+	build/sanitize/$*/native_test
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# For machines like this one (processor, glibc, Python's minor version), which then need no compiler.
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	@test ! -e dist/*-none-any.whl || { echo "the wheel lacks the native kernels: csrc/ did not build"; exit 1; }
 
 bench: setup
 	$(BIN)/longhelix bench all --short --out benchmarks/latest.md
@@ -42,4 +56,4 @@ bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py --out benchmarks/gpu.md
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist

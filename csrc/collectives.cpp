@@ -218,36 +218,41 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
             all_heads += heads[rank];
             most = std::max<std::size_t>(most, heads[rank]);
         }
-        // A slot has one window for every receiver: some rows of its heads, each row's outputs before its LSEs.
+        // A slot has one window for every receiver: some rows of some of its heads, each row's outputs before its LSEs.
         std::size_t head_bytes = head_size * sizeof(T), window = kSlotBytes / size_ / 64 * 64;
-        std::size_t rows_at_once = std::max<std::size_t>(1, window / (most * (head_bytes + sizeof(float))));
+        std::size_t heads_at_once = std::min(most, window / (head_bytes + sizeof(float)));
+        if (heads_at_once == 0) throw std::invalid_argument("a head is too large for a group of this many ranks");
+        std::size_t rows_at_once = window / (heads_at_once * (head_bytes + sizeof(float)));
         std::vector<const T*> states(size_);
         std::vector<float> seen(size_);
-        for (std::size_t first = 0; first < rows; first += rows_at_once) {
-            std::size_t now = std::min(rows_at_once, rows - first);
+        auto exchange_some = [&](std::size_t first_row, std::size_t num_rows, std::size_t first_head) {
+            auto heads_of = [&](int rank) {
+                std::size_t all = heads[rank];
+                return all > first_head ? std::min(heads_at_once, all - first_head) : 0;
+            };
             round(
                 [&](std::byte* slot) {
-                    std::size_t head = 0;
+                    std::size_t head = first_head;
                     for (int rank = 0; rank < size_; ++rank, slot += window) {
-                        std::size_t count = heads[rank], row_bytes = count * (head_bytes + sizeof(float));
+                        std::size_t count = heads_of(rank), row_bytes = count * (head_bytes + sizeof(float));
                         if (rank != rank_) {
-                            for (std::size_t row = 0; row < now; ++row) {
-                                std::size_t at = (first + row) * all_heads + head;
+                            for (std::size_t row = 0; row < num_rows; ++row) {
+                                std::size_t at = (first_row + row) * all_heads + head;
                                 std::byte* place = slot + row * row_bytes;
                                 std::memcpy(place, from + at * head_size, count * head_bytes);
                                 std::memcpy(place + count * head_bytes, lse + at, count * sizeof(float));
                             }
-                            exchanged_bytes_ += now * row_bytes;
+                            exchanged_bytes_ += num_rows * row_bytes;
                         }
-                        head += count;
+                        head += heads[rank];
                     }
                 },
                 [&] {
-                    std::size_t count = heads[rank_], row_bytes = count * (head_bytes + sizeof(float));
-                    for (std::size_t row = 0; row < now; ++row) {
+                    std::size_t count = heads_of(rank_), row_bytes = count * (head_bytes + sizeof(float));
+                    for (std::size_t row = 0; row < num_rows; ++row) {
                         for (std::size_t head = 0; head < count; ++head) {
                             for (int rank = 0; rank < size_; ++rank) {
-                                std::size_t own = (first + row) * all_heads + before + head;
+                                std::size_t own = (first_row + row) * all_heads + before + first_head + head;
                                 const std::byte* place = slot(rank) + rank_ * window + row * row_bytes;
                                 states[rank] = rank == rank_
                                                    ? from + own * head_size
@@ -257,11 +262,16 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
                                                           : place + count * head_bytes + head * sizeof(float),
                                             sizeof(float));
                             }
-                            merge(states.data(), seen.data(), size_, to + ((first + row) * count + head) * head_size,
-                                  head_size);
+                            std::size_t at = (first_row + row) * heads[rank_] + first_head + head;
+                            merge(states.data(), seen.data(), size_, to + at * head_size, head_size);
                         }
                     }
                 });
+        };
+        for (std::size_t head = 0; head < most; head += heads_at_once) {
+            for (std::size_t row = 0; row < rows; row += rows_at_once) {
+                exchange_some(row, std::min(rows_at_once, rows - row), head);
+            }
         }
     });
 }
@@ -320,14 +330,16 @@ void Channel::all_to_all(const std::byte* send, const std::vector<std::size_t>& 
                 post(rank_).rounds[round_ & 1] = rounds;
                 const std::byte* piece = send;
                 for (int rank = 0; rank < size_; ++rank) {
-                    std::memcpy(slot + rank * window, piece + first, length(send_bytes[rank]));
+                    std::size_t now = length(send_bytes[rank]);
+                    if (now > 0) std::memcpy(slot + rank * window, piece + first, now);
                     piece += send_bytes[rank];
                 }
             },
             [&] {
                 std::byte* piece = received;
                 for (int rank = 0; rank < size_; ++rank) {
-                    std::memcpy(piece + first, slot(rank) + rank_ * window, length(received_bytes[rank]));
+                    std::size_t now = length(received_bytes[rank]);
+                    if (now > 0) std::memcpy(piece + first, slot(rank) + rank_ * window, now);
                     piece += received_bytes[rank];
                     rounds = std::max(rounds, post(rank).rounds[round_ & 1]);
                 }

@@ -10,17 +10,23 @@ namespace avx2 { extern const Kernels table; }
 #endif
 namespace portable { extern const Kernels table; }
 
-const Kernels& kernels() {
+std::vector<const Kernels*> usable_kernels() {
+    std::vector<const Kernels*> tables{&portable::table};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    static const bool has_avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-                                   __builtin_cpu_supports("avx512dq");
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx512) return avx512::table;
-    if (has_avx2) return avx2::table;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) tables.push_back(&avx2::table);
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq")) {
+        tables.push_back(&avx512::table);
+    }
 #endif
-    return portable::table;
+    return tables;
+}
+
+const Kernels& kernels() {
+    static const Kernels& fastest = *usable_kernels().back();
+    return fastest;
 }
 
 std::size_t tile_bytes(const Pool& pool) {

@@ -3,8 +3,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace longhelix {
+
+#if defined(__aarch64__)
+using float16 = __fp16;  // GCC 12 has no _Float16 in C++ here
+#else
+using float16 = _Float16;
+#endif
 
 // How numbers lie in memory. The last three are stored with a scale, and only in the packed arrangement.
 enum class Number { float32, float64, bfloat16, float16, int32, int64, int8, float8, int4 };
@@ -102,7 +109,8 @@ struct Kernels {
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 
-// The fastest forms that this processor runs.
+// The forms that this processor runs, and the fastest of them, which is the last.
+std::vector<const Kernels*> usable_kernels();
 const Kernels& kernels();
 
 std::size_t tile_bytes(const Pool& pool);

@@ -24,8 +24,6 @@ struct bfloat16 {
     }
 };
 
-using float16 = _Float16;
-
 template <typename T>
 struct Wide {
     using type = T;

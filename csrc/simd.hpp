@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels.hpp"
+
 #define INLINE [[gnu::always_inline]] static inline
 
 namespace longhelix::ISA {
@@ -148,7 +150,7 @@ INLINE f32x16 load_f16(const void* from) {
     return (f32x16)_mm512_cvtph_ps(load<__m256i>(from));
 #else
     f32x16 lanes;
-    const _Float16* values = static_cast<const _Float16*>(from);
+    const float16* values = static_cast<const float16*>(from);
     for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(values[i]);
     return lanes;
 #endif
@@ -210,7 +212,7 @@ struct Float16 : FloatUnits {
     INLINE void load_rows(const u8* from, Operand (&rows)[1]) { rows[0] = load_f16(from); }
     INLINE std::size_t offset(int row, int lane, int) { return row * 32 + lane * 2; }
     INLINE void write(u8* to, float value, int) {
-        _Float16 narrow = static_cast<_Float16>(value);
+        float16 narrow = static_cast<float16>(value);
         std::memcpy(to, &narrow, 2);
     }
 };

@@ -89,6 +89,22 @@ def test_sharded_weights_give_the_same_tokens(capfd, oracle, tmp_path):
     assert sharded[1] == whole[1]
 
 
+def test_without_native_kernels_the_command_runs_and_says_so_once(oracle, tmp_path):
+    """As in an install without a compiler: Python's start-up hides the module, in workers as well."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['longhelix._native'] = None\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "longhelix", *map(str, generate(oracle.path, "--kvp", 2, "--json"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == expected_tokens(oracle.path, list(range(1, 38)), 8)
+    (warning,) = [line for line in done.stderr.splitlines() if "native" in line]
+    assert warning.startswith("warning: the native CPU kernels are missing")
+
+
 def test_prompt_file_is_fed_as_it_is(capfd, oracle, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes(b" w1 w2\r\n\n")

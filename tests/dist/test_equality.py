@@ -1,6 +1,8 @@
 """Every layout, family, chunk size and placement gives transformers' logits and greedy tokens, in float32."""
 
 import itertools
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -110,6 +112,9 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
         assert all(rank["packed"].all() for rank in ranks if rank["packed"].size)
 
 
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
+)
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("block_tokens", [4, 16])
 def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_tokens):

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from longhelix.engine.devices import free_gpu_bytes
+from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.errors import UserError
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape, Layout
@@ -92,6 +92,12 @@ def resolve(
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
     if _known("attention", attention, ATTENTIONS) == "flashinfer" and (device == "cpu" or execution == "eager"):
         raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
+    if device == "cpu" and not has_native_kernels():
+        warnings.warn(
+            "the native CPU kernels are missing, because there was no C++ compiler when longhelix was installed: it "
+            "runs, but many times slower; install GCC 12 or later and then longhelix again, or install a wheel of it",
+            stacklevel=2,
+        )
     cores = os.cpu_count() or 1
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)

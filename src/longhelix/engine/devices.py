@@ -1,11 +1,17 @@
-"""The GPUs of this host, found without loading torch."""
+"""What ranks can run on here, found without loading torch: the GPUs of this host, the native CPU kernels."""
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 
 _TIMEOUT_S = 30
+
+
+def has_native_kernels() -> bool:
+    """False in an install that was built without a C++ compiler."""
+    return importlib.util.find_spec("longhelix._native") is not None
 
 
 def free_gpu_bytes() -> list[int]:

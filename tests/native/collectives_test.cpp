@@ -1,0 +1,182 @@
+// The collectives between processes: real ones, over one shared segment, against what each rank knows that it must get.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <numeric>
+#include <stdexcept>
+
+#include "../../csrc/collectives.hpp"
+#include "testing.hpp"
+
+namespace longhelix {
+
+namespace {
+
+constexpr std::size_t kCounts[] = {0, 1, 999, 70'000};  // of none to more than a slot
+constexpr auto kNumbers = {Number::float32,  Number::float64, Number::bfloat16,
+                           Number::float16, Number::int32,   Number::int64};
+
+// A rank's number: every type holds it exactly, as it does sums of a few.
+int piece(int rank, std::size_t index) { return static_cast<int>((index * 5 + rank * 3) % 7) - 3; }
+
+Matrix pieces(Number number, int rank, std::size_t count) {
+    Matrix values(number, 1, static_cast<std::int64_t>(count));
+    for (std::size_t i = 0; i < count; ++i) values.set(0, i, piece(rank, i));
+    return values;
+}
+
+template <typename Expected>
+void check_all(const char* name, const Matrix& values, Expected expected) {
+    for (std::int64_t i = 0; i < values.columns; ++i) {
+        check_near(values.get(0, i), expected(i), 0, std::string(name) + " gives a number that");
+    }
+}
+
+void run_sums(Channel& channel, int rank, int size, Number number, std::size_t count) {
+    auto total = [&](std::size_t index) {
+        int sum = 0;
+        for (int peer = 0; peer < size; ++peer) sum += piece(peer, index);
+        return sum;
+    };
+    Matrix values = pieces(number, rank, count);
+    channel.all_reduce(values.data(), count, number);
+    check_all("all_reduce", values, total);
+
+    Matrix more = pieces(number, rank, count), residual = pieces(number, size, count), out = pieces(number, 0, count);
+    channel.all_reduce_add(more.data(), residual.data(), out.data(), count, number);
+    check_all("all_reduce_add", out, [&](std::size_t i) { return total(i) + piece(size, i); });
+
+    Matrix whole = pieces(number, rank, count * size), share = pieces(number, 0, count);
+    channel.reduce_scatter(whole.data(), share.data(), count, number);
+    check_all("reduce_scatter", share, [&](std::size_t i) { return total(rank * count + i); });
+}
+
+void run_copies(Channel& channel, int rank, int size, std::size_t count) {
+    Matrix own = pieces(Number::int32, rank, count), all(Number::int32, 1, static_cast<std::int64_t>(count * size));
+    channel.all_gather(own.data(), all.data(), count * 4);
+    check_all("all_gather", all, [&](std::size_t i) { return piece(static_cast<int>(i / count), i % count); });
+    for (int root = 0; root < size; ++root) {
+        Matrix values = pieces(Number::int32, rank, count);
+        channel.broadcast(values.data(), count * 4, root);
+        check_all("broadcast", values, [&](std::size_t i) { return piece(root, i); });
+    }
+}
+
+// Pieces of all lengths; rank `idle` sends nothing.
+void run_all_to_all(Channel& channel, int rank, int size, int idle) {
+    auto count = [&](int from, int to) { return from == idle ? 0 : kCounts[(from + 2 * to + idle) % 4]; };
+    std::vector<std::size_t> sent, received;
+    std::vector<int> sends, expected;
+    for (int peer = 0; peer < size; ++peer) {
+        sent.push_back(count(rank, peer) * 4), received.push_back(count(peer, rank) * 4);
+        for (std::size_t i = 0; i < count(rank, peer); ++i) sends.push_back(piece(rank + peer, i));
+        for (std::size_t i = 0; i < count(peer, rank); ++i) expected.push_back(piece(peer + rank, i));
+    }
+    sends.shrink_to_fit();
+    Matrix out(Number::int32, 1, static_cast<std::int64_t>(expected.size()));
+    channel.all_to_all(reinterpret_cast<const std::byte*>(sends.data()), sent, static_cast<std::byte*>(out.data()),
+                       received);
+    check_all("all_to_all", out, [&](std::size_t i) { return expected[i]; });
+}
+
+// Helix's exchange; all ranks make all ranks' inputs, so each knows what it must get.
+void run_exchange(Channel& channel, int rank, Number number, int rows, int head_size, const std::vector<int>& heads) {
+    Random random{};
+    int size = static_cast<int>(heads.size()), all_heads = std::accumulate(heads.begin(), heads.end(), 0);
+    int first = std::accumulate(heads.begin(), heads.begin() + rank, 0);
+    std::vector<Matrix> outs, lses;
+    for (int peer = 0; peer < size; ++peer) {
+        Matrix& out = outs.emplace_back(number, rows, static_cast<std::int64_t>(all_heads) * head_size);
+        Matrix& lse = lses.emplace_back(Number::float32, rows, all_heads);
+        out.fill(random, 0.25, 7), lse.fill(random, 0.5, 9);
+        for (int row = 0; row < rows; ++row) {
+            for (int head = 0; head < all_heads; ++head) {
+                if (!random.one_in(4)) continue;
+                lse.set(row, head, -INFINITY);
+                for (int c = 0; c < head_size; ++c) out.set(row, head * head_size + c, NAN);
+            }
+        }
+    }
+    Matrix merged(number, rows, static_cast<std::int64_t>(heads[rank]) * head_size);
+    channel.exchange(outs[rank].data(), lses[rank].floats(), rows, heads, head_size, number,
+                     merged.data());
+    for (int row = 0; row < rows; ++row) {
+        for (int c = 0; c < heads[rank] * head_size; ++c) {
+            double sum = 0, total = 0;
+            for (int peer = 0; peer < size; ++peer) {
+                double weight = std::exp(lses[peer].get(row, first + c / head_size));
+                if (weight > 0) sum += weight * outs[peer].get(row, first * head_size + c), total += weight;
+            }
+            check_near(merged.get(row, c), total ? sum / total : 0.0, number == Number::float32 ? 1e-5 : 0x1p-7,
+                       "the exchange gives a number that");
+        }
+    }
+}
+
+void run_all(Channel& channel, int rank, int size) {
+    for (std::size_t count : kCounts) {
+        for (Number number : kNumbers) run_sums(channel, rank, size, number, count);
+        run_copies(channel, rank, size, count);
+    }
+    for (int idle = 0; idle <= size; ++idle) run_all_to_all(channel, rank, size, idle);
+    for (Number number : {Number::float32, Number::bfloat16, Number::float16}) {
+        std::vector<int> few{1, 3, 0}, many{7, 0, 16}, most{140, 1, 140};  // whose state is larger than a window
+        for (auto heads : {&few, &many, &most}) heads->resize(size);
+        run_exchange(channel, rank, number, 0, 16, few);
+        run_exchange(channel, rank, number, 5, 16, few);
+        run_exchange(channel, rank, number, 150, 64, many);
+        run_exchange(channel, rank, number, 2, 512, most);
+    }
+    channel.barrier();
+}
+
+// Forks `size - 1` processes; all of them, and this one, run `body` as ranks of one channel.
+void on_ranks(int size, const std::function<void(Channel&, int rank)>& body) {
+    what = std::to_string(size) + " ranks";
+    int fd = memfd_create("longhelix", 0);
+    check(fd >= 0 && ftruncate(fd, static_cast<off_t>(Channel::segment_bytes(size))) == 0, "there is no segment");
+    void* shared = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    auto* pids = static_cast<std::atomic<int>*>(shared);
+    int rank = 0;
+    for (int peer = 1; peer < size && rank == 0; ++peer) rank = fork() ? 0 : peer;
+    pids[rank] = getpid();
+    for (int peer = 0; peer < size; ++peer) {
+        while (pids[peer] == 0) usleep(100);
+    }
+    try {
+        Channel channel(fd, rank, std::vector<int>(pids, pids + size), 60.0);
+        body(channel, rank);
+    } catch (const std::exception& error) {
+        fail(error.what());
+    }
+    if (rank) std::_Exit(0);
+    for (int peer = 1; peer < size; ++peer) {
+        int status = 0;
+        check(wait(&status) > 0 && status == 0, "a rank has failed");
+    }
+    munmap(shared, 4096);
+    close(fd);
+}
+
+}  // namespace
+
+void test_collectives() {
+    for (int size : {1, 2, 3}) {
+        on_ranks(size, [&](Channel& channel, int rank) { run_all(channel, rank, size); });
+    }
+    on_ranks(2, [](Channel& channel, int rank) {
+        if (rank) return;
+        try {
+            channel.barrier();
+        } catch (const std::runtime_error&) {
+            return;
+        }
+        fail("a rank that has ended is not missed");
+    });
+    std::printf("collectives of 1, 2 and 3 ranks\n");
+}
+
+}  // namespace longhelix

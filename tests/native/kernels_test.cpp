@@ -1,0 +1,364 @@
+// Every kernel, for every instruction set that this processor has, over random shapes against plain loops in double.
+// `make sanitize` runs it under sanitizers. tests/unit checks the same kernels' numbers more closely.
+#include <algorithm>
+#include <numeric>
+#include <thread>
+
+#include "../../csrc/threads.hpp"
+#include "testing.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+// A small OpenMP runtime in place of torch's, which the thread sanitizer cannot see into. It gives one thread fewer
+// than it was asked for, as a runtime may.
+thread_local int own_number = 0;
+int team_size = 1;
+
+extern "C" int omp_get_thread_num() { return own_number; }
+extern "C" int omp_get_num_threads() { return team_size; }
+extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned count, unsigned) {
+    team_size = static_cast<int>(count) - 1;
+    std::vector<std::thread> others;
+    for (int number = 1; number < team_size; ++number) {
+        others.emplace_back([=] {
+            own_number = number;
+            body(data);
+        });
+    }
+    body(data);
+    for (std::thread& other : others) other.join();
+}
+
+namespace longhelix {
+
+namespace {
+
+constexpr int kCases = 30;  // of each kernel and instruction set
+constexpr int kLanes = 16, kScaleBlock = 32;
+
+// Runs `call` on one thread and on several; their results must be the same.
+template <typename Call>
+auto on_threads(Call call) {
+    set_threads(1);
+    auto result = call();
+    set_threads(4);
+    check(call() == result, "bits depend on the threads");
+    return result;
+}
+
+// How far from what it should be a result of `number` may be, relative to its terms, with factors stored as `stored`.
+double rounding(Number number, Number stored) {
+    bool wide = number == Number::float32 && (stored == Number::float32 || stored == Number::float16);
+    return wide ? 3e-5 : 0x1p-6;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention, writes and rotation.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Sequences whose tokens lie in the blocks of a pool, in any order.
+struct Cache {
+    Pool pool{};
+    std::vector<std::int64_t> tokens, first_row;    // of each sequence
+    std::vector<std::vector<std::int64_t>> blocks;  // of each sequence
+    std::vector<std::int64_t> slots;                // of all tokens, a row each; the first few rows belong elsewhere
+
+    std::int64_t num_rows() const { return static_cast<std::int64_t>(slots.size()); }
+
+    // A pool of which only the tiles that hold these tokens may be touched.
+    Bytes memory() const {
+        std::int64_t tiles = pool.num_blocks * pool.tiles_per_block;  // of a head
+        auto bytes = static_cast<std::int64_t>(tile_bytes(pool));
+        std::vector<bool> used(tiles);
+        for (std::int64_t slot : slots) {
+            if (slot >= 0) used[slot / kLanes] = true;
+        }
+        Bytes memory(pool.num_kv_heads * tiles * bytes);
+        for (std::int64_t tile = 0; tile < pool.num_kv_heads * tiles; ++tile) {
+            if (!used[tile % tiles]) memory.forbid(tile * bytes, bytes);
+        }
+        return memory;
+    }
+    Pool over(const Bytes& memory) const {
+        Pool with = pool;
+        with.data = memory.data.get();
+        return with;
+    }
+};
+
+Cache make_cache(Random& random, bool rotated) {
+    Cache cache;
+    Pool& pool = cache.pool;
+    pool.number = random.of(
+        {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::float8, Number::int4});
+    pool.num_kv_heads = 1 + random.below(3);
+    pool.key_size = kLanes * (1 + random.below(6));
+    pool.value_size = rotated ? pool.key_size : kLanes * (1 + random.below(6));
+    pool.shared = !rotated && pool.number <= Number::float16 && random.one_in(3);
+    if (pool.shared) pool.value_size = std::min(pool.value_size, pool.key_size);
+    pool.tiles_per_block = random.of({1, 1, 2, 8});
+    std::int64_t block_tokens = pool.tiles_per_block * kLanes;
+    cache.slots.assign(random.below(4), -1);
+    for (int sequence = random.below(4); sequence >= 0; --sequence) {
+        // About the sizes of a tile, of a part (256), of a span (512), of several.
+        int tokens = random.of({0, 1, 16, 17, random.below(64), 250 + random.below(20), 505 + random.below(20), 1300});
+        cache.tokens.push_back(tokens);
+        cache.blocks.emplace_back((tokens + block_tokens - 1) / block_tokens);
+        pool.num_blocks += static_cast<std::int64_t>(cache.blocks.back().size());
+    }
+    pool.num_blocks += 1 + random.below(3);
+    std::vector<std::int64_t> ids(pool.num_blocks);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random.engine);
+    for (std::size_t sequence = 0; sequence < cache.blocks.size(); ++sequence) {
+        auto& blocks = cache.blocks[sequence];
+        for (std::int64_t& id : blocks) id = ids.back(), ids.pop_back();
+        cache.first_row.push_back(cache.num_rows());
+        for (std::int64_t token = 0; token < cache.tokens[sequence]; ++token) {
+            cache.slots.push_back(blocks[token / block_tokens] * block_tokens + token % block_tokens);
+        }
+    }
+    cache.slots.shrink_to_fit();
+    return cache;
+}
+
+// Vectors that every kind of pool holds exactly: small whole numbers, times a power of two, beside one number that is
+// the largest of the pool's kind; some of zeros alone.
+Matrix make_vectors(Random& random, const Cache& cache, Number number, std::int64_t rows, int size) {
+    Matrix vectors(number, rows, cache.pool.num_kv_heads * size, random.of({0, 16}));
+    Number stored = cache.pool.number;
+    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : 7;
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t first = 0; first < vectors.columns; first += size) {
+            double step = random.of({0.0, 0.0625, 0.125, 0.25});
+            for (int c = 0; c < size; ++c) vectors.set(row, first + c, step * (random.below(15) - 7));
+            vectors.set(row, first + random.below(size), random.of({step, -step}) * largest);
+        }
+    }
+    return vectors;
+}
+
+void test_attend(const Kernels& kernels, Random& random) {
+    Cache cache = make_cache(random, false);
+    const Pool& pool = cache.pool;
+    Number number = random.number(), query_number = random.number();
+    Matrix keys = make_vectors(random, cache, number, cache.num_rows(), pool.key_size);
+    Matrix values = make_vectors(random, cache, number, pool.shared ? 0 : cache.num_rows(), pool.value_size);
+
+    std::int64_t num_sequences = static_cast<std::int64_t>(cache.tokens.size()), width = 0;
+    std::vector<std::int64_t> row_starts(num_sequences + 1), limits, sequence_of;
+    for (std::int64_t sequence = 0; sequence < num_sequences; ++sequence) {
+        int tokens = static_cast<int>(cache.tokens[sequence]);
+        for (int rows = random.of({0, 1, 1, 2, 3, 9, random.below(40)}); rows > 0; --rows) {
+            limits.push_back(rows == 1 || random.one_in(3) ? tokens : random.below(tokens + 1));
+            sequence_of.push_back(sequence);
+        }
+        row_starts[sequence + 1] = static_cast<std::int64_t>(limits.size());
+        width = std::max(width, static_cast<std::int64_t>(cache.blocks[sequence].size()));
+    }
+    limits.shrink_to_fit();
+    std::int64_t rows = row_starts.back(), stride = width + random.below(2);
+    std::vector<std::int64_t> table(num_sequences * stride, INT64_C(1) << 40);  // no block has this id
+    for (std::int64_t sequence = 0; sequence < num_sequences; ++sequence) {
+        std::copy(cache.blocks[sequence].begin(), cache.blocks[sequence].end(), table.begin() + sequence * stride);
+    }
+    int group = random.of({1, 2, 3, 5, 7, 8, 9, 12, 16, 100}), heads = group * pool.num_kv_heads;
+    Matrix q(query_number, rows, heads * pool.key_size, random.of({0, 16}));
+    q.fill(random, 0.5, 2);
+    Matrix out(query_number, rows, heads * pool.value_size), lse(Number::float32, rows, heads);
+    float scale = random.of({1.0f, 4.0f, 16.0f}) / 256.0f;
+    bool attended = true;
+    auto attend = [&] {
+        Bytes memory = cache.memory();
+        Pool pool = cache.over(memory);
+        out.bytes.reset(), lse.bytes.reset();
+        kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
+        attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), table.data(), stride,
+                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats()});
+        return std::pair(out.bytes.copy(), lse.bytes.copy());
+    };
+    on_threads(attend);
+    check(attended, "a limit within the blocks is refused");
+
+    for (int sample = 0; sample < 10 && rows; ++sample) {
+        int row = random.below(static_cast<int>(rows)), head = random.below(heads), kv_head = head / group;
+        std::int64_t limit = limits[row], first = cache.first_row[sequence_of[row]];
+        const Matrix& v = pool.shared ? keys : values;
+        std::int64_t value_column = kv_head * (pool.shared ? pool.key_size : pool.value_size);
+        auto query = q.get_run(row, head * pool.key_size, pool.key_size);
+        std::vector<double> sums(pool.value_size);
+        double total = 0, largest = 0;
+        for (std::int64_t token = 0; token < limit; ++token) {
+            auto key = keys.get_run(first + token, kv_head * pool.key_size, pool.key_size);
+            double weight = std::exp(scale * std::inner_product(key.begin(), key.end(), query.begin(), 0.0));
+            total += weight;
+            for (int c = 0; c < pool.value_size; ++c) {
+                double value = v.get(first + token, value_column + c);
+                sums[c] += weight * value;
+                largest = std::max(largest, std::abs(value));
+            }
+        }
+        check_near(lse.get(row, head), std::log(total), 1e-4, "an LSE");
+        double tolerance = rounding(query_number, pool.number) * largest;
+        for (int c = 0; c < pool.value_size; ++c) {
+            double expected = total ? sums[c] / total : 0.0;
+            check_near(out.get(row, head * pool.value_size + c), expected, tolerance, "an output");
+        }
+    }
+    if (!rows) return;
+    limits[random.below(static_cast<int>(rows))] = width * pool.tiles_per_block * kLanes + 1;
+    on_threads(attend);
+    check(!attended, "a limit beyond the blocks is not refused");
+}
+
+void test_rotate(const Kernels& kernels, Random& random) {
+    Cache cache = make_cache(random, true);
+    int size = cache.pool.key_size, keys = cache.pool.num_kv_heads, queries = keys * random.of({1, 2, 3});
+    std::int64_t rows = cache.num_rows();
+    Number number = random.number();
+    Matrix qkv(number, rows, (queries + 2 * keys) * size, random.of({0, 16})), norm(number, 1, size);
+    Matrix q(number, rows, queries * size), values(number, rows, keys * size);
+    Matrix cos(Number::float32, rows, size / 2), sin(Number::float32, rows, size / 2);
+    qkv.fill(random, 0.25, 9), norm.fill(random, 0.125, 12);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (int c = 0; c < keys * size; ++c) {
+            // Keys are the first queries once more: both must come out the same.
+            qkv.set(row, queries * size + c, qkv.get(row, c));
+            values.set(row, c, qkv.get(row, (queries + keys) * size + c));
+        }
+        for (int c = 0; c < size / 2; ++c) cos.set(row, c, std::cos(row + c)), sin.set(row, c, std::sin(row + c));
+    }
+    const void* weights = random.one_in(2) ? norm.data() : nullptr;
+    on_threads([&] {
+        Bytes memory = cache.memory(), expected = cache.memory();
+        q.bytes.reset();
+        kernels.rotate({qkv.as_rows(), weights, weights, 1e-3f, cos.floats(), sin.floats(), cache.over(memory), queries,
+                        cache.slots.data(), rows, q.data()});
+        kernels.write({q.as_rows(), values.as_rows(), cache.over(expected), cache.slots.data(), rows});
+        memory.allow_all(), expected.allow_all();
+        check(memory.copy() == expected.copy(), "keys and values are not what a write makes of them");
+        return q.bytes.copy();
+    });
+    for (int sample = 0; sample < 10 && rows; ++sample) {
+        int row = random.below(static_cast<int>(rows)), head = random.below(queries), half = size / 2;
+        auto x = qkv.get_run(row, head * size, size);
+        double squares = std::inner_product(x.begin(), x.end(), x.begin(), 0.0), largest = 0;
+        for (int c = 0; c < size; ++c) {
+            if (weights) x[c] *= norm.get(0, c) / std::sqrt(squares / size + 1e-3);
+            largest = std::max(largest, std::abs(x[c]));
+        }
+        double tolerance = rounding(number, Number::float32) * largest;
+        for (int c = 0; c < half; ++c) {
+            double cosine = cos.get(row, c), sine = sin.get(row, c);
+            double first = x[c] * cosine - x[c + half] * sine, second = x[c + half] * cosine + x[c] * sine;
+            check_near(q.get(row, head * size + c), first, tolerance, "a first half");
+            check_near(q.get(row, head * size + half + c), second, tolerance, "a second half");
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products.
+// ---------------------------------------------------------------------------------------------------------------------
+
+constexpr double kWeight = 0.375;
+
+// A packed weight all of whose numbers are kWeight: where each lies is for tests/unit to check. Of float16 where there
+// are scales; these and their offsets are 1 / 16, the stored numbers between them 5.
+Matrix make_weight(Number number, std::int64_t panels, std::int64_t depth) {
+    bool scaled = number == Number::int8 || number == Number::int4;
+    std::int64_t code_bytes = kScaleBlock * kLanes / (number == Number::int8 ? 1 : 2);
+    std::int64_t block_bytes = code_bytes + 4 * kLanes;
+    std::int64_t panel_numbers = scaled ? depth / kScaleBlock * block_bytes / 2 : depth * kLanes;
+    Matrix data(scaled ? Number::float16 : number, 1, panels * panel_numbers);
+    for (std::int64_t i = 0; i < data.columns; ++i) data.set(0, i, scaled ? 0.0625 : kWeight);
+    for (std::int64_t at = 0; at < data.columns * 2 && scaled; ++at) {
+        if (at % block_bytes < code_bytes) data.bytes.data[at] = number == Number::int8 ? 5 : 0xdd;
+    }
+    return data;
+}
+
+void test_linear(const Kernels& kernels, Random& random) {
+    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
+    std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
+    if (stored <= Number::float16 && random.one_in(2)) depth += kLanes;
+    std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
+    bool swiglu = random.one_in(3), has_norm = random.one_in(2), has_bias = random.one_in(2);
+    bool has_residual = random.one_in(2);
+    std::int64_t halves = swiglu ? 2 : 1, panels = (outputs + kLanes - 1) / kLanes;
+    Number number = random.number(), out_number = random.one_in(3) ? Number::float32 : number;
+    Matrix weight = make_weight(stored, halves * panels, depth);
+    Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), bias(number, 1, halves * outputs);
+    Matrix residual(out_number, rows, outputs, random.of({0, 16})), out(out_number, rows, outputs);
+    x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12), bias.fill(random, 0.25, 7), residual.fill(random, 0.25, 7);
+    on_threads([&] {
+        out.bytes.reset();
+        Rows added = has_residual ? residual.as_rows() : Rows{nullptr, out_number, 0};
+        kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f,
+                        {weight.bytes.data.get(), stored, depth}, has_bias ? bias.data() : nullptr, swiglu, added,
+                        out.data(), out_number, outputs});
+        return out.bytes.copy();
+    });
+    double tolerance = std::max(rounding(number, stored), rounding(out_number, stored));
+    for (int sample = 0; sample < 30 && rows; ++sample) {
+        int row = random.below(static_cast<int>(rows)), output = random.below(static_cast<int>(outputs));
+        auto input = x.get_run(row, 0, depth);
+        double squares = std::inner_product(input.begin(), input.end(), input.begin(), 0.0);
+        for (std::int64_t c = 0; c < depth && has_norm; ++c) {
+            input[c] *= norm.get(0, c) / std::sqrt(squares / depth + 1e-3);
+        }
+        double sums[2], sizes[2];  // of each half, and what their rounding is relative to
+        for (int half = 0; half < halves; ++half) {
+            sums[half] = has_bias ? bias.get(0, half * outputs + output) : 0.0;
+            sizes[half] = 1.0 + std::abs(sums[half]);
+            for (double term : input) sums[half] += kWeight * term, sizes[half] += std::abs(kWeight * term);
+        }
+        double value = swiglu ? sums[0] / (1 + std::exp(-sums[0])) * sums[1] : sums[0];
+        double size = swiglu ? 2 * sizes[0] * sizes[1] : sizes[0];
+        if (has_residual) value += residual.get(row, output), size += std::abs(residual.get(row, output));
+        check_near(out.get(row, output), value, tolerance * size, "a product");
+    }
+}
+
+void test_read(const Kernels& kernels, Random& random) {
+    // Whole lines for the four streams of each of four threads, and some that nobody reads.
+    std::int64_t lines = random.below(4), rest = random.below(512);
+    Matrix words(Number::int32, 1, lines * 2048 + rest);
+    for (std::int64_t i = 0; i < words.columns; ++i) words.set(0, i, 1);
+    double sum = on_threads([&] { return kernels.read(words.data(), words.bytes.size); });
+    check_near(sum, 128.0 * static_cast<double>(lines), 0, "a sum");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+void test_kernels() {
+    constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
+        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear}, {"read", test_read}};
+    for (const Kernels* table : usable_kernels()) {
+        for (auto [name, test] : kTests) {
+            for (int number = 0; number < kCases; ++number) {
+                what = std::string(table->name) + " " + name + ", case " + std::to_string(number);
+                Random random{std::mt19937_64(number)};
+                // Kernels keep their working memory with their thread: a new thread's is as large as this case asks.
+                std::thread([&] { test(*table, random); }).join();
+            }
+        }
+        std::printf("%s: %d cases of each kernel\n", table->name, kCases);
+        std::fflush(stdout);
+    }
+}
+
+}  // namespace
+
+}  // namespace longhelix
+
+int main() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_set_death_callback([] { std::fprintf(stderr, "FAILED: %s\n", longhelix::what.c_str()); });
+#endif
+    longhelix::test_collectives();
+    longhelix::check(longhelix::use_openmp(nullptr), "this program's own OpenMP runtime is not found");
+    longhelix::test_kernels();
+}
