@@ -47,7 +47,7 @@ check: setup
 wheel: setup
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
-	@test ! -e dist/*-none-any.whl || { echo "the wheel lacks the native kernels: csrc/ did not build"; exit 1; }
+	@test ! -e dist/*-none-any.whl || { echo "the wheel lacks the native kernels: pip wheel -v . says why"; exit 1; }
 
 bench: setup
 	$(BIN)/longhelix bench all --short --out benchmarks/latest.md

@@ -115,8 +115,7 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
 )
-@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("block_tokens", [4, 16])
+@pytest.mark.parametrize(("kvp", "tpa", "block_tokens"), [(1, 1, 4), (1, 1, 16), (2, 1, 16), (1, 2, 4)])
 def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_tokens):
     """torch.compile sees all layers as one graph, ops and functional collectives whole; in rows and packed."""
     if "native" not in NATIVE:
