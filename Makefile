@@ -26,7 +26,7 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest -q -m 'not slow'
 
-test-all: setup
+test-all: setup sanitize
 	$(BIN)/python -m pytest -q
 
 # The native code, for every instruction set that this processor has, under sanitizers of memory and of threads.
