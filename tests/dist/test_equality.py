@@ -110,6 +110,7 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
     assert_equal(oracle, ranks)
     if native.module is not None:
         assert all(rank["packed"].all() for rank in ranks if rank["packed"].size)
+        assert all(rank["tapes"] for rank in ranks if rank["packed"].size)
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ from longhelix.kernels import native
 
 # Operators that compute nothing: memory for a kernel that is on the tape, or another view of it.
 _EMPTY = {"empty", "new_empty", "empty_like"}
-_VIEWS = {"view", "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze"}
+_VIEWS = {"detach", "view", "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze"}
 
 
 class NotTapedError(Exception):
