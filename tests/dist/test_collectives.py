@@ -58,17 +58,10 @@ def test_functional_collectives(tmp_path, backend):
 @backends
 @pytest.mark.parametrize("size", [2, 3])
 def test_dead_peer_is_an_error_within_seconds(tmp_path, backend, size):
+    before = set(Path("/dev/shm").iterdir())
     run(tmp_path, "death", backend, size)
-    own = [process for process in Path("/proc").glob("[0-9]*") if str(tmp_path) in text(process / "cmdline")]
-    assert not own  # and the segment is an anonymous file, which only processes hold
-    assert "memfd:longhelix" not in text(Path("/proc/self/maps"))
-
-
-def text(path):
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    # Other programs of this host may make files of theirs meanwhile.
+    assert not [left for left in set(Path("/dev/shm").iterdir()) - before if "longhelix" in left.name]
 
 
 @needs_native
