@@ -1,6 +1,8 @@
 // Writing keys and values into the packed pool, quantised where its numbers are narrow.
 #pragma once
 
+#include <algorithm>
+
 #include "attention.hpp"
 
 namespace longhelix::ISA {
@@ -45,10 +47,19 @@ struct TileWriter {
     }
 
     // Divides `values` by a scale that makes the largest one fit, and stores the scale. It is rounded up, so that
-    // nothing is cut off.
+    // nothing is cut off. Narrow numbers cannot hold inf or NaN, so a scale of NaN stands for either.
     static void shrink(float* values, int size, u8* scale) {
-        float most = 0.0f;
-        for (int c = 0; c < size; ++c) most = __builtin_fabsf(values[c]) > most ? __builtin_fabsf(values[c]) : most;
+        float most = 0.0f, zero = 0.0f;
+        for (int c = 0; c < size; ++c) {
+            most = __builtin_fabsf(values[c]) > most ? __builtin_fabsf(values[c]) : most;
+            zero += values[c] * 0.0f;
+        }
+        if (zero != 0.0f) {
+            std::uint16_t nan = 0x7fc0;
+            std::memcpy(scale, &nan, 2);
+            std::fill_n(values, size, 0.0f);
+            return;
+        }
         float wanted = most / E::kLargest;
         u32 bits;
         std::memcpy(&bits, &wanted, 4);

@@ -176,6 +176,28 @@ def test_every_code_of_narrow_numbers_is_stored_and_read_as_what_it_stands_for(k
         assert float(result[1]) == pytest.approx(number, rel=8 * UNIT)
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
+    """A key or value that is no number makes what attends to it no number either, and nothing beside it."""
+    shape = Shape(kv_heads=2, group=3, key_size=16, value_size=16, kv_dtype=kv_dtype)
+    for broken_key in (False, True):
+        if broken_key and kv_dtype not in LARGEST and not math.isnan(poison):
+            continue  # an infinite key's score is infinite: its weight may well be 0
+        layer = shape.poisoned(2)
+        k_TkC, v_TkC = torch.ones(20, 2, 16), torch.ones(20, 2, 16)
+        (k_TkC if broken_key else v_TkC)[7, 1, 3] = poison
+        write_kv(k_TkC, v_TkC, layer, torch.arange(20))
+        rows = torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([20])
+        out_TqC, lse_Tq = partial_attention(torch.ones(1, 6, 16), layer, *rows, 0.25)
+        # A scale is rounded up by a step of bfloat16 at most.
+        torch.testing.assert_close(out_TqC[:, :3], torch.ones(1, 3, 16), rtol=2 * PAIR_UNIT, atol=0)
+        channels = slice(None) if broken_key or kv_dtype in LARGEST else 3
+        assert not out_TqC[:, 3:, channels].isfinite().any()
+        assert lse_Tq[:, :3].isfinite().all()
+        assert lse_Tq[:, 3:].isfinite().all() != broken_key
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_numbers_in_the_middle_of_two_codes_go_to_the_even_one(kv_dtype):
     shape = Shape(kv_heads=1, key_size=16, value_size=16, kv_dtype=kv_dtype)
