@@ -57,6 +57,12 @@ def test_compiled_layers_warm_up_and_give_the_same_tokens(oracle):
     assert shares[-1] == 1
 
 
+def test_compiled_layers_say_which_compiler_they_miss(oracle, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"needs a .* compiler, but no-such-compiler is not found"):
+        LLM(str(oracle.path), execution="compiled")
+
+
 def test_result_counts_follow_their_formulas(llm, oracle):
     (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12))
     length = len(PROMPT) + 12 - 1

@@ -1,5 +1,7 @@
 """How a rank runs the decoder's layers: recorded once for each shape of step, compiled, or op by op from Python."""
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from longhelix.cache.pool import KVPool
 from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.taped_layers import TapedLayers
+from longhelix.errors import UserError
 from longhelix.kernels import native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
@@ -28,8 +31,19 @@ def make_layers(model: Decoder, pool: KVPool, execution: str, planner: Planner |
     if execution == "eager":
         return layers
     if execution == "compiled":
+        _check_compiler()
         layers = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
     if pool.device.type == "cuda":
         return GraphedLayers(layers, model.mesh.kvp, planner)
     # Kernels that the compiler made would be missing from a tape.
     return TapedLayers(layers) if execution == "recorded" and native.module is not None else layers
+
+
+def _check_compiler() -> None:
+    """Raise UserError without the C++ compiler that torch.compile would call."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"execution compiled needs a C++ compiler, but {compiler} is not found: install it, set CXX to another, "
+            "or leave the option out"
+        )
