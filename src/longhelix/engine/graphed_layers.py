@@ -126,7 +126,9 @@ class GraphedLayers:
 
     def _new_graph(self, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> _Graph:
         if len(self._graphs) == _MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            oldest = self._graphs.pop(next(iter(self._graphs)))
+            if self._planner is not None:
+                self._planner.forget(oldest.inputs.batch.limits_T)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         sent_bytes = 0

@@ -48,7 +48,7 @@ class Planner:
     def prepare(self, blocks_BJ: Tensor, limits_B: Tensor, max_rows: int) -> None:
         """Plan the batch whose tensors these are; batches that are not decode steps are left to our kernel."""
         if max_rows > 1:
-            _planned.pop(limits_B.data_ptr(), None)
+            self.forget(limits_B)
             return
         wrapper = _planned.get(limits_B.data_ptr())
         if wrapper is None:
@@ -69,6 +69,10 @@ class Planner:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+
+    def forget(self, limits_B: Tensor) -> None:
+        """Keep nothing for the batch whose limits these are."""
+        _planned.pop(limits_B.data_ptr(), None)
 
     def _wrapper(self, blocks_BJ: Tensor) -> Any:
         import flashinfer
