@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from longhelix.bench.measure import WARM_UP_ROUNDS, Timing
+from longhelix.bench.measure import Timing
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.engine.rank import meet
@@ -17,6 +17,10 @@ from longhelix.kernels import native
 from longhelix.parallel import shared_memory
 
 DTYPE = torch.bfloat16
+# A gloo call leaves threads at work behind it, which would slow the call of the other that follows: shm after a gloo
+# call took 18 us where it takes 5 after its own. So each has some calls in a row, of which the first do not count.
+BURST_CALLS = 12
+SETTLING_CALLS = 4
 COLUMNS = (
     Column("collective", "collective"),
     Column("ranks", "ranks", "d"),
@@ -29,12 +33,13 @@ COLUMNS = (
 NOTE = (
     "Of bfloat16 numbers, one thread a rank, by the process group's own methods, as the model calls them. bytes: the "
     "whole tensor, which is what a rank reduces, sends in all, or gathers. Each call begins after a barrier, which is "
-    "not counted; shm and gloo in turn; medians on rank 0."
+    f"not counted. shm and gloo in turns of {BURST_CALLS} calls, whose first {SETTLING_CALLS} are not counted; medians "
+    "on rank 0."
 )
 
 
 class CollectivesJob(msgspec.Struct, frozen=True, tag=True):
-    """What `ranks` processes measure: every collective at every size, `repeats` times."""
+    """What `ranks` processes measure: every collective at every size, in `repeats` turns."""
 
     ranks: int
     bytes: tuple[int, ...]
@@ -56,13 +61,15 @@ class CollectivesJob(msgspec.Struct, frozen=True, tag=True):
         calls = {backend: COLLECTIVES[name](group, whole, part) for backend, group in groups.items()}
         samples_s: dict[str, list[float]] = {backend: [] for backend in calls}
         barrier = groups[shared_memory.NAME].barrier
-        for _ in range(WARM_UP_ROUNDS + self.repeats):
+        for _ in range(self.repeats):
             for backend, call in calls.items():
-                barrier()
-                start = time.perf_counter()
-                call().wait()
-                samples_s[backend].append(time.perf_counter() - start)
-        timings = {backend: Timing.of(samples[WARM_UP_ROUNDS:]) for backend, samples in samples_s.items()}
+                for number in range(BURST_CALLS):
+                    barrier()
+                    start = time.perf_counter()
+                    call().wait()
+                    if number >= SETTLING_CALLS:
+                        samples_s[backend].append(time.perf_counter() - start)
+        timings = {backend: Timing.of(samples) for backend, samples in samples_s.items()}
         gloo_s, shm = timings["gloo"].median_s, timings[shared_memory.NAME]
         return {**timings["gloo"].row("gloo_s"), **shm.row("shm_s"), "speedup": gloo_s / shm.median_s}
 

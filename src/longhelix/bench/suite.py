@@ -46,7 +46,7 @@ FULL = Extent(
     prefill_repeats=3,
     ranks=(2, 4),
     sizes_bytes=(2048, 4096, 16384, 65536, 262144, 1048576),
-    collective_repeats=200,
+    collective_repeats=25,
 )
 # Of a point, what its line of progress leaves out: all that is measured or counted.
 _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
