@@ -84,7 +84,7 @@ def section(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> Secti
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
         rows += [conditions(job.config) | combine(ranks) for ranks in points]
-    plot = Plot(("step_s",), ("weight_dtype", "kv_dtype"), x="context")
+    plot = Plot(("step_s",), ("layout", "weight_dtype", "kv_dtype"), x="context")
     return Section("decode", "Decode", NOTE, COLUMNS, rows, plot)
 
 

@@ -83,7 +83,7 @@ def section(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> Sect
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
         rows += [conditions(job.config) | combine(ranks, job.config) for ranks in points]
-    plot = Plot(("tokens_per_s",), ("weight_dtype", "kv_dtype"), x="prompt")
+    plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "kv_dtype"), x="prompt")
     return Section("prefill", "Prefill", NOTE, COLUMNS, rows, plot)
 
 
