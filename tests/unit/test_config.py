@@ -10,6 +10,7 @@ from longhelix.engine.config import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
+from longhelix.presets import load_model
 from longhelix.spec import ARCHITECTURES
 
 pytestmark = pytest.mark.unit
@@ -58,6 +59,7 @@ def refused(folder, config, code: str, *words: str) -> None:
 def test_an_architecture_that_is_only_planned_is_refused(tmp_path, quantisation):
     config = MIXTRAL | {"quantization_config": quantisation}
     refused(tmp_path, config, "unknown_architecture", "'mixtral'", "longhelix plan", *ARCHITECTURES)
+    assert load_model(str(tmp_path)).moe is not None
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):
