@@ -3,10 +3,36 @@ import math
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from longhelix.errors import UserError
-from longhelix.spec import ARCHITECTURES, ROPE_KINDS, ModelSpec, RopeSpec
+from longhelix.layout import Layout
+from longhelix.models.parameters import declare
+from longhelix.spec import (
+    ARCHITECTURES,
+    BYTES,
+    KV_DTYPES,
+    MLA,
+    PLANNED_ARCHITECTURES,
+    ROPE_KINDS,
+    WEIGHT_DTYPES,
+    ModelSpec,
+    MoE,
+    RopeSpec,
+    weight_bytes,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -20,6 +46,25 @@ SIZES = {
     "vocab_size": 1000,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 2e-5,
+}
+EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
+LATENTS = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+# The sizes that no default of transformers would give.
+PLANNED = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": (Qwen2MoeConfig, EXPERTS | {"num_experts": 5, "shared_expert_intermediate_size": 70}),
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS | {"num_experts": 5, "head_dim": 20}),
+    "deepseek_v2": (DeepseekV2Config, EXPERTS | LATENTS),
+    "deepseek_v3": (DeepseekV3Config, EXPERTS | LATENTS | {"n_group": 1, "topk_group": 1}),
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -138,9 +183,15 @@ def test_theta_in_the_rope_settings_goes_before_one_beside_them():
     assert rope_of({"rope_type": "default", "rope_theta": 7.0}, rope_theta=9.0).theta == 7.0
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", None])
+@pytest.mark.parametrize("architecture", ["gpt2", "kimi_k25", None])
 def test_an_unknown_architecture_is_refused_with_the_known_ones(architecture):
-    refused(MINIMAL | {"model_type": architecture}, repr(architecture), *ARCHITECTURES, code="unknown_architecture")
+    refused(
+        MINIMAL | {"model_type": architecture},
+        repr(architecture),
+        *ARCHITECTURES,
+        *PLANNED_ARCHITECTURES,
+        code="unknown_architecture",
+    )
 
 
 def test_an_unknown_rope_type_is_refused_with_the_known_ones():
@@ -187,10 +238,6 @@ def test_partial_rotary_is_refused(place):
     config = {"partial_rotary_factor": 0.5} if place == "top" else {"rope_parameters": {"partial_rotary_factor": 0.5}}
     refused(MINIMAL | config, "partial_rotary_factor", code="invalid_argument")
     assert read(MINIMAL, partial_rotary_factor=1.0) == read(MINIMAL)
-
-
-def test_a_quantised_checkpoint_is_refused():
-    refused(MINIMAL | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised", "bfloat16")
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_pytorch_tanh"])
@@ -385,3 +432,120 @@ def test_an_unknown_gguf_rope_scaling_is_refused():
     with pytest.raises(UserError, match="'ntk' is not known") as caught:
         ModelSpec.from_gguf(GGUF | {"llama.rope.scaling.type": "ntk"}, tied=True)
     assert caught.value.code == "unknown_rope"
+
+
+def planned(architecture: str, **changes):
+    family, sizes = PLANNED[architecture]
+    return family(**SIZES | sizes | changes)
+
+
+def planned_spec(architecture: str, **changes) -> ModelSpec:
+    return ModelSpec.from_hf_config(planned(architecture, **changes).to_dict())
+
+
+def numbers_of(config) -> int:
+    """Parameters and the routing's biases of transformers' own model, which keeps the latter as buffers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    buffers = (buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name)
+    return sum(parameter.numel() for parameter in model.parameters()) + sum(buffers)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        *((architecture, {}) for architecture in PLANNED),
+        ("qwen2_moe", {"qkv_bias": False}),
+        ("qwen3_moe", {"attention_bias": True}),
+        ("deepseek_v2", {"q_lora_rank": None}),
+        ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+        ("deepseek_v3", {"first_k_dense_replace": 3}),
+        ("deepseek_v3", {"first_k_dense_replace": 0, "attention_bias": True}),
+    ],
+)
+def test_parameters_are_as_many_as_in_transformers_model(architecture, changes, tied):
+    config = planned(architecture, tie_word_embeddings=tied, **changes)
+    assert ModelSpec.from_hf_config(config.to_dict()).num_parameters == numbers_of(config)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_as_many_as_the_engine_declares(family, biased):
+    config = FAMILIES[family](**SIZES).to_dict() | {"attention_bias": biased, "mlp_bias": biased}
+    spec = ModelSpec.from_hf_config(config)
+    assert spec.num_parameters == sum(parameter.num_elements for parameter in declare(spec, Layout(), 0))
+    assert (spec.mla, spec.moe, spec.kv_elements_per_token) == (None, None, 2 * 3 * 2 * spec.head_size)
+
+
+def test_experts_are_read_by_architecture():
+    assert planned_spec("mixtral").moe == MoE(5, 2, 200)
+    assert planned_spec("qwen2_moe").moe == MoE(5, 2, 40, shared_size=70, shared_gate=True)
+    assert planned_spec("qwen3_moe").moe == MoE(5, 2, 40)
+    assert planned_spec("deepseek_v2").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1)
+    assert planned_spec("deepseek_v3").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
+def test_a_latent_is_one_kv_head_of_all_query_heads(architecture):
+    spec = planned_spec(architecture)
+    assert spec.mla == MLA(q_lora_rank=24, kv_lora_rank=20, nope_size=12, rope_size=8, value_size=10)
+    assert (spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (6, 1, 20)
+    assert spec.kv_elements_per_token == 3 * (20 + 8)
+
+
+def test_deepseeks_rope_turns_the_rotated_part_of_a_head():
+    scaling = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = planned("deepseek_v3").to_dict() | {"rope_parameters": None, "rope_scaling": scaling}
+    assert ModelSpec.from_hf_config(config).rope.long_factor == (2.0,) * 4
+
+
+def test_kimi_k2_is_deepseek_v3_under_its_own_name():
+    config = planned("deepseek_v3").to_dict()
+    kimi = ModelSpec.from_hf_config(config | {"model_type": "kimi_k2"})
+    assert replace(kimi, architecture="deepseek_v3") == ModelSpec.from_hf_config(config)
+
+
+def test_what_a_model_leaves_out_is_none():
+    config = planned("deepseek_v2").to_dict()
+    plain = ModelSpec.from_hf_config(config | {"n_shared_experts": None, "q_lora_rank": None})
+    assert (plain.moe.shared_size, plain.mla.q_lora_rank) == (0, None)
+    assert not planned_spec("deepseek_v3", topk_method="greedy").moe.routing_bias
+    assert ModelSpec.from_hf_config(config | {"topk_method": "noaux_tc"}).moe.routing_bias
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("qwen2_moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step = 2", "experts in every layer")),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ("mlp_only_layers = [0]",)),
+        ("deepseek_v2", {"moe_layer_freq": 2}, ("moe_layer_freq = 2",)),
+        ("mixtral", {"num_local_experts": 0}, ("num_local_experts = 0",)),
+        ("mixtral", {"num_experts_per_tok": 6}, ("6 of 5 experts", "num_experts_per_tok")),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": None}, ("num_experts = None",)),
+        ("deepseek_v3", {"kv_lora_rank": None}, ("kv_lora_rank = None",)),
+        ("deepseek_v3", {"n_shared_experts": -1}, ("n_shared_experts = -1", "0 or more")),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, ("first 4 layers", "first_k_dense_replace")),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, ("qk_rope_head_dim 7 is odd",)),
+    ],
+)
+def test_experts_and_latents_that_cannot_be_are_refused(architecture, changes, words):
+    refused(planned(architecture).to_dict() | changes, *words)
+
+
+def test_mixtrals_window_is_none_where_the_key_is_absent():
+    config = planned("mixtral").to_dict()
+    assert ModelSpec.from_hf_config(config | {"sliding_window": 512}).sliding_window == 512
+    assert (
+        ModelSpec.from_hf_config({key: config[key] for key in config if key != "sliding_window"}).sliding_window is None
+    )
+
+
+def test_a_quantised_checkpoint_can_be_planned_with():
+    assert read(MINIMAL, quantization_config={"quant_method": "fp8"}) == read(MINIMAL)
+
+
+def test_every_dtype_of_the_engine_has_its_bytes():
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4"} == set(BYTES)
+    assert [weight_bytes(64, dtype) for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]

@@ -15,7 +15,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
 from longhelix.scheduler.scheduler import SchedulerConfig
-from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
+from longhelix.spec import ARCHITECTURES, DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -144,8 +144,20 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
         spec = ModelSpec.from_gguf(checkpoint.metadata, checkpoint.rope_factors or (), tied=tied)
     else:
         spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config)
+        _check_runs(spec, checkpoint.config)
     check(spec, tensors, quantised)
     return spec
+
+
+def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+    if spec.architecture not in ARCHITECTURES:
+        raise UserError(
+            f"the model's architecture is {spec.architecture!r}, which can be planned (`longhelix plan`, `longhelix "
+            f"estimate`), but not yet run: longhelix runs {', '.join(ARCHITECTURES)}",
+            "unknown_architecture",
+        )
+    if config.get("quantization_config"):
+        raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
 
 def _known(name: str, value: str, known: tuple[str, ...]) -> str:

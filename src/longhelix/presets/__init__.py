@@ -1,0 +1,100 @@
+"""Models and systems known by name: configurations and tables that come with the package, or files of the user's."""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec import HardwareSpec, ModelSpec
+
+__all__ = ["load_model", "load_system", "local_system_path", "model_names", "system_names"]
+
+_FOLDER = Path(__file__).parent
+_BUILTIN = "smollm2-135m"
+
+
+def model_names() -> tuple[str, ...]:
+    """The models that need no files, sorted."""
+    return _names("models", ".json")
+
+
+def system_names() -> tuple[str, ...]:
+    """The systems that need no measurement, sorted."""
+    return _names("systems", ".toml")
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """A model by name, "builtin", a folder with config.json, or such a file itself.
+
+    Raises UserError: code "unknown_model" where there is none, else that of what is wrong with it.
+    """
+    name = _BUILTIN if name_or_path == "builtin" else name_or_path
+    if name in model_names():
+        path = _FOLDER / "models" / f"{name}.json"
+    elif os.path.isdir(name):
+        path = Path(name) / "config.json"
+        if not os.path.isfile(path):
+            raise UserError(f"{path} is missing: give a Hugging Face model folder", "unknown_model")
+    elif name.endswith(".json") and os.path.isfile(name):
+        path = Path(name)
+    else:
+        raise UserError(
+            f"there is no model {name!r}: give {_nearest(name, (*model_names(), 'builtin'))}, or a folder with "
+            "config.json",
+            "unknown_model",
+        )
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): download it again", "invalid_model") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(config).__name__}", "invalid_model")
+    return ModelSpec.from_hf_config(config)
+
+
+def load_system(name_or_path: str) -> HardwareSpec:
+    """A system by name, "local" (this machine, once calibrated), or a .toml file of the same form.
+
+    Raises UserError: code "unknown_system" where there is none, "invalid_system" where it is not sound.
+    """
+    name = name_or_path
+    if name == "local":
+        path = local_system_path()
+        if not os.path.isfile(path):
+            raise UserError("the system local has not been measured: run longhelix calibrate", "unknown_system")
+    elif name in system_names():
+        path = _FOLDER / "systems" / f"{name}.toml"
+    elif name.endswith(".toml") and os.path.isfile(name):
+        path, name = Path(name), Path(name).stem
+    else:
+        raise UserError(
+            f"there is no system {name!r}: give {_nearest(name, (*system_names(), 'local'))}, or a .toml file",
+            "unknown_system",
+        )
+    return HardwareSpec.from_mapping(name, _read_toml(path))
+
+
+def local_system_path() -> Path:
+    """Where calibration writes the system "local" (XDG base directories: data of the user's)."""
+    data_home = os.environ.get("XDG_DATA_HOME")
+    return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "longhelix" / "local.toml"
+
+
+def _names(folder: str, suffix: str) -> tuple[str, ...]:
+    return tuple(sorted(entry.removesuffix(suffix) for entry in os.listdir(_FOLDER / folder)))
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """The known names that `name` may stand for, or all of them."""
+    return ", ".join(difflib.get_close_matches(name.lower(), known) or known)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as TOML ({error}): correct it there", "invalid_system") from error

@@ -1,0 +1,158 @@
+"""What hardware can do: rates, sizes and fixed costs of one GPU and its links, each with its source."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.dtypes import BYTES
+
+# Where hardware has no rate of its own for these, products convert them to bfloat16 as they read them.
+_CONVERTED = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network: a message's latency, bandwidth per GPU and direction, and the ranks that it joins."""
+
+    latency_s: float
+    bytes_per_s: float
+    ranks: int
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One GPU of a system, and its links to others; seconds, bytes and operations, not multiples of them.
+
+    memory_bytes: what a rank may use. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and
+    of `flops_per_s` (by dtype, dense) that kernels reach. cache_bytes: the last-level cache. scale_up: the domain
+    that is linked closest; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond it, where
+    `ranks` is the most there can be. Fixed costs: kernel_s of every kernel, collective_s of every collective on
+    scale_up beside the link's latency, step_s of every step (scheduling and sampling on the host).
+    part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
+    again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own.
+    shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
+    sources: where each number comes from, by dotted name ("scale_up.latency_s").
+    """
+
+    name: str
+    memory_bytes_per_s: float
+    memory_bytes: float
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    cache_bytes: float
+    scale_up: Link
+    scale_out: Link
+    in_switch_reduction: bool
+    kernel_s: float
+    collective_s: float
+    step_s: float
+    memory_efficiency: float
+    compute_efficiency: float
+    part_fixed_share: float
+    shared: bool
+    sources: Mapping[str, str] = field(compare=False, repr=False)
+
+    def rate(self, dtype: str) -> float:
+        """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
+        rate = self.flops_per_s.get(dtype)
+        if rate is None and dtype in _CONVERTED:
+            rate = self.flops_per_s.get("bfloat16")
+        if rate is None:
+            raise UserError(
+                f"the system {self.name} has no arithmetic in {dtype}: use one of {', '.join(self.flops_per_s)}",
+                "unsupported_dtype",
+            )
+        return rate
+
+    @classmethod
+    def from_mapping(cls, name: str, mapping: Mapping[str, Any]) -> "HardwareSpec":
+        """Read the tables of a system file, in which each constant is { value = ..., source = "..." }.
+
+        Raises UserError (code "invalid_system") for a key that is unknown, missing or without a source, and for a
+        value out of its range.
+        """
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for key, value, source in _constants(name, mapping):
+            if key not in _KINDS:
+                raise _invalid(f"the system {name} sets {key!r}, which is not known: use one of {', '.join(_KINDS)}")
+            holds, words = _KINDS[key]
+            if not holds(value):
+                raise _invalid(f"the system {name} has {key} = {value!r}: set it to {words}")
+            values[key], sources[key] = value, source
+        rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in BYTES}
+        flops_per_s = {dtype: rate for dtype, rate in rates.items() if rate is not None}
+        missing = [key for key in _KINDS if key not in values and not key.startswith("flops_per_s.")]
+        if missing or not flops_per_s:
+            key = missing[0] if missing else "flops_per_s.bfloat16"
+            raise _invalid(f'the system {name} has no {key}: set {key} = {{ value = ..., source = "..." }}')
+        plain = {key: value for key, value in values.items() if "." not in key}
+        return cls(
+            name=name,
+            flops_per_s=flops_per_s,
+            scale_up=_link(values, "scale_up"),
+            scale_out=_link(values, "scale_out"),
+            sources=sources,
+            **plain,
+        )
+
+
+def _link(values: Mapping[str, Any], level: str) -> Link:
+    return Link(values[f"{level}.latency_s"], values[f"{level}.bytes_per_s"], values[f"{level}.ranks"])
+
+
+def _invalid(message: str) -> UserError:
+    return UserError(message, "invalid_system")
+
+
+def _constants(name: str, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted name, value and source of every constant in a table and its subtables."""
+    for key, entry in table.items():
+        dotted = prefix + key
+        if isinstance(entry, Mapping) and not {"value", "source"} & set(entry):
+            yield from _constants(name, entry, dotted + ".")
+        elif isinstance(entry, Mapping) and set(entry) == {"value", "source"} and _is_text(entry["source"]):
+            yield dotted, entry["value"], entry["source"]
+        else:
+            raise _invalid(
+                f"the system {name} has {dotted} in another form than a value and where it comes from: set {dotted} = "
+                '{ value = ..., source = "..." }'
+            )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_RATE = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_TIME = (lambda value: _is_number(value) and value >= 0, "seconds, 0 or more")
+_SHARE = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_REACHED = (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
+_RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number above 0")
+_FLAG = (lambda value: isinstance(value, bool), "true or false")
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "memory_bytes_per_s": _RATE,
+    "memory_bytes": _RATE,
+    "cache_bytes": _RATE,
+    **{f"flops_per_s.{dtype}": _RATE for dtype in BYTES},
+    "memory_efficiency": _REACHED,
+    "compute_efficiency": _REACHED,
+    "kernel_s": _TIME,
+    "collective_s": _TIME,
+    "step_s": _TIME,
+    "part_fixed_share": _SHARE,
+    "in_switch_reduction": _FLAG,
+    "shared": _FLAG,
+    "scale_up.latency_s": _TIME,
+    "scale_up.bytes_per_s": _RATE,
+    "scale_up.ranks": _RANKS,
+    "scale_out.latency_s": _TIME,
+    "scale_out.bytes_per_s": _RATE,
+    "scale_out.ranks": _RANKS,
+}

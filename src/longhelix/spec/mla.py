@@ -1,0 +1,46 @@
+"""Multi-head latent attention: one latent per token takes the place of its keys and values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in channels.
+
+    A token's cache entry is its latent of `kv_lora_rank` and a rotated key of `rope_size` that all heads share. A
+    query head has `nope_size` channels without and `rope_size` with rotation, and a value `value_size`. Queries come
+    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+    def __post_init__(self) -> None:
+        if self.rope_size % 2:
+            raise UserError(
+                f"qk_rope_head_dim {self.rope_size} is odd: rotary embedding needs an even one", "invalid_model"
+            )
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers that a layer caches for a token."""
+        return self.kv_lora_rank + self.rope_size
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> "MLA":
+        """Read the config.json of a deepseek_v2, deepseek_v3 or kimi_k2 model; raises UserError."""
+        return cls(
+            q_lora_rank=None if config.get("q_lora_rank") is None else count(config, "q_lora_rank"),
+            kv_lora_rank=count(config, "kv_lora_rank"),
+            nope_size=count(config, "qk_nope_head_dim"),
+            rope_size=count(config, "qk_rope_head_dim"),
+            value_size=count(config, "v_head_dim"),
+        )

@@ -1,0 +1,234 @@
+"""What a model is: its shapes and numbers, read from a checkpoint's configuration.
+
+This room is the only reader of Hugging Face config names and of GGUF metadata names. Pure: mappings in, frozen
+specs out; anything that longhelix would have to guess is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count, dtype_name, positive, rope_mapping, sliding_window, token_ids
+from longhelix.spec.dtypes import BYTES, DTYPES
+from longhelix.spec.mla import MLA
+from longhelix.spec.moe import MoE
+from longhelix.spec.rope import RopeSpec, frequency_divisors
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_MLA_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+PLANNED_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_MLA_ARCHITECTURES)
+_BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", *_MLA_ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One decoder-only transformer: GQA attention or `mla`, dense SwiGLU FFNs of `ffn_size` columns or `moe`.
+
+    With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated part and
+    all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
+    full attention would no longer be what the model computes.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    dtype: str
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    mla: MLA | None = None
+    moe: MoE | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_query_heads", "num_kv_heads", "head_size", "ffn_size",
+                     "vocab_size", "max_positions"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise UserError(f"the model's {name} is {getattr(self, name)}: it must be 1 or more", "invalid_model")
+        if self.num_query_heads % self.num_kv_heads:
+            raise UserError(
+                f"{self.num_query_heads} query heads do not divide into groups over {self.num_kv_heads} KV heads: "
+                "correct num_attention_heads or num_key_value_heads in the model's config",
+                "invalid_model",
+            )
+        if self.mla is None and self.head_size % 2:
+            raise UserError(f"head size {self.head_size} is odd: rotary embedding needs an even one", "invalid_model")
+        if self.moe is not None and self.moe.num_dense_layers > self.num_layers:
+            raise UserError(
+                f"the first {self.moe.num_dense_layers} layers are dense, but the model has {self.num_layers}: correct "
+                "first_k_dense_replace in the model's config",
+                "invalid_model",
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """All numbers of the model: matrices, norms and biases; a tied head counts once, further heads (MTP) not."""
+        num_moe_layers = 0 if self.moe is None else self.num_layers - self.moe.num_dense_layers
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        per_layer = self._attention_parameters() + 2 * self.hidden_size
+        dense = (self.num_layers - num_moe_layers) * self._ffn_parameters(self.ffn_size)
+        routed = 0 if self.moe is None else num_moe_layers * self._moe_parameters(self.moe)
+        return embeddings + self.num_layers * per_layer + dense + routed + self.hidden_size
+
+    def _attention_parameters(self) -> int:
+        """Those of one layer, norms of queries, keys and latents included."""
+        if self.mla is not None:
+            return self._mla_parameters(self.mla)
+        queries, keys = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
+        weights = self.hidden_size * (2 * queries + 2 * keys)
+        biases = self.qkv_bias * (queries + 2 * keys) + self.attention_output_bias * self.hidden_size
+        return weights + biases + self.qk_norm * 2 * self.head_size
+
+    def _mla_parameters(self, mla: MLA) -> int:
+        hidden, queries, rank = self.hidden_size, self.num_query_heads * self.head_size, mla.q_lora_rank
+        query = hidden * queries if rank is None else rank * (hidden + 1 + queries)
+        latent = hidden * mla.cached_size + mla.kv_lora_rank
+        expansion = mla.kv_lora_rank * self.num_query_heads * (mla.nope_size + mla.value_size)
+        output = self.num_query_heads * mla.value_size * hidden
+        biases = self.qkv_bias * ((rank or 0) + mla.cached_size) + self.attention_output_bias * hidden
+        return query + latent + expansion + output + biases
+
+    def _ffn_parameters(self, columns: int) -> int:
+        return 3 * self.hidden_size * columns + self.ffn_bias * (2 * columns + self.hidden_size)
+
+    def _moe_parameters(self, moe: MoE) -> int:
+        expert = 3 * self.hidden_size * moe.expert_size
+        router = self.hidden_size + moe.routing_bias
+        shared = self._ffn_parameters(moe.shared_size) if moe.shared_size else 0
+        return moe.num_experts * (expert + router) + shared + moe.shared_gate * self.hidden_size
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers that all layers cache for one token: K and V of every KV head, or MLA's latent and rotated key."""
+        if self.mla is not None:
+            return self.num_layers * self.mla.cached_size
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+
+    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
+        """Bytes that the engine keeps of one token's K and V (GQA), all layers, for `num_kv_heads` of the KV heads.
+
+        Narrow numbers have a 16-bit scale for each token's key and value of a head.
+        """
+        assert self.mla is None, "K and V of GQA"
+        scale_bytes = 0 if kv_dtype in DTYPES else 2
+        return 2 * self.num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
+
+    @classmethod
+    def from_hf_config(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> "ModelSpec":
+        """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one)."""
+        architecture = config.get("model_type")
+        if architecture not in (*ARCHITECTURES, *PLANNED_ARCHITECTURES):
+            raise UserError(
+                f"the model's architecture is {architecture!r}: longhelix runs {', '.join(ARCHITECTURES)}, and plans "
+                f"{', '.join(PLANNED_ARCHITECTURES)} as well",
+                "unknown_architecture",
+            )
+        if config.get("hidden_act", "silu") != "silu":
+            raise UserError(f"hidden_act is {config['hidden_act']!r}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
+        hidden_size, num_query_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+        max_positions = count(config, "max_position_embeddings")
+        mla = MLA.from_hf_config(config) if architecture in _MLA_ARCHITECTURES else None
+        if mla is None:
+            head_size = count(config, "head_dim", 128 if architecture == "qwen3" else hidden_size // num_query_heads)
+            num_kv_heads = count(config, "num_key_value_heads", num_query_heads if architecture == "llama" else None)
+            rotated_size = head_size
+        else:
+            head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
+        bias = bool(config.get("attention_bias", False)) and architecture in _BIASED_ATTENTION
+        always_biased = architecture == "qwen2" or (architecture == "qwen2_moe" and config.get("qkv_bias", True))
+        return cls(
+            architecture=architecture,
+            num_layers=count(config, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            ffn_size=count(config, "intermediate_size"),
+            vocab_size=count(config, "vocab_size"),
+            max_positions=max_positions,
+            rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            rope=RopeSpec.from_config(rope_mapping(config), rotated_size, max_positions),
+            dtype=dtype_name(config),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bias or bool(always_biased),
+            attention_output_bias=bias,
+            ffn_bias=bool(config.get("mlp_bias", False)) and architecture in ("llama", "deepseek_v2"),
+            qk_norm=architecture in ("qwen3", "qwen3_moe"),
+            sliding_window=sliding_window(config),
+            eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
+            mla=mla,
+            moe=MoE.from_hf_config(config) if architecture in PLANNED_ARCHITECTURES else None,
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], rope_divisors: Sequence[float] = (), *, tied: bool) -> "ModelSpec":
+        """Read the metadata of a GGUF file of the llama architecture.
+
+        `rope_divisors` is its rope_freqs tensor, if it has one; `tied`: it has no output tensor of its own.
+        """
+
+        def value(key: str, default: Any = None) -> Any:
+            found = metadata.get(f"llama.{key}", default)
+            if found is None:
+                raise UserError(f"the GGUF file has no metadata key 'llama.{key}'", "invalid_model")
+            return found
+
+        hidden_size, num_query_heads = int(value("embedding_length")), int(value("attention.head_count"))
+        head_size = int(value("attention.key_length", hidden_size // num_query_heads))
+        max_positions = int(value("context_length"))
+        rope: dict[str, Any] = {"rope_theta": value("rope.freq_base", 10_000.0)}
+        scaling = {
+            key.removeprefix("llama.rope.scaling."): setting
+            for key, setting in metadata.items()
+            if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
+        }
+        kind = scaling.pop("type", "none")
+        if kind != "none":
+            rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
+            rope["original_max_position_embeddings"] = scaling.pop("original_context_length", None)
+            if scaling or rope_divisors:
+                extra = next(iter(scaling), "rope_freqs")
+                raise UserError(
+                    f"the GGUF file combines rope scaling {kind!r} with {extra!r}, which longhelix does not know: "
+                    "use the model's Hugging Face folder",
+                    "unknown_rope",
+                )
+        if value("rope.dimension_count", head_size) != head_size:
+            raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
+        resolved = RopeSpec.from_config(rope, head_size, max_positions)
+        if rope_divisors:
+            resolved = replace(
+                resolved, divisors=frequency_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)
+            )
+        vocabulary: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ())
+        return cls(
+            architecture="llama",
+            num_layers=int(value("block_count")),
+            hidden_size=hidden_size,
+            num_query_heads=num_query_heads,
+            num_kv_heads=int(value("attention.head_count_kv", num_query_heads)),
+            head_size=head_size,
+            ffn_size=int(value("feed_forward_length")),
+            vocab_size=int(value("vocab_size", len(vocabulary))),
+            max_positions=max_positions,
+            rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
+            rope=resolved,
+            dtype="bfloat16",
+            tied_embeddings=tied,
+            sliding_window=metadata.get("llama.attention.sliding_window"),
+            eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
+        )

@@ -1,0 +1,73 @@
+"""Mixture of experts: FFNs of which a token passes through a few."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The routed FFNs of a model; every size of an FFN is its number of columns.
+
+    The first `num_dense_layers` layers have one dense FFN; all others have `num_experts` of `expert_size`, of which a
+    token takes `experts_per_token`, and shared ones of `shared_size` columns together (0: none), which every token
+    takes. `routing_bias`: a number per expert and layer is added where experts are chosen; `shared_gate`: the shared
+    experts are weighted by a product of their own with the hidden state.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_size: int = 0
+    num_dense_layers: int = 0
+    routing_bias: bool = False
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise UserError(
+                f"a token takes {self.experts_per_token} of {self.num_experts} experts: set num_experts_per_tok to at "
+                "most the number of experts",
+                "invalid_model",
+            )
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> "MoE":
+        """Read the config.json of one of PLANNED_ARCHITECTURES; raises UserError."""
+        architecture, experts_per_token = config["model_type"], count(config, "num_experts_per_tok")
+        if architecture == "mixtral":
+            return cls(count(config, "num_local_experts"), experts_per_token, count(config, "intermediate_size"))
+        expert_size = count(config, "moe_intermediate_size")
+        if architecture in ("qwen2_moe", "qwen3_moe"):
+            _refuse_other(config, "decoder_sparse_step", 1)
+            _refuse_other(config, "mlp_only_layers", [])
+            shared_gate = architecture == "qwen2_moe"
+            return cls(
+                # transformers writes qwen3_moe's under either name.
+                count(config, "num_experts", config.get("num_local_experts")),
+                experts_per_token,
+                expert_size,
+                shared_size=count(config, "shared_expert_intermediate_size") if shared_gate else 0,
+                shared_gate=shared_gate,
+            )
+        _refuse_other(config, "moe_layer_freq", 1)
+        always_biased = architecture != "deepseek_v2"
+        return cls(
+            count(config, "n_routed_experts"),
+            experts_per_token,
+            expert_size,
+            shared_size=count(config, "n_shared_experts", 0, least=0) * expert_size,
+            num_dense_layers=count(config, "first_k_dense_replace", 0, least=0),
+            routing_bias=config.get("topk_method", "noaux_tc" if always_biased else None) == "noaux_tc",
+        )
+
+
+def _refuse_other(config: Mapping[str, Any], key: str, known: Any) -> None:
+    if config.get(key) not in (None, known):
+        raise UserError(
+            f"config.json has {key} = {config[key]!r}: longhelix knows {known!r}, experts in every layer",
+            "invalid_model",
+        )

@@ -1,0 +1,105 @@
+"""Rotary position embedding: what a model's configuration says of it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import positive
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+}  # fmt: skip
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: how its frequencies follow from theta.
+
+    `attention_factor` multiplies cos and sin. `divisors`, where present, divide the frequencies one by one
+    (C/2 numbers; GGUF files carry llama3 scaling in this form). Fields of other kinds keep their defaults.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()
+
+    @classmethod
+    def from_config(cls, rope: Mapping[str, Any], head_size: int, max_positions: int) -> "RopeSpec":
+        """Resolve a `rope_parameters` (or `rope_scaling` plus theta) mapping; all defaults are filled here."""
+        unknown = sorted(set(rope) - _ROPE_KEYS)
+        if unknown:
+            raise UserError(f"unknown rope setting {unknown[0]!r}: known ones are {', '.join(sorted(_ROPE_KEYS))}")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise UserError(f"rope type {kind!r} is not known: use one of {', '.join(ROPE_KINDS)}", "unknown_rope")
+        missing = [key for key in _ROPE_NEEDS[kind] if rope.get(key) is None]
+        if missing:
+            raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
+        if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
+        original = int(positive(rope, "original_max_position_embeddings", max_positions))
+        factor = positive(rope, "factor", max_positions / original)
+        low, high = positive(rope, "low_freq_factor", 1.0), positive(rope, "high_freq_factor", 1.0)
+        if kind == "llama3" and low >= high:
+            raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
+        return cls(
+            kind=kind,
+            theta=positive(rope, "rope_theta", 10_000.0),
+            factor=factor,
+            original_max_positions=max_positions if kind == "dynamic" else original,
+            attention_factor=_attention_factor(kind, rope, factor, original),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=positive(rope, "beta_fast", 32.0),
+            beta_slow=positive(rope, "beta_slow", 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
+            long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
+        )
+
+
+def frequency_divisors(rope: Mapping[str, Any], key: str, head_size: int) -> tuple[float, ...]:
+    values = tuple(rope[key]) if isinstance(rope[key], (list, tuple)) else ()
+    if len(values) != head_size // 2 or not all(isinstance(value, (int, float)) and value > 0 for value in values):
+        raise UserError(f"{key} must be a list of {head_size // 2} numbers above 0, half the head size {head_size}")
+    return tuple(float(value) for value in values)
+
+
+def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, original: int) -> float:
+    """Yarn: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22); longrope: sqrt(1 + ln factor / ln original)."""
+    if rope.get("attention_factor") is not None and kind in ("yarn", "longrope"):
+        return positive(rope, "attention_factor", 1.0)
+    if factor <= 1 or kind not in ("yarn", "longrope"):
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(positive(rope, "mscale", 1.0)) / mscale(positive(rope, "mscale_all_dim", 1.0))
+    return mscale(1.0)

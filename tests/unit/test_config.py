@@ -1,0 +1,68 @@
+"""Models that the engine does not run, refused before their weights are looked at."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longhelix.engine.config import resolve
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import open_checkpoint
+from longhelix.presets import load_model
+from longhelix.spec import ARCHITECTURES
+
+pytestmark = pytest.mark.unit
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 8,
+    "max_position_embeddings": 32,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def refused(folder, config, code: str, *words: str) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"norm": torch.ones(8)}, folder / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        resolve(
+            open_checkpoint(str(folder)),
+            Layout(),
+            dtype=None,
+            weight_dtype=None,
+            kv_dtype=None,
+            max_model_len=None,
+            rope_scaling=None,
+            kv_cache_tokens=None,
+            chunk_tokens=512,
+            block_tokens=16,
+            placement="striped",
+            growth_limit_tokens=4096,
+        )
+    assert caught.value.code == code
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("quantisation", [None, {"quant_method": "fp8"}])
+def test_an_architecture_that_is_only_planned_is_refused(tmp_path, quantisation):
+    config = MIXTRAL | {"quantization_config": quantisation}
+    refused(tmp_path, config, "unknown_architecture", "'mixtral'", "longhelix plan", *ARCHITECTURES)
+    assert load_model(str(tmp_path)).moe is not None
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path):
+    quantised = LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    refused(tmp_path, quantised, "invalid_model", "quantised", "bfloat16")
+    refused(tmp_path, LLAMA, "invalid_checkpoint", "no tensor")

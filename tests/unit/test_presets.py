@@ -1,0 +1,177 @@
+"""Presets: models with the published totals, systems with a source for every constant, and names that are wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longhelix import presets
+from longhelix.errors import UserError
+from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names
+from longhelix.spec import BYTES
+
+pytestmark = pytest.mark.unit
+
+# Published totals; deepseek-r1's with 58 layers' routing biases of 256, without the layer that predicts a second token.
+PARAMETERS = {
+    "deepseek-r1": 671_026_404_352 + 58 * 256,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-405b": 405_853_388_800,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "smollm2-135m": 134_515_008,
+}
+MINIMAL = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "intermediate_size": 200,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+
+
+def kv_bytes(model: str, num_tokens: int, dtype: str) -> float:
+    return load_model(model).kv_elements_per_token * num_tokens * BYTES[dtype]
+
+
+def toml_of(system: str) -> str:
+    return (Path(presets.__file__).parent / "systems" / f"{system}.toml").read_text()
+
+
+def refused(load, name, code: str, *words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(str(name))
+    assert caught.value.code == code
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_models_are_those_with_published_totals_and_the_papers_own():
+    assert model_names() == tuple(sorted((*PARAMETERS, "helix-figure-1")))
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_parameters_are_the_published_ones(model):
+    assert load_model(model).num_parameters == PARAMETERS[model]
+
+
+def test_the_papers_first_figure_has_its_sizes():
+    spec = load_model("helix-figure-1")
+    assert (spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (128, 8, 128)
+    assert (spec.hidden_size, spec.ffn_size, spec.num_layers, spec.vocab_size) == (16_384, 65_536, 126, 128_256)
+
+
+def test_kv_sizes_are_the_published_ones():
+    assert load_model("deepseek-r1").kv_elements_per_token == 35_136
+    assert round(kv_bytes("deepseek-r1", 10**6, "fp4") / 1e9, 2) == 17.57
+    assert round(kv_bytes("llama-3.1-405b", 10**6, "fp4") / 1e9, 1) == 129.0
+    assert round(kv_bytes("llama-3.1-405b", 10**6, "bfloat16") / 1e9) == 516
+    assert kv_bytes("llama-3-70b", 2**20, "bfloat16") == 320 * 2**30
+
+
+def test_builtin_is_smollm2():
+    assert load_model("builtin") == load_model("smollm2-135m")
+
+
+def test_a_folder_and_a_file_are_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MINIMAL))
+    assert load_model(str(tmp_path)) == load_model(str(path))
+    assert load_model(str(path)).hidden_size == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("llama-3-80b", "llama-3-8b"), ("DeepSeek-R1", "deepseek-r1"), ("builtln", "builtin")]
+)
+def test_an_unknown_model_is_refused_with_the_nearest(name, nearest):
+    refused(load_model, name, "unknown_model", repr(name), nearest)
+
+
+def test_a_name_near_none_is_refused_with_all():
+    refused(load_model, "/nowhere/x", "unknown_model", *model_names(), "builtin", "folder")
+    refused(load_system, "zzz", "unknown_system", *system_names(), "local", ".toml")
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    refused(load_model, tmp_path, "unknown_model", str(tmp_path / "config.json"), "is missing")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
+def test_a_broken_config_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    refused(load_model, tmp_path, "invalid_model", str(tmp_path / "config.json"), "JSON")
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    refused(load_model, tmp_path, "invalid_model", "a JSON object, not a list")
+
+
+def test_systems_hold_the_vendors_figures():
+    assert system_names() == ("a100", "b200", "gb200", "gb300", "h100", "h200")
+    gb200 = load_system("gb200")
+    assert (gb200.memory_bytes_per_s, gb200.memory_bytes, gb200.rate("fp4")) == (8e12, 186e9, 10e15)
+    assert (gb200.scale_up.ranks, gb200.scale_up.bytes_per_s, gb200.scale_out.bytes_per_s) == (72, 900e9, 100e9)
+    assert load_system("h100").rate("int4") == 0.989e15
+    assert not load_system("a100").in_switch_reduction
+
+
+@pytest.mark.parametrize("name", system_names())
+def test_every_constant_of_a_system_has_its_source(name):
+    system = load_system(name)
+    assert system.name == name
+    assert not system.shared
+    assert {f"flops_per_s.{dtype}" for dtype in system.flops_per_s} < set(system.sources)
+    assert system.scale_up.latency_s + system.collective_s == pytest.approx(5e-6)
+    assert system.rate("float16") == system.rate("bfloat16")
+
+
+def test_a_dtype_that_a_system_lacks_is_refused():
+    refused(load_system("h100").rate, "fp4", "unsupported_dtype", "h100", "fp4", "fp8")
+    refused(load_system("a100").rate, "fp8", "unsupported_dtype", "a100", "bfloat16")
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("gb20", "gb200"), ("H100", "h100"), ("locale", "local")])
+def test_an_unknown_system_is_refused_with_the_nearest(name, nearest):
+    refused(load_system, name, "unknown_system", repr(name), nearest)
+
+
+def test_local_is_the_calibrated_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = local_system_path()
+    assert path == tmp_path / "longhelix" / "local.toml"
+    refused(load_system, "local", "unknown_system", "longhelix calibrate")
+    path.parent.mkdir()
+    path.write_text(toml_of("h100"))
+    assert load_system("local").memory_bytes == load_system("h100").memory_bytes
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(local_system_path()) == "/home/someone/.local/share/longhelix/local.toml"
+
+
+def test_a_file_of_a_system_is_read_or_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(toml_of("b200"))
+    assert load_system(str(path)).name == "mine"
+    path.write_text("memory_bytes_per_s = ")
+    refused(load_system, path, "invalid_system", str(path), "TOML")
+    path.write_bytes(b"\xff")
+    refused(load_system, path, "invalid_system", str(path), "TOML")
+    path.write_text("memory_bytes_per_s = 5")
+    refused(load_system, path, "invalid_system", "mine", "where it comes from")
+    refused(load_system, tmp_path / "none.toml", "unknown_system", "none.toml")
+
+
+def test_presets_load_neither_torch_nor_numpy():
+    code = (
+        "import sys, longhelix.presets as p; p.load_model('deepseek-r1'); p.load_system('gb200'); print(*sys.modules)"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.split()
+    assert {"torch", "numpy", "longhelix.engine"}.isdisjoint(modules)
