@@ -26,10 +26,11 @@ class HardwareSpec:
     """One GPU of a system, and its links to others; seconds, bytes and operations, not multiples of them.
 
     memory_bytes: what a rank may use. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and
-    of `flops_per_s` (by dtype, dense) that kernels reach. cache_bytes: the last-level cache. scale_up: the domain
-    that is linked closest; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond it, where
-    `ranks` is the most there can be. Fixed costs: kernel_s of every kernel, collective_s of every collective on
-    scale_up beside the link's latency, step_s of every step (scheduling and sampling on the host).
+    of `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention.
+    cache_bytes: the last-level cache. scale_up: the domain that is linked closest; in_switch_reduction: its switches
+    add up (NVLink SHARP). scale_out: beyond it, where `ranks` is the most there can be. Fixed costs: kernel_s of every
+    kernel, collective_s of every collective on scale_up beside the link's latency, step_s of every step (scheduling
+    and sampling on the host).
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own.
     shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
@@ -49,6 +50,7 @@ class HardwareSpec:
     step_s: float
     memory_efficiency: float
     compute_efficiency: float
+    attention_efficiency: float
     part_fixed_share: float
     shared: bool
     sources: Mapping[str, str] = field(compare=False, repr=False)
@@ -143,6 +145,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **{f"flops_per_s.{dtype}": _RATE for dtype in BYTES},
     "memory_efficiency": _REACHED,
     "compute_efficiency": _REACHED,
+    "attention_efficiency": _REACHED,
     "kernel_s": _TIME,
     "collective_s": _TIME,
     "step_s": _TIME,

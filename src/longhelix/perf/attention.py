@@ -1,0 +1,196 @@
+"""The attention half of a layer: from the first norm to the sum of the output projection."""
+
+import numpy as np
+
+from longhelix.perf import collectives, weights
+from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.hop_b import overlapped_s
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.part import Part, kernels, sends
+from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
+from longhelix.perf.work import Work
+
+# A chunk's rows are exchanged in groups of at least so many.
+_CHUNK_PART_ROWS = 64
+
+
+def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    """One layer's parts, in order."""
+    own = work.of_rank(layouts)
+    attention = _attention(setting, layouts, own)
+    value, exchange = _exchange(setting, layouts, own)
+    projected = weights.output_projection(setting, layouts)
+    hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
+    summed = collectives.all_reduce(setting.system, _sum_group(layouts), np.asarray(hidden_bytes + 0 * layouts.kvp))
+    return [
+        *_projections(setting, layouts, own),
+        attention,
+        *value,
+        _exposed(setting, layouts, own, attention, exchange),
+        _merge(setting, layouts, own),
+        product("output projection", setting, layouts, projected, own.rows),
+        sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
+    ]
+
+
+def product(
+    name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
+) -> Part:
+    """`rows` times weights of `elements` numbers, in `count` kernels."""
+    return kernels(
+        name,
+        setting,
+        layouts,
+        flops=2 * rows * elements,
+        hbm_bytes=elements * setting.weight_bytes,
+        dtype=setting.weight_dtype,
+        count=count,
+    )
+
+
+def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[Part]:
+    model, heads = setting.model, setting.heads
+    latent_queries = model.mla is not None and model.mla.q_lora_rank is not None
+    qkv = product(
+        "QKV", setting, layouts, weights.qkv(setting, layouts), own.rows, count=3.0 if latent_queries else 1.0
+    )
+    channels = model.head_size * (layouts.query_heads(heads) + 2 * layouts.kv_heads(heads))
+    moved_bytes = 2 * own.rows * channels * ACTIVATION_BYTES
+    write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
+    if model.mla is None:
+        return [qkv, write]
+    absorbed = weights.key_absorption(setting, layouts)
+    return [qkv, product("key absorption", setting, layouts, absorbed, own.rows), write]
+
+
+def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
+    """Decode rows and chunks apart: one reads, the other computes. Two kernels: parts of the KV, and their merge."""
+    model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
+    if model.mla is None:
+        token_bytes = 2 * model.head_size * layouts.kv_heads(setting.heads) * setting.kv_bytes
+        pair_flops = 4 * model.head_size * num_query_heads
+    else:
+        token_bytes = model.mla.cached_size * setting.kv_bytes + 0 * layouts.kvp
+        pair_flops = 2 * (model.mla.cached_size + model.mla.kv_lora_rank) * num_query_heads
+    decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
+    chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
+    if model.mla is not None:
+        chunk = _cheaper(chunk, _direct(setting, layouts, own))
+    launched = kernels("attention", setting, layouts, count=2.0)
+    return Part(
+        "attention",
+        decode.seconds + chunk.seconds + launched.seconds,
+        decode.flops + chunk.flops,
+        decode.hbm_bytes + chunk.hbm_bytes,
+        launched.net_bytes,
+        launched.fixed_s,
+        np.where(decode.seconds >= chunk.seconds, decode.compute_bound, chunk.compute_bound),
+    )
+
+
+def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops: float | Array) -> Part:
+    return kernels(
+        "attention",
+        setting,
+        layouts,
+        flops=flops,
+        hbm_bytes=hbm_bytes,
+        dtype=setting.kv_dtype,
+        count=0.0,
+        compute_efficiency=setting.system.attention_efficiency,
+    )
+
+
+def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
+    """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
+    mla, num_query_heads = setting.model.mla, layouts.query_heads(setting.heads)
+    assert mla is not None
+    made = num_query_heads * (mla.nope_size + mla.value_size)
+    flops = 2 * own.chunk_kv_tokens * mla.kv_lora_rank * made
+    flops = flops + 2 * own.chunk_pairs * num_query_heads * (mla.nope_size + mla.rope_size + mla.value_size)
+    token_bytes = mla.cached_size * setting.kv_bytes + 2 * made * ACTIVATION_BYTES
+    return _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, flops)
+
+
+def _cheaper(first: Part, second: Part) -> Part:
+    chosen = second.seconds < first.seconds
+    return Part(
+        first.name,
+        np.where(chosen, second.seconds, first.seconds),
+        np.where(chosen, second.flops, first.flops),
+        np.where(chosen, second.hbm_bytes, first.hbm_bytes),
+        first.net_bytes,
+        first.fixed_s,
+        np.where(chosen, second.compute_bound, first.compute_bound),
+    )
+
+
+def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[Part], Sent]:
+    """MLA's value projection, and the exchange: of latent outputs before it, or of values after it.
+
+    Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
+    TPA share, after it the merged ones alone.
+    """
+    held, merged = layouts.query_heads(setting.heads), layouts.merged_query_heads(setting.heads)
+    values = _exchanged(setting, layouts, own, setting.output_size)
+    if setting.model.mla is None:
+        return [], values
+    before, after = (
+        product("value projection", setting, layouts, weights.value_projection(setting, heads), own.rows)
+        for heads in (held, merged)
+    )
+    latents = _exchanged(setting, layouts, own, setting.model.mla.kv_lora_rank)
+    late = after.seconds + latents.seconds < before.seconds + values.seconds
+    return (
+        [before.where(~late), after.where(late)],
+        Sent(*(np.where(late, x, y) for x, y in zip(_fields(latents), _fields(values), strict=True))),
+    )
+
+
+def _fields(sent: Sent) -> tuple[Array, Array, Array]:
+    return sent.seconds, sent.net_bytes, sent.fixed_s
+
+
+def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> Sent:
+    """One all-to-all over KVP of partial outputs with `channels` a head, and LSEs.
+
+    Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
+    outputs at once.
+    """
+    group = Group(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
+    rows_heads = own.rows * layouts.query_heads(setting.heads)
+    partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
+    shared = collectives.all_to_all(setting.system, group, partial_bytes)
+    gathered = collectives.all_gather(setting.system, group, rows_heads * channels * ACTIVATION_BYTES)
+    at_once = collectives.all_gather(setting.system, group, partial_bytes * layouts.kvp)
+    tied, once = layouts.ffn_replicas > 1, at_once.seconds < shared.seconds + gathered.seconds
+    return Sent(
+        *(
+            np.where(tied, np.where(once, all_once, to_all + gather), to_all)
+            for to_all, gather, all_once in zip(_fields(shared), _fields(gathered), _fields(at_once), strict=True)
+        )
+    )
+
+
+def _exposed(setting: Setting, layouts: Layouts, own: Work, attention: Part, exchange: Sent) -> Part:
+    """What of the exchange is not hidden behind attention."""
+    most_parts = own.decode_rows + np.ceil(own.chunk_rows / _CHUNK_PART_ROWS)
+    together_s = overlapped_s(
+        attention.seconds,
+        attention.fixed_s,
+        exchange.seconds,
+        exchange.fixed_s,
+        np.where(layouts.hop_b, most_parts, 1.0),
+        setting.system.part_fixed_share,
+    )
+    seconds = together_s - attention.seconds
+    return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
+
+
+def _merge(setting: Setting, layouts: Layouts, own: Work) -> Part:
+    read = own.rows * layouts.query_heads(setting.heads) * (setting.output_size * ACTIVATION_BYTES + LSE_BYTES)
+    return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
+
+
+def _sum_group(layouts: Layouts) -> Group:
+    return Group(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), np.ones(len(layouts)))

@@ -1,0 +1,105 @@
+"""Collectives over groups of ranks on two levels: the scale-up domain, and what joins domains.
+
+Alpha-beta costs: a fixed cost, a latency for each round, bytes over bandwidth. A group is `size` ranks, `stride` apart;
+ranks count TPA fastest, then KVP, then stages, so a domain holds consecutive ranks. In a domain the cheapest of the
+known ways is taken; between domains rings, each rank with its own link.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.perf.layouts import Array, Mask
+from longhelix.spec import HardwareSpec
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate; arrays over layouts."""
+
+    size: Array
+    stride: Array
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a collective costs one rank; `fixed_s`: that much of `seconds` does not depend on bytes."""
+
+    seconds: Array
+    net_bytes: Array
+    fixed_s: Array
+
+
+def all_reduce(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+    """Sum `size_bytes` on every rank; every rank gets the sum.
+
+    In the domain: one-shot (all send all), two-shot (reduce-scatter, all-gather), or adding up in the switch (a rank
+    reads its share of the sum, for which the switch fetches everybody's, and multicasts it).
+    """
+    inside, outside = _levels(system, group)
+    one_shot = _inside(system, inside, 1.0, (inside - 1) * size_bytes)
+    best = _cheaper(one_shot, _inside(system, inside, 2.0, 2 * (inside - 1) / inside * size_bytes))
+    if system.in_switch_reduction:
+        best = _cheaper(best, _inside(system, inside, 2.0, np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes))
+    return _plus(best, _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside))
+
+
+def all_gather(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+    """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
+    inside, outside = _levels(system, group)
+    across = _outside(system, outside, outside - 1, (outside - 1) / outside * size_bytes / inside)
+    return _plus(_inside(system, inside, 1.0, (inside - 1) / inside * size_bytes), across)
+
+
+def all_to_all(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+    """Every rank sends another share of its `size_bytes` to each rank."""
+    inside, outside = _levels(system, group)
+    across = _outside(system, outside, np.minimum(outside - 1, 1.0), (outside - 1) / outside * size_bytes)
+    return _plus(_inside(system, inside, 1.0, (inside - 1) / group.size * size_bytes), across)
+
+
+def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
+    """One rank's message to the rank `stride` after it."""
+    inside = stride < system.scale_up.ranks
+    latency_s = np.where(inside, system.scale_up.latency_s, system.scale_out.latency_s)
+    bytes_per_s = np.where(inside, system.scale_up.bytes_per_s, system.scale_out.bytes_per_s)
+    fixed_s = system.collective_s + latency_s
+    return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes + np.zeros_like(stride), fixed_s)
+
+
+def _levels(system: HardwareSpec, group: Group) -> tuple[Array, Array]:
+    """Ranks of the group in one domain, and domains that it spans."""
+    inside = np.minimum(group.size, np.maximum(1.0, system.scale_up.ranks // group.stride))
+    outside = np.ceil(group.size / inside)
+    return inside, outside
+
+
+def _inside(system: HardwareSpec, ranks: Array, rounds: float, size_bytes: Array) -> Sent:
+    link, several = system.scale_up, ranks > 1
+    # Processes of one machine take turns: each peer is one more to wait for.
+    latency_s = link.latency_s * rounds * (ranks - 1 if system.shared else 1.0)
+    return _sent(several, system.collective_s + latency_s, size_bytes, link.bytes_per_s)
+
+
+def _outside(system: HardwareSpec, domains: Array, rounds: Array, size_bytes: Array) -> Sent:
+    link = system.scale_out
+    return _sent(domains > 1, system.collective_s + link.latency_s * rounds, size_bytes, link.bytes_per_s)
+
+
+def _sent(happens: Mask, fixed_s: float | Array, size_bytes: Array, bytes_per_s: float) -> Sent:
+    fixed_s = np.where(happens, fixed_s, 0.0)
+    size_bytes = np.where(happens, size_bytes, 0.0)
+    return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes, fixed_s)
+
+
+def _cheaper(first: Sent, second: Sent) -> Sent:
+    chosen = second.seconds < first.seconds
+    return Sent(
+        np.where(chosen, second.seconds, first.seconds),
+        np.where(chosen, second.net_bytes, first.net_bytes),
+        np.where(chosen, second.fixed_s, first.fixed_s),
+    )
+
+
+def _plus(first: Sent, second: Sent) -> Sent:
+    return Sent(first.seconds + second.seconds, first.net_bytes + second.net_bytes, first.fixed_s + second.fixed_s)

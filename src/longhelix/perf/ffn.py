@@ -1,0 +1,114 @@
+"""The FFN half of a layer: dense, or a mixture of experts, with what its ranks send each other."""
+
+import numpy as np
+
+from longhelix.perf import collectives, weights
+from longhelix.perf.attention import product
+from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.part import Part, kernels, sends
+from longhelix.perf.setting import ACTIVATION_BYTES, Setting
+from longhelix.perf.work import Work
+
+
+def dense_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    """One dense layer's parts. Ranks with requests of their own gather all rows before, and scatter sums after."""
+    elements = weights.dense_ffn(setting, layouts)
+    before, after = _gathered(setting, layouts, work)
+    return [before, product("dense FFN", setting, layouts, elements, work.rows, count=2.0), after]
+
+
+def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    """One layer's parts with experts: as above, or, where TPF = 1, rows go to their experts and back (all-to-all)."""
+    moe = setting.model.moe
+    assert moe is not None
+    own = work.of_rank(layouts)
+    router_flops = 2 * own.rows * weights.router(setting)
+    router_bytes = weights.router(setting) * ACTIVATION_BYTES
+    parts = [kernels("router", setting, layouts, flops=router_flops, hbm_bytes=router_bytes, count=2.0)]
+    before, after = _gathered(setting, layouts, work)
+    dispatched = layouts.local & (layouts.tpf == 1)
+    there_and_back = _dispatched(setting, layouts, own)
+    parts.append(_either(dispatched, there_and_back, before))
+    if moe.shared_size:
+        rows = np.where(layouts.local, own.rows, work.rows)
+        parts.append(
+            product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
+        )
+    parts.append(_experts(setting, layouts, work))
+    parts.append(_either(dispatched, there_and_back, after))
+    return parts
+
+
+def fullest(mean: Array, variance: Array, ranks: Array) -> Array:
+    """Expected largest of `ranks` numbers with that mean and variance: mean + sqrt(2 ln(ranks) variance)."""
+    return mean + np.sqrt(2 * np.log(ranks) * variance)
+
+
+def _experts(setting: Setting, layouts: Layouts, work: Work) -> Part:
+    """Experts as grouped products: weights of those that some row takes, arithmetic of the fullest rank.
+
+    With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
+    """
+    moe = setting.model.moe
+    assert moe is not None
+    held, elements = weights.num_experts(setting, layouts), weights.expert(setting, layouts)
+    taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** np.asarray(work.rows, dtype=np.float64)
+    read = np.minimum(held, fullest(held * taken, held * taken * (1 - taken), layouts.ep))
+    mean_rows = work.rows * moe.experts_per_token / layouts.ep
+    rows = fullest(mean_rows, mean_rows * (1 - 1 / layouts.ep), layouts.ep)
+    rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, held))
+    return kernels(
+        "experts",
+        setting,
+        layouts,
+        flops=2 * rows * elements,
+        hbm_bytes=read * elements * setting.weight_bytes,
+        dtype=setting.weight_dtype,
+        count=3.0,
+    )
+
+
+def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Part, Part]:
+    """Before and after an FFN over all its ranks: nothing and an all-reduce; local: an all-gather, a reduce-scatter."""
+    system, ones = setting.system, np.ones(len(layouts))
+    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
+    gathered = collectives.all_gather(
+        system, Group(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
+    )
+    scattered = collectives.all_gather(system, Group(layouts.num_ranks, ones), hidden_bytes)
+    # Where several ranks share a request, each needs its rows whole.
+    regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
+    summed = collectives.all_reduce(system, Group(layouts.tpf * layouts.ep, ones), hidden_bytes)
+    after = Sent(
+        np.where(layouts.local, scattered.seconds + regathered.seconds, summed.seconds),
+        np.where(layouts.local, scattered.net_bytes + regathered.net_bytes, summed.net_bytes),
+        np.where(layouts.local, scattered.fixed_s + regathered.fixed_s, summed.fixed_s),
+    )
+    return _part("gather before FFN", gathered), _part("all-reduce after FFN", after)
+
+
+def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Part:
+    """One way between rows and experts: a row goes once to each rank that has one of its k experts."""
+    moe = setting.model.moe
+    assert moe is not None
+    targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
+    row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
+    group = Group(layouts.ep, np.ones(len(layouts)))
+    return _part("dispatch", collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets))
+
+
+def _either(mask: Array, first: Part, second: Part) -> Part:
+    return Part(
+        second.name,
+        np.where(mask, first.seconds, second.seconds),
+        second.flops,
+        second.hbm_bytes,
+        np.where(mask, first.net_bytes, second.net_bytes),
+        np.where(mask, first.fixed_s, second.fixed_s),
+        second.compute_bound,
+    )
+
+
+def _part(name: str, sent: Sent) -> Part:
+    return sends(name, sent.seconds, sent.net_bytes, sent.fixed_s)

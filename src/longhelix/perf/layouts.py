@@ -1,0 +1,79 @@
+"""Layouts as arrays, one entry for each, and what the fullest rank of each holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhelix.layout import HeadShape, Layout
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Degrees of parallelism, all of one shape (n,).
+
+    kvp, tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. local: every request's KV lies on one KVP rank, and that
+    rank alone computes its attention (data-parallel attention). hop_b: the exchange overlaps attention.
+    """
+
+    kvp: Array
+    tpa: Array
+    tpf: Array
+    ep: Array
+    pp: Array
+    ffn_replicas: Array
+    local: Mask
+    hop_b: Mask
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], *, local: bool = False, hop_b: bool = True) -> "Layouts":
+        def degrees(name: str) -> Array:
+            return np.array([getattr(layout, name) for layout in layouts], dtype=np.float64)
+
+        kvp, tpa, tpf, ep, pp, ffn_replicas = map(degrees, ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
+        local_layouts, overlapping = np.full(len(layouts), local), np.full(len(layouts), hop_b)
+        return cls(kvp, tpa, tpf, ep, pp, ffn_replicas, local_layouts, overlapping)
+
+    def __len__(self) -> int:
+        return len(self.kvp)
+
+    def take(self, index: NDArray[np.intp] | Mask | slice) -> "Layouts":
+        """The entries that `index` names."""
+        return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    @property
+    def num_ranks(self) -> Array:
+        """N: the ranks of one pipeline stage."""
+        return self.kvp * self.tpa
+
+    @property
+    def world_size(self) -> Array:
+        return self.num_ranks * self.pp
+
+    @property
+    def exchanges(self) -> Mask:
+        """Where several ranks hold parts of one request's KV."""
+        return (self.kvp > 1) & ~self.local
+
+    @property
+    def whole_heads(self) -> Mask:
+        """Where a rank multiplies all heads of its TPA share with Wo: its request is its own, or its FFN is a copy."""
+        return self.local | (self.ffn_replicas > 1)
+
+    def kv_heads(self, heads: HeadShape) -> Array:
+        """KV heads of the fullest rank (`Layout.kv_heads`)."""
+        return np.maximum(1.0, np.ceil(heads.num_kv_heads / self.tpa))
+
+    def query_heads(self, heads: HeadShape) -> Array:
+        """Query heads of the fullest rank (`Layout.query_heads`)."""
+        sharers = np.maximum(1.0, self.tpa // heads.num_kv_heads)
+        return self.kv_heads(heads) * np.ceil(heads.group_size / sharers)
+
+    def merged_query_heads(self, heads: HeadShape) -> Array:
+        """Query heads of the fullest rank in the output projection (`Layout.merged_query_heads`, or all of its own)."""
+        held = self.query_heads(heads)
+        return np.where(self.whole_heads, held, np.ceil(held / self.kvp))

@@ -1,0 +1,83 @@
+"""Bytes on the fullest rank: weights, KV, what a step needs beside them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.perf import weights
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.setting import ACTIVATION_BYTES, Setting
+
+_LOGIT_BYTES = 4.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank, arrays over layouts."""
+
+    weights_bytes: Array
+    kv_bytes: Array
+    activations_bytes: Array
+
+    @property
+    def total_bytes(self) -> Array:
+        return self.weights_bytes + self.kv_bytes + self.activations_bytes
+
+
+def memory(
+    setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array, chunk: float | Array = 0.0
+) -> Memory:
+    """With `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows at a time."""
+    rows = np.ceil(batch / layouts.pp) + chunk
+    return Memory(
+        weights_bytes=weights_bytes(setting, layouts),
+        kv_bytes=kv_bytes(setting, layouts, batch, context),
+        activations_bytes=_activations_bytes(setting, layouts, rows, np.ceil(batch / layouts.pp)),
+    )
+
+
+def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
+    """All weights that a rank holds: its part of a stage's layers, and of the embedding or the head."""
+    model, moe = setting.model, setting.model.moe
+    stage_layers = np.ceil(model.num_layers / layouts.pp)
+    attention = (
+        weights.qkv(setting, layouts)
+        + weights.key_absorption(setting, layouts)
+        + weights.value_projection(setting, layouts.query_heads(setting.heads))
+        + weights.output_projection(setting, layouts)
+    )
+    dense = weights.dense_ffn(setting, layouts)
+    if moe is None:
+        layers = stage_layers * (attention + dense)
+    else:
+        num_moe = np.minimum(stage_layers, model.num_layers - moe.num_dense_layers)
+        experts = weights.num_experts(setting, layouts) * weights.expert(setting, layouts)
+        sparse = experts + weights.shared_experts(setting, layouts) + weights.router(setting)
+        layers = stage_layers * attention + num_moe * sparse + (stage_layers - num_moe) * dense
+    ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
+    return np.asarray((layers + ends * weights.vocabulary(setting, layouts)) * setting.weight_bytes)
+
+
+def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests."""
+    model = setting.model
+    per_token = (
+        2 * model.head_size * layouts.kv_heads(setting.heads) if model.mla is None else float(model.mla.cached_size)
+    )
+    requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
+    stage_layers = np.ceil(model.num_layers / layouts.pp)
+    return np.asarray(requests * context * per_token * stage_layers * setting.kv_bytes)
+
+
+def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:
+    """Hidden states twice, the widest pair of one layer's inputs and outputs, exchange buffers, logits."""
+    model, heads = setting.model, setting.heads
+    num_query_heads = layouts.query_heads(heads)
+    projected = model.head_size * (num_query_heads + 2 * layouts.kv_heads(heads))
+    exchanged = 2 * num_query_heads * (model.mla.kv_lora_rank if model.mla else model.head_size)
+    columns = 2 * np.ceil(model.ffn_size / (layouts.tpf * layouts.ep))
+    if model.moe is not None:
+        columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
+    widest = np.maximum(projected + exchanged, columns + model.hidden_size)
+    logits_bytes = sampled_rows * model.vocab_size * _LOGIT_BYTES
+    return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)

@@ -1,0 +1,76 @@
+"""Parts of a step: what a rank computes, reads and sends, and how long that takes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.perf.layouts import Array, Layouts, Mask
+from longhelix.perf.setting import Setting
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step on the critical path, arrays over layouts.
+
+    hbm_bytes: read and written by one rank; net_bytes: sent by one rank. fixed_s: that much of `seconds` are fixed
+    costs of kernels and collectives. compute_bound: arithmetic takes longer than memory.
+    """
+
+    name: str
+    seconds: Array
+    flops: Array
+    hbm_bytes: Array
+    net_bytes: Array
+    fixed_s: Array
+    compute_bound: Mask
+
+    def times(self, count: float | Array) -> "Part":
+        """The same, `count` times."""
+        return Part(
+            self.name,
+            self.seconds * count,
+            self.flops * count,
+            self.hbm_bytes * count,
+            self.net_bytes * count,
+            self.fixed_s * count,
+            self.compute_bound,
+        )
+
+    def where(self, mask: Mask) -> "Part":
+        """The same where `mask` holds, and nothing elsewhere."""
+        return self.times(np.where(mask, 1.0, 0.0))
+
+
+def kernels(
+    name: str,
+    setting: Setting,
+    layouts: Layouts,
+    *,
+    flops: float | Array = 0.0,
+    hbm_bytes: float | Array = 0.0,
+    dtype: str = "bfloat16",
+    count: float | Array = 1.0,
+    compute_efficiency: float | None = None,
+) -> Part:
+    """`count` kernels that take the longer of arithmetic and memory, and a fixed cost each (roofline)."""
+    efficiency = setting.system.compute_efficiency if compute_efficiency is None else compute_efficiency
+    zeros = np.zeros(len(layouts))
+    system, share = setting.system, setting.share(layouts)
+    memory_s = hbm_bytes / (system.memory_bytes_per_s * system.memory_efficiency * share)
+    compute_s = flops / (system.rate(dtype) * efficiency * share)
+    fixed_s = zeros + count * system.kernel_s
+    return Part(
+        name, np.maximum(memory_s, compute_s) + fixed_s, zeros + flops, zeros + hbm_bytes, zeros, fixed_s,
+        compute_s > memory_s,
+    )  # fmt: skip
+
+
+def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> Part:
+    """A collective, or a send."""
+    zeros = np.zeros_like(seconds)
+    return Part(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros(len(seconds), dtype=np.bool_))
+
+
+def total_seconds(parts: Iterable[Part]) -> Array:
+    return np.asarray(np.sum([part.seconds for part in parts], axis=0))

@@ -1,0 +1,98 @@
+"""Time to first token: chunks under TP, KVP and SPP, adaptive chunks, and ring attention as the baseline."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longhelix.perf import collectives
+from longhelix.perf.attention import attention_parts
+from longhelix.perf.ffn import dense_parts, moe_parts
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.part import total_seconds
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import step_seconds
+from longhelix.perf.work import Work
+
+# Chunk times are piecewise linear in the prefix: a sum over thousands of chunks is taken at so many of them.
+_NODES = 16
+_NO_WORK = Work()
+ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
+
+
+def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, chunk: float | Array) -> Array:
+    """Seconds from the first chunk of `tokens` to the first new token, chunks of `chunk` rows or a little less.
+
+    With PP stages a chunk enters the first stage as soon as the one before has left it (sequence pipeline parallelism,
+    arXiv 2409.17264, section 4.3): of n chunks that take t_i in each of p stages the last is through after
+    sum(t_i) + (p - 1) max(t_i).
+    """
+    chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
+    rows = tokens / chunks
+    total_s, longest_s = np.zeros(len(layouts)), np.zeros(len(layouts))
+    for node in range(_NODES):
+        before = (node + 0.5) / _NODES * chunks - 0.5
+        path_s = step_seconds(setting, layouts, Work.chunk(rows, before * rows))
+        total_s = total_s + path_s * chunks / _NODES
+        longest_s = np.maximum(longest_s, path_s)
+    return (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
+
+
+def _first_token_seconds(setting: Setting, layouts: Layouts) -> Array:
+    """What the last row's logits and sampling add to a chunk."""
+    rows = Work.chunk(1.0, 0.0)
+    sampled = replace(rows, sampled_rows=1.0)
+    return step_seconds(setting, layouts, sampled) - step_seconds(setting, layouts, rows)
+
+
+@dataclass(frozen=True)
+class AdaptivePrefill:
+    """A prefill whose chunks shrink: seconds (n,), and at each prefix (nodes,) the chunk and the step's seconds."""
+
+    seconds: Array
+    prefixes: Array
+    chunks: Array
+    steps_s: Array
+
+
+def adaptive_prefill(
+    setting: Setting, layouts: Layouts, tokens: float, target_s: float, beside: Work = _NO_WORK, *, nodes: int = 64
+) -> AdaptivePrefill:
+    """At every prefix the largest chunk of ADAPTIVE_CHUNKS whose step, with the decodes `beside` it, takes `target_s`.
+
+    Where none does, the smallest (arXiv 2409.17264, section 4.2).
+    """
+    prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
+    total_s, longest_s = np.zeros(len(layouts)), np.zeros(len(layouts))
+    chosen, taken_s = np.zeros((nodes, len(layouts))), np.zeros((nodes, len(layouts)))
+    for node, prefix in enumerate(prefixes):
+        for chunk in ADAPTIVE_CHUNKS:
+            step_s = step_seconds(setting, layouts, Work.chunk(float(chunk), float(prefix)) + beside)
+            better = (chosen[node] == 0) | (step_s <= target_s)
+            chosen[node] = np.where(better, chunk, chosen[node])
+            taken_s[node] = np.where(better, step_s, taken_s[node])
+        total_s += taken_s[node] * (tokens / nodes) / chosen[node]
+        longest_s = np.maximum(longest_s, taken_s[node])
+    seconds = (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
+    return AdaptivePrefill(seconds, prefixes, chosen, taken_s)
+
+
+def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: bool) -> Array:
+    """Prefill in one piece by ring attention: KVP ranks hold n/p tokens each and pass KV around while they attend.
+
+    In each of p rounds a rank attends to n/p keys and receives the next ones. In ring order the slowest rank's keys
+    are all before its queries; striped, half of the pairs fall to the causal mask on every rank (arXiv 2311.09431).
+    Layers run on n/p rows, the FFN at TP = TPA.
+    """
+    ranks, rows = layouts.kvp, tokens / layouts.kvp
+    alone = replace(layouts, kvp=np.ones(len(layouts)), tpf=layouts.tpa, ep=np.ones(len(layouts)),
+                    ffn_replicas=np.ones(len(layouts)), hop_b=np.zeros(len(layouts), dtype=np.bool_))  # fmt: skip
+    pairs = rows * rows * (0.5 if striped else 1.0)
+    own = attention_parts(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
+    attend_s = next(part.seconds for part in own if part.name == "attention")
+    model = setting.model
+    token_bytes = 2 * model.head_size * layouts.kv_heads(setting.heads) if model.mla is None else model.mla.cached_size
+    passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes * setting.kv_bytes)
+    rounds_s = attend_s + (ranks - 1) * np.maximum(attend_s, passed.seconds)
+    ffn = (moe_parts if model.moe else dense_parts)(setting, alone, Work(chunk_rows=rows))
+    layer_s = total_seconds([*own, *ffn]) - attend_s + rounds_s
+    return model.num_layers * layer_s + _first_token_seconds(setting, alone)

@@ -1,0 +1,54 @@
+"""What is costed: a model in some dtypes on a system."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longhelix.layout import HeadShape
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.spec import BYTES, HardwareSpec, ModelSpec
+
+ACTIVATION_DTYPE = "bfloat16"
+ACTIVATION_BYTES = BYTES[ACTIVATION_DTYPE]
+LSE_BYTES = 4.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
+
+    Raises UserError where the system has no arithmetic in one of the dtypes.
+    """
+
+    model: ModelSpec
+    system: HardwareSpec
+    weight_dtype: str
+    kv_dtype: str
+
+    def __post_init__(self) -> None:
+        self.system.rate(self.weight_dtype)
+        self.system.rate(self.kv_dtype)
+
+    @cached_property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.model.num_query_heads, self.model.num_kv_heads)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one number of a weight."""
+        return BYTES[self.weight_dtype]
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of one number of the KV."""
+        return BYTES[self.kv_dtype]
+
+    @property
+    def output_size(self) -> int:
+        """Channels of a query head's output, as Wo takes it."""
+        return self.model.mla.value_size if self.model.mla else self.model.head_size
+
+    def share(self, layouts: Layouts) -> Array:
+        """A rank's share of the system's memory bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
+        return 1 / layouts.world_size if self.system.shared else np.ones(len(layouts))

@@ -1,0 +1,111 @@
+"""All parts of one step: layers, stages, embedding, head, sampling."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from longhelix.perf import collectives, weights
+from longhelix.perf.attention import attention_parts, product
+from longhelix.perf.collectives import Group
+from longhelix.perf.ffn import dense_parts, moe_parts
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.part import Part, kernels, sends, total_seconds
+from longhelix.perf.setting import ACTIVATION_BYTES, Setting
+from longhelix.perf.work import Work
+
+_LOGIT_BYTES = 4.0
+
+
+def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    """The parts of a step whose rows pass through all stages, each part over all layers; their seconds add up.
+
+    `work` is what one stage has at a time: with several stages, one micro-batch.
+    """
+    num_moe, num_dense = _num_layers(setting, np.ceil(setting.model.num_layers / layouts.pp) * layouts.pp)
+    norms = _norms(setting, layouts, work)
+    layers = [part.times(num_moe + num_dense) for part in [norms, *attention_parts(setting, layouts, work)]]
+    if setting.model.moe is not None:
+        layers += [part.times(num_moe) for part in moe_parts(setting, layouts, work)]
+    if setting.model.moe is None or setting.model.moe.num_dense_layers:
+        layers += [part.times(num_dense) for part in dense_parts(setting, layouts, work)]
+    return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
+                    *_head(setting, layouts, work)])  # fmt: skip
+
+
+def step_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
+    return total_seconds(step_parts(setting, layouts, work))
+
+
+def decode_parts(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[Part]:
+    """One token for each of `batch` requests of `context` tokens.
+
+    With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
+    as its micro-batch takes through all stages.
+    """
+    return step_parts(setting, layouts, Work.decode(np.ceil(batch / layouts.pp), context))
+
+
+def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    return total_seconds(decode_parts(setting, layouts, batch, context))
+
+
+def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
+    """Layers with experts, and dense ones, of `layers` in a row that the slowest stages would take."""
+    if setting.model.moe is None:
+        return np.zeros_like(layers), layers
+    num_dense = np.minimum(layers, setting.model.moe.num_dense_layers)
+    return layers - num_dense, num_dense
+
+
+def _norms(setting: Setting, layouts: Layouts, work: Work) -> Part:
+    moved_bytes = 2 * 3 * work.of_rank(layouts).rows * setting.model.hidden_size * ACTIVATION_BYTES
+    return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=2.0)
+
+
+def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * layouts.kvp
+    summed = collectives.all_reduce(setting.system, Group(layouts.num_ranks, np.ones(len(layouts))), hidden_bytes)
+    return [
+        kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.num_ranks),
+        sends("embedding", summed.seconds, summed.net_bytes, summed.fixed_s),
+    ]
+
+
+def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
+    """Hidden states from stage to stage, and the token back to the first."""
+    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * layouts.kvp
+    sent = collectives.send(setting.system, layouts.num_ranks, hidden_bytes)
+    part = sends("stage to stage", sent.seconds, sent.net_bytes, sent.fixed_s)
+    return part.times(layouts.pp).where(layouts.pp > 1)
+
+
+def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+    """The head over the vocabulary, its logits gathered on one rank that samples, and the host's share of a step."""
+    system, zeros = setting.system, np.zeros(len(layouts))
+    logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
+    gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
+    wanted = logit_bytes > 0
+    return [
+        product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
+        sends("sampling", gathered.seconds, gathered.net_bytes, gathered.fixed_s).where(wanted),
+        kernels("sampling", setting, layouts, hbm_bytes=logit_bytes, count=2.0).where(wanted),
+        sends("host", zeros + system.step_s, zeros, zeros + system.step_s),
+    ]
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Parts of one name as one."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.name, []).append(part)
+    return [_sum(name, same) if len(same) > 1 else same[0] for name, same in found.items()]
+
+
+def _sum(name: str, parts: Sequence[Part]) -> Part:
+    def total(field: str) -> Array:
+        return np.asarray(np.sum([getattr(part, field) for part in parts], axis=0))
+
+    return Part(
+        name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),
+        np.any([part.compute_bound for part in parts], axis=0),
+    )  # fmt: skip

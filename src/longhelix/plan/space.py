@@ -1,0 +1,112 @@
+"""The layouts that a plan chooses from: every factorisation of every number of GPUs, under every strategy."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.perf.layouts import Layouts
+from longhelix.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to lay out one stage; `title` is what users read."""
+
+    name: str
+    title: str
+
+
+STRATEGIES = (
+    Strategy("tp", "TP"),
+    Strategy("dp_ep", "DP attention + EP"),
+    Strategy("dp_tp", "DP attention + TP FFN"),
+    Strategy("tied", "Medha (tied KVP)"),
+    Strategy("helix_exposed", "Helix without HOP-B"),
+    Strategy("helix", "Helix"),
+)
+HELIX = ("helix_exposed", "helix")
+_Degrees = tuple[int, int, int, int, int]  # kvp, tpa, tpf, ep, ffn_replicas
+
+
+@dataclass(frozen=True)
+class Space:
+    """Layouts, and the index in STRATEGIES of each one's strategy."""
+
+    layouts: Layouts
+    strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+
+def space(model: ModelSpec, max_gpus: int, min_gpus: int = 1) -> Space:
+    """Every layout of `min_gpus` to `max_gpus` GPUs, stages included, that the model's heads and experts allow."""
+    rows = [
+        (*degrees, pp, name in ("dp_ep", "dp_tp"), name == "helix", index)
+        for num_ranks in range(1, max_gpus + 1)
+        for index, name in enumerate(strategy.name for strategy in STRATEGIES)
+        for degrees in _STAGES[name](model, num_ranks)
+        for pp in range(-(-min_gpus // num_ranks), min(model.num_layers, max_gpus // num_ranks) + 1)
+    ]
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
+    kvp, tpa, tpf, ep, ffn_replicas, pp, local, hop_b, strategy = columns
+    layouts = Layouts(kvp, tpa, tpf, ep, pp, ffn_replicas, local.astype(np.bool_), hop_b.astype(np.bool_))
+    return Space(layouts, strategy.astype(np.intp))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """TPF x EP: a dense FFN has one expert."""
+    num_experts = model.moe.num_experts if model.moe else 1
+    for ep in _divisors(num_ranks):
+        if ep <= num_experts:
+            yield num_ranks // ep, ep
+
+
+def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """KVP x TPA with several KVP ranks, and no KV head twice."""
+    for tpa in _divisors(num_ranks):
+        if tpa <= model.num_kv_heads and tpa < num_ranks:
+            yield num_ranks // tpa, tpa
+
+
+def _tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    if num_ranks <= model.num_query_heads:
+        for tpf, ep in _ffn_grids(model, num_ranks):
+            yield 1, num_ranks, tpf, ep, 1
+
+
+def _dp_ep(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    if model.moe is not None and num_ranks <= model.moe.num_experts:
+        for kvp, tpa in _attention_grids(model, num_ranks):
+            yield kvp, tpa, 1, num_ranks, 1
+
+
+def _dp_tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    for kvp, tpa in _attention_grids(model, num_ranks):
+        yield kvp, tpa, num_ranks, 1, 1
+
+
+def _tied(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    for kvp, tpa in _attention_grids(model, num_ranks):
+        yield kvp, tpa, tpa, 1, kvp
+
+
+def _helix(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    for kvp, tpa in _attention_grids(model, num_ranks):
+        for tpf, ep in _ffn_grids(model, num_ranks):
+            yield kvp, tpa, tpf, ep, 1
+
+
+_STAGES: dict[str, Callable[[ModelSpec, int], Iterator[_Degrees]]] = {
+    "tp": _tp,
+    "dp_ep": _dp_ep,
+    "dp_tp": _dp_tp,
+    "tied": _tied,
+    "helix_exposed": _helix,
+    "helix": _helix,
+}

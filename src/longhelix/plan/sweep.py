@@ -1,0 +1,97 @@
+"""Decode costs of every layout at every batch size that its memory holds, in blocks that a cache holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.memory import memory
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_seconds
+from longhelix.plan.space import Space
+
+_BLOCK = 8192
+_MOST_BATCH = 65536
+
+
+@dataclass(frozen=True)
+class Points:
+    """Configurations that fit, arrays (n,): which layout of the space, requests of the whole world, what they give."""
+
+    layout: NDArray[np.intp]
+    batch: Array
+    gpus: Array
+    ttl_s: Array
+    memory_bytes: Array
+
+    @property
+    def user_tokens_per_s(self) -> Array:
+        return 1 / self.ttl_s
+
+    @property
+    def gpu_tokens_per_s(self) -> Array:
+        return self.batch / self.ttl_s / self.gpus
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "Points":
+        return Points(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All that fits; `configurations` counts what was looked at.
+
+    `short_bytes`: what each layout lacks for one request.
+    """
+
+    space: Space
+    points: Points
+    configurations: int
+    short_bytes: Array
+
+
+def batches(most: int = _MOST_BATCH) -> Array:
+    """Batch sizes: every one up to 32, then in steps of a sixteenth."""
+    sizes = list(range(1, 33))
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + sizes[-1] // 16)
+    return np.array([size for size in sizes if size <= most], dtype=np.float64)
+
+
+def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array | None = None) -> Sweep:
+    """Cost every layout at every batch size of at least one request for each of its stages' ranks."""
+    sizes = batches() if batch_sizes is None else batch_sizes
+    blocks: list[Points] = []
+    capacity_bytes = setting.system.memory_bytes
+    for layout, batch in _pairs(len(space), sizes):
+        layouts = space.layouts.take(layout)
+        needed = memory(setting, layouts, batch, context).total_bytes
+        fits = needed <= capacity_bytes
+        layout, batch, layouts = layout[fits], batch[fits], layouts.take(fits)
+        if len(layout):
+            ttl_s = decode_seconds(setting, layouts, batch, context)
+            blocks.append(Points(layout, batch, layouts.world_size, ttl_s, needed[fits]))
+    alone = memory(setting, space.layouts, 1.0, context).total_bytes
+    return Sweep(space, _joined(blocks), len(space) * len(sizes), np.maximum(alone - capacity_bytes, 0.0))
+
+
+def _pairs(num_layouts: int, sizes: Array) -> Iterator[tuple[NDArray[np.intp], Array]]:
+    """Every layout with every batch size, a block at a time."""
+    for start in range(0, num_layouts * len(sizes), _BLOCK):
+        flat = np.arange(start, min(start + _BLOCK, num_layouts * len(sizes)))
+        yield flat // len(sizes), sizes[flat % len(sizes)]
+
+
+def _joined(blocks: list[Points]) -> Points:
+    names = [field.name for field in fields(Points)]
+    if not blocks:
+        return Points(np.zeros(0, dtype=np.intp), *(np.zeros(0) for _ in names[1:]))
+    return Points(**{name: np.concatenate([getattr(block, name) for block in blocks]) for name in names})
+
+
+def layouts_of(space: Space, points: Points) -> Layouts:
+    return space.layouts.take(points.layout)
