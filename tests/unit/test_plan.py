@@ -64,11 +64,7 @@ def test_the_space_of_helix_is_all_factorisations():
     helix = [index for index, strategy in enumerate(STRATEGIES) if strategy.name == "helix"]
     layouts = searched.layouts.take(np.isin(searched.strategy, helix))
     expected = {
-        (kvp, tpa, pp)
-        for tpa in range(1, 9)
-        for kvp in range(2, 65)
-        for pp in range(1, 127)
-        if kvp * tpa * pp <= 64
+        (kvp, tpa, pp) for tpa in range(1, 9) for kvp in range(2, 65) for pp in range(1, 127) if kvp * tpa * pp <= 64
     }
     found = set(zip(layouts.kvp.astype(int), layouts.tpa.astype(int), layouts.pp.astype(int), strict=True))
     assert found == expected
