@@ -11,6 +11,7 @@ from longhelix.perf.collectives import Group
 from longhelix.perf.ffn import dense_parts, moe_parts
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends, total_seconds
+from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.perf.work import Work
 
@@ -23,12 +24,14 @@ def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     `work` is what one stage has at a time: with several stages, one micro-batch.
     """
     num_moe, num_dense = _num_layers(setting, np.ceil(setting.model.num_layers / layouts.pp) * layouts.pp)
-    norms = _norms(setting, layouts, work)
-    layers = [part.times(num_moe + num_dense) for part in [norms, *attention_parts(setting, layouts, work)]]
+    attention = [_norms(setting, layouts, work), *attention_parts(setting, layouts, work)]
+    layers = [part.times(num_moe + num_dense) for part in attention]
     if setting.model.moe is not None:
         layers += [part.times(num_moe) for part in moe_parts(setting, layouts, work)]
     if setting.model.moe is None or setting.model.moe.num_dense_layers:
         layers += [part.times(num_dense) for part in dense_parts(setting, layouts, work)]
+    if setting.system.prefetch:
+        layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
                     *_head(setting, layouts, work)])  # fmt: skip
 
