@@ -80,7 +80,7 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """The head over the vocabulary, its logits gathered on one rank that samples, and the hosts' share, once a stage."""
+    """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, np.zeros(len(layouts))
     logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
     gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
