@@ -7,7 +7,8 @@ from pathlib import Path
 from longhelix.errors import UserError
 from longhelix.plan.figures.claims import Drawing
 
-_DPI = 80
+_DPI = 72
+_STYLE = {"svg.hashsalt": "longhelix", "font.size": 9, "axes.formatter.min_exponent": 4}
 
 
 def require() -> None:
@@ -21,7 +22,7 @@ def save(drawings: Iterable[Drawing], folder: Path) -> Iterator[Path]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.hashsalt": "longhelix", "font.size": 9}):
+    with matplotlib.rc_context(_STYLE):
         for drawing in drawings:
             figure = Figure(figsize=drawing.size, layout="constrained")
             figure.suptitle(drawing.title)

@@ -1,6 +1,6 @@
 """What Helix's Figures 5 to 7 compare: frontiers of strategies, gains over the baseline, and what HOP-B saves."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -91,11 +91,3 @@ def normalised(points: Points, base: Points) -> tuple[Array, Array]:
         edge.user_tokens_per_s / base.user_tokens_per_s.max(),
         edge.gpu_tokens_per_s / base.gpu_tokens_per_s.max(),
     )
-
-
-def on_system(setting: Setting, **constants: float) -> Setting:
-    """The same with other constants of the system, by name; `link_...` are those of its scale-up links."""
-    links = {name.removeprefix("link_"): value for name, value in constants.items() if name.startswith("link_")}
-    plain = {name: value for name, value in constants.items() if not name.startswith("link_")}
-    scale_up = replace(setting.system.scale_up, **links)  # type: ignore[arg-type]
-    return replace(setting, system=replace(setting.system, scale_up=scale_up, **plain))  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
 from longhelix.plan.figures.charts import Chart, Curve, Panel
 from longhelix.plan.figures.claims import Claim, Reproduction, Table, constants
-from longhelix.plan.figures.frontiers import Headline, frontiers, headline, normalised, on_system
+from longhelix.plan.figures.frontiers import Headline, frontiers, headline, normalised
 from longhelix.plan.figures.layout_drawings import HeadsDrawing, PhasesDrawing
 from longhelix.plan.figures.pipelines import Bars, Pipeline, one_by_one, overlapped
 from longhelix.plan.figures.roofline import figure_1
+from longhelix.plan.figures.sensitivity import on_system
 from longhelix.plan.space import HELIX, STRATEGIES
 from longhelix.plan.sweep import Points
 from longhelix.spec import ModelSpec
@@ -135,8 +136,8 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
         ("collectives of 2.5 us", {"collective_s": 2.5e-6 - link.latency_s}, {}),
         ("collectives of 1 us", {"collective_s": 1e-6 - link.latency_s}, {}),
         ("collectives of 1 us on links 4 times as fast",
-         {"collective_s": 1e-6 - link.latency_s, "link_bytes_per_s": 4 * link.bytes_per_s}, {}),
-        ("links 4 times as fast: latent and value outputs differ by 4", {"link_bytes_per_s": 4 * link.bytes_per_s}, {}),
+         {"collective_s": 1e-6 - link.latency_s, "scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
+        ("links 4 times as fast: latent and value outputs differ by 4", {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
         ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
         ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
         ("memory and arithmetic at their peaks",
@@ -147,7 +148,7 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
     for name, changed, grids in changes:
         row: list[str | float] = [name]
         for model in models:
-            found = headline(on_system(model.setting, **changed), model.baseline, **grids)
+            found = headline(on_system(model.setting, changed), model.baseline, **grids)
             row += [found.gain.interactivity, found.gain.throughput, 100 * found.loss.median, 100 * found.loss.most]
         rows.append(tuple(row))
     columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "most (%)")
@@ -177,8 +178,9 @@ def _pareto(figure: str, model: Evaluated) -> Chart:
     for title, powers_of_two in (("powers of two", True), ("all numbers of GPUs, all batch sizes", False)):
         found = frontiers(model.setting, powers_of_two=powers_of_two)
         base = found.of(*model.baseline)
-        curves = [_curve(_TITLES[name], found.of(name), base, "o--") for name in model.baseline]
-        curves.append(_curve("Helix", found.of(*HELIX), base, "ks-"))
+        marker = "o" if powers_of_two else ""
+        curves = [_curve(_TITLES[name], found.of(name), base, f"{marker}--") for name in model.baseline]
+        curves.append(_curve("Helix", found.of(*HELIX), base, f"k{marker}-"))
         panels.append(Panel(title, _USER, _GPU, curves, log="y"))
     return Chart(f"helix-figure-{figure}", f"Helix, Figure {figure}: {model.title}, {_GRID}", panels)
 

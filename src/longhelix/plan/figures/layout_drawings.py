@@ -78,7 +78,7 @@ class PhasesDrawing:
         merged = layout.merged_query_heads(heads, rank)
         phases = [
             ("QKV", f"all rows\nQ {_span(queries)}, KV {_span(keys)}"),
-            ("attention", f"Q {_span(queries)} over\nS/{_TOKENS} parts {_span(tokens)}"),
+            ("attention", f"Q {_span(queries)} over\nparts {_span(tokens)} of S"),
             ("all-to-all", f"with ranks\n{_group(layout.kvp_groups(), rank)}"),
             ("merge, Wo", f"heads {_span(merged)}\nrows of Wo"),
             ("all-reduce", f"ranks {_group(layout.stage_groups(), rank)}"),

@@ -28,7 +28,7 @@ def as_dict(found: Reproduction) -> dict[str, Any]:
 
 
 def as_markdown(found: Reproduction) -> str:
-    """The report, with the drawings as PNG files beside it."""
+    """The report; it names the drawings."""
     fitted = [constant for constant in found.constants if constant.fitted]
     modelled = [claim for claim in found.claims if not claim.formula]
     outside = [claim for claim in modelled if not claim.holds]
@@ -47,7 +47,7 @@ def as_markdown(found: Reproduction) -> str:
         *(block for table in found.tables for block in (f"## {table.title}", _markdown(table), table.note) if block),
         *(["## Left out", *(f"- {line}" for line in found.left_out)] if found.left_out else []),
         "## Figures",
-        *(f"![{drawing.title}]({drawing.name}.png)" for drawing in found.drawings),
+        *(f"- {drawing.name}: {drawing.title}" for drawing in found.drawings),
     ]
     return _joined(parts)
 
