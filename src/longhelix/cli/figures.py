@@ -5,17 +5,15 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 
-from longhelix.cli.options import Flag
+from longhelix.cli.planning import stdout
+from longhelix.cli.values import Flag
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.plan.figures import drawings, report
 from longhelix.plan.figures.claims import Reproduction
 from longhelix.presets import load_model, load_system
-
-_TABLE_WIDTH = 200  # where standard output is no terminal
 
 
 def figures(paper: Literal["helix", "medha"], /, *, out: Path, json: Flag = False) -> None:
@@ -76,4 +74,4 @@ def _print(found: Reproduction, *, as_json: bool) -> None:
         table.add_column(column)
     for row in claims.rows:
         table.add_row(*map(str, row))
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(table)
+    stdout().print(table)

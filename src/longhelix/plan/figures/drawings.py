@@ -14,7 +14,9 @@ _STYLE = {"svg.hashsalt": "longhelix", "font.size": 9, "axes.formatter.min_expon
 def require() -> None:
     """Raises UserError where nothing can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("figures are drawn by matplotlib, which is missing: pip install 'longhelix[plan]'", "missing_extra")
+        raise UserError(
+            "figures are drawn by matplotlib, which is missing: pip install 'longhelix[plan]'", "missing_extra"
+        )
 
 
 def save(drawings: Iterable[Drawing], folder: Path) -> Iterator[Path]:

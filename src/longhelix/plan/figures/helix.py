@@ -65,14 +65,14 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproductio
 _CONDITIONS = (
     "Figures 5 to 7 are sweeps of the planner: every factorisation into TP, PP, EP, DP, KVP of 1 to 64 GPUs, each at "
     "every batch size that its memory holds; activations are bfloat16, weights, KV and arithmetic FP4.",
-    "The gains, and Figures 5 and 6, take numbers of GPUs and batch sizes that are powers of two: the published 32x and "
-    "4x are such, which suggests that the paper's sweep had this grid, but it does not say so. The first rows of the "
-    "sensitivity table show both grids.",
+    "The gains take numbers of GPUs and batch sizes that are powers of two: the published 32x and 4x are such, which "
+    "suggests that the paper's sweep had this grid, but it does not say so. The first rows of the sensitivity table, "
+    "and the panels of Figures 5 and 6, show both grids.",
     "The baseline is the best of TP, PP and EP (data-parallel attention with experts or with a TP FFN), and for 405B "
     "of tied KVP as in Medha as well; every one of them with every number of pipeline stages.",
     "The loss without HOP-B is that of tokens/s/user at fixed tokens/s/GPU over the frontier, with all numbers of GPUs "
     "and all batch sizes: on the coarse grid it would be the distance to the next point.",
-    "Figure 1 is appendix A's formula, which charges Wo at TPA; everything else prices Wo where it runs, over all ranks.",
+    "Figure 1 is appendix A's formula, which charges Wo at TPA; all else prices Wo where it runs, over all ranks.",
 )
 
 
@@ -137,7 +137,8 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
         ("collectives of 1 us", {"collective_s": 1e-6 - link.latency_s}, {}),
         ("collectives of 1 us on links 4 times as fast",
          {"collective_s": 1e-6 - link.latency_s, "scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
-        ("links 4 times as fast: latent and value outputs differ by 4", {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
+        ("links 4 times as fast: latent and value outputs differ by 4",
+         {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
         ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
         ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
         ("memory and arithmetic at their peaks",
@@ -159,8 +160,8 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
         tuple(rows),
         "Published: 1.5, 32, 1 for DeepSeek-R1, and 1.13, 4, 12 for Llama-405B. Fixed costs of kernels and collectives "
         "decide the gain in tokens/s/user and the loss without HOP-B, for both models alike: no row brings R1's loss "
-        "near 1% and leaves 405B's near 12%. The gain in tokens/s/GPU is decided by the grid, and for R1 by attention's "
-        "arithmetic, since MLA in FP4 is near the ridge.",
+        "near 1% and leaves 405B's near 12%. The gain in tokens/s/GPU is decided by the grid, and for R1 by the "
+        "arithmetic of attention, as MLA in FP4 is near the ridge.",
     )
 
 

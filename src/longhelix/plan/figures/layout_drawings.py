@@ -84,7 +84,11 @@ class PhasesDrawing:
             ("all-reduce", f"ranks {_group(layout.stage_groups(), rank)}"),
         ]
         if layout.ep == 1:
-            return [*phases, ("FFN", f"columns\n{columns}"), ("all-reduce ", f"ranks {_group(layout.stage_groups(), rank)}")]
+            return [
+                *phases,
+                ("FFN", f"columns\n{columns}"),
+                ("all-reduce ", f"ranks {_group(layout.stage_groups(), rank)}"),
+            ]
         peers = tuple(other for other in range(layout.num_ranks) if layout.ep_rank(other) == layout.ep_rank(rank))
         return [
             *phases,

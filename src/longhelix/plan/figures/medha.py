@@ -57,9 +57,10 @@ def _resources(small: Setting, large: Setting) -> list[Claim]:
     formula = "formula, not causal, at the peak of 989 TFLOP/s"
     return [
         Claim("-", "KV of 1M tokens", "70B, n = 2^20", 320, kv_bytes / 2**30, "GiB", formula=True),
-        Claim("-", "work of 1M tokens", "70B, n = 1e6", 2.4, model_flops(large.model, M, M) / 2**60, "EiFLOP", formula=True,
-              note="the paper's 2.4 is 2.76e18 over 2^60; later versions print 2.8 exaFLOP"),
-        Claim("5b", "GPUs for a TTFT of 30 s", f"8B, n = 2^20, {formula}", 20, gpus_for(small, MI, 30), "GPUs", formula=True),
+        Claim("-", "work of 1M tokens", "70B, n = 1e6", 2.4, model_flops(large.model, M, M) / 2**60, "EiFLOP",
+              formula=True, note="the paper's 2.4 is 2.76e18 over 2^60; later versions print 2.8 exaFLOP"),
+        Claim("5b", "GPUs for a TTFT of 30 s", f"8B, n = 2^20, {formula}", 20, gpus_for(small, MI, 30), "GPUs",
+              formula=True),
         Claim("5b", "GPUs for a TTFT of 30 s", f"8B, n = 2^21, {formula}", 80, gpus_for(small, 2 * MI, 30), "GPUs",
               formula=True),
         Claim("5a", "tokens that 8 GPUs take in 30 s", f"8B, {formula}", 768_000, tokens_for(small, 30, 8), "tokens",
@@ -77,13 +78,14 @@ def _chunks(small: Setting, large: Setting) -> list[Claim]:
               big.attention_s(M, 32) / big.attention_s(M, 2048), "x"),
         Claim("-", "prefill, chunk 32 over 4096", "8B, 8 GPUs, 1M", 1.75,
               server.prefill_s(M, 32) / server.prefill_s(M, CHUNK), "x"),
-        Claim("8", "prefill, adaptive over static chunks of the same longest step, at most", "8B, 8 GPUs, 1M", 1.0, ratio,
-              "x", bound="<", note="static chunks of 32 to 512; from 1024 on there is nothing left to gain"),
+        Claim("8", "prefill, adaptive over static chunks of the same longest step, at most", "8B, 8 GPUs, 1M", 1.0,
+              ratio, "x", bound="<", note="static chunks of 32 to 512; from 1024 on there is nothing left to gain"),
         Claim("-", "P95 of a step with co-batched decodes, no KVP", "8B, 8 GPUs, 4M, chunk 128", 100,
               1e3 * server.p95_s(4 * M, 128, decodes=1), "ms"),
-        Claim("-", "P95 of a step (later versions)", "8B, 8 GPUs, 1M, chunk 512", 250, 1e3 * server.p95_s(M, 512, decodes=1),
-              "ms", note="as many pairs of query and key as with 4M and chunk 128, for which the paper has 100 ms: no one "
-              "attention efficiency gives both; the later version also served the 8B from A100s, with a third of the "
+        Claim("-", "P95 of a step (later versions)", "8B, 8 GPUs, 1M, chunk 512", 250,
+              1e3 * server.p95_s(M, 512, decodes=1), "ms",
+              note="as many pairs of query and key as with 4M and chunk 128, for which the paper has 100 ms: no one "
+              "efficiency of attention gives both; later versions also served the 8B from A100s, with a third of the "
               "arithmetic"),
     ]  # fmt: skip
 
@@ -100,7 +102,8 @@ def _stages(small: Setting, large: Setting) -> list[Claim]:
         Claim("14b", "head-of-line blocking, SPP", "8B, 1M, 16 stages: one stage's last chunk of 4096", 62,
               1e3 * all_servers.longest_s(M, CHUNK) / 16, "ms"),
         Claim("14b", "head-of-line blocking, striped attention, at most", "8B, 1M, 8 GPUs", 120, one.striped_s(M), "s"),
-        Claim("15", "scaling efficiency at 16 stages, least", "8B, 1M", 0.8, one.prefill_s(M, CHUNK) / spp_s / 16, "", bound=">"),
+        Claim("15", "scaling efficiency at 16 stages, least", "8B, 1M", 0.8,
+              one.prefill_s(M, CHUNK) / spp_s / 16, "", bound=">"),
         Claim("15", "scaling efficiency at 8 stages (later versions)", "70B, 1M", 0.85, large_gain / 8, ""),
         Claim("15", "TTFT", "8B, 2M, 16 stages", 30, all_servers.prefill_s(2 * M, CHUNK), "s", bound="<",
               note=f"decided by the chunk size: {all_servers.prefill_s(2 * M, 2048):.1f} s with chunks of 2048"),
@@ -117,9 +120,10 @@ def _kvp(small: Setting, large: Setting) -> list[Claim]:
         Claim("17", "TBT, KVP 2 over 1", "8B, 10M, 4 stages", 0.6, two / one, "x"),
         Claim("17", "tokens/s, KVP 2", "8B, 10M, 4 stages", 30, 1 / two, "tokens/s"),
         Claim("17", "TBT, KVP 1 over 4", "8B, 10M, 4 stages", 2.5, one / four, "x"),
-        Claim("17", "TBT", "8B, 4M, 4 stages, KVP 1", 30, 1e3 * Deployment(small, stages=4).decode_s(4 * M), "ms", bound="<"),
-        Claim("17", "TBT", "70B, 2M, 4 stages, KVP 1", 30, 1e3 * Deployment(large, stages=4).decode_s(2 * M), "ms", bound="<",
-              note="weights and KV of a GPU, read at the full 3.35 TB/s with no other cost, take 29.7 ms"),
+        Claim("17", "TBT", "8B, 4M, 4 stages, KVP 1", 30, 1e3 * Deployment(small, stages=4).decode_s(4 * M), "ms",
+              bound="<"),
+        Claim("17", "TBT", "70B, 2M, 4 stages, KVP 1", 30, 1e3 * Deployment(large, stages=4).decode_s(2 * M), "ms",
+              bound="<", note="weights and KV of a GPU, read at the full 3.35 TB/s with no other cost, take 29.7 ms"),
     ]  # fmt: skip
 
 
@@ -146,14 +150,16 @@ def _mixed(small: Setting) -> list[Claim]:
         Claim("19", "iteration time, last over first with a second group", "8B, 2M, 4 stages, 32 to 128 GPUs", 1.0,
               float(joined[-1] / joined[0]), "x",
               note=f"nearly flat in the paper; without growth it is {grown.alone_s[-1] / joined[0]:.1f}x"),
-        Claim("22", "P95 of a step with 128 decodes of 1K over none", "8B, 8 GPUs, 1M, chunks 128 to 2048", 1.05, batched, "x",
-              bound="<", note=f"{small_chunk:.2f}x at chunk 32"),
+        Claim("22", "P95 of a step with 128 decodes of 1K over none", "8B, 8 GPUs, 1M, chunks 128 to 2048", 1.05,
+              batched, "x", bound="<", note=f"{small_chunk:.2f}x at chunk 32"),
     ]  # fmt: skip
 
 
 def _utilisation(small: Setting, large: Setting) -> list[Claim]:
     middle = Deployment(small, stages=4)
-    most = max(Deployment(setting, stages=4).mfu(tokens, CHUNK) for setting in (small, large) for tokens in (M, 2 * M, 4 * M))
+    most = max(
+        Deployment(setting, stages=4).mfu(tokens, CHUNK) for setting in (small, large) for tokens in (M, 2 * M, 4 * M)
+    )
     mbu = max(
         deployment.mbu(context)
         for setting in (small, large)
@@ -182,16 +188,22 @@ def _scaling(small: Setting, large: Setting) -> Table:
                 fits = deployment.fits(tokens, CHUNK)
                 row.append(f"{taken_s:,.4g} s ({one_s / taken_s / stages:.0%})" if fits else "does not fit")
             rows.append(tuple(row))
-    return Table("scaling", "Figure 15: TTFT over stages of 8 GPUs (scaling efficiency)",
-                 ("model, context", *(f"{stages} stages" for stages in (1, 2, 4, 8, 16))), tuple(rows),
-                 "Efficiency is against one stage, whether or not the request would fit there.")  # fmt: skip
+    return Table(
+        "scaling",
+        "Figure 15: TTFT over stages of 8 GPUs (scaling efficiency)",
+        ("model, context", *(f"{stages} stages" for stages in (1, 2, 4, 8, 16))),
+        tuple(rows),
+        "Efficiency is against one stage, whether or not the request would fit there.",
+    )
 
 
 def _batching(small: Setting) -> Table:
     server, counts = Deployment(small), (0, 1, 32, 64, 128)
-    rows = tuple((f"chunk {chunk}", *(1e3 * server.p95_s(M, chunk, count) for count in counts)) for chunk in (32, 128, 512, 2048))
-    return Table("batching", "Figure 22: P95 of a step in ms, one prefill of 1M and decodes of 1K",
-                 ("chunk", *(f"{count} decodes" for count in counts)), rows)  # fmt: skip
+    rows: list[tuple[str | float, ...]] = [
+        (f"chunk {chunk}", *(1e3 * server.p95_s(M, chunk, count) for count in counts)) for chunk in (32, 128, 512, 2048)
+    ]
+    title = "Figure 22: P95 of a step in ms, one prefill of 1M and decodes of 1K"
+    return Table("batching", title, ("chunk", *(f"{count} decodes" for count in counts)), tuple(rows))
 
 
 def _sensitivity(small: Setting, large: Setting) -> Table:
@@ -206,10 +218,12 @@ def _sensitivity(small: Setting, large: Setting) -> Table:
         ("kernels of 4 us", {"kernel_s": 4e-6}),
         ("30 us between servers", {"scale_out.latency_s": 30e-6}),
     )
-    rows = tuple((name, *_decided(on_system(small, changed), on_system(large, changed))) for name, changed in changes)
+    rows: list[tuple[str | float, ...]] = [
+        (name, *_decided(on_system(small, changed), on_system(large, changed))) for name, changed in changes
+    ]
     columns = ("assumption", "32 over 4096 (1.75)", "4M, chunk 128, ms (100)", "TTFT 2M, s (30)", "MFU, % (50-60)",
                "KVP 2 over 1 (0.6)", "KVP 1 over 4 (2.5)", "8 stages over 1 (1.16)", "70B TBT 2M, ms (30)")  # fmt: skip
-    return Table("sensitivity", "What decides them (published in brackets)", columns, rows)
+    return Table("sensitivity", "What decides them (published in brackets)", columns, tuple(rows))
 
 
 def _decided(small: Setting, large: Setting) -> tuple[float, ...]:

@@ -115,9 +115,9 @@ def _figure_14(small: Setting) -> Chart:
     striped, ring = ([d.striped_s(M, striped=balanced) for d in deployments] for balanced in (True, False))
     stage_s = [deployment.longest_s(M, CHUNK) / deployment.stages for deployment in deployments]
     return Chart("medha-figure-14", "Medha, Figure 14: SPP and striped attention (8B, 1M)", (
-        Panel("TTFT", "GPUs", "TTFT (s)", (Curve.of("SPP", gpus, spp), Curve.of("striped attention", gpus, striped, "s--"),
-                                      Curve.of("ring attention", gpus, ring, "^:")),
-              log="xy", limit=("15 s", 15.0), every_x=True),
+        Panel("TTFT", "GPUs", "TTFT (s)",
+              (Curve.of("SPP", gpus, spp), Curve.of("striped attention", gpus, striped, "s--"),
+               Curve.of("ring attention", gpus, ring, "^:")), log="xy", limit=("15 s", 15.0), every_x=True),
         Panel("head-of-line blocking", "GPUs", "longest wait (s)",
               (Curve.of("SPP: a stage's last chunk of 4096", gpus, stage_s),
                Curve.of("striped attention: all of it", gpus, striped, "s--")), log="xy", every_x=True),

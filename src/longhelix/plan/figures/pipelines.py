@@ -45,7 +45,9 @@ def _draw(pipeline: Pipeline, axes: Any) -> None:
         colors = [f"C{index % 10}" for index in range(len(spans))]
         axes.broken_barh(list(spans), (row - 0.4, 0.8), facecolors=colors, edgecolor="white")
         for index, (start, length) in enumerate(spans):
-            axes.text(start + length / 2, row, str(index + 1), ha="center", va="center", color="white", fontsize="small")
+            axes.text(
+                start + length / 2, row, str(index + 1), ha="center", va="center", color="white", fontsize="small"
+            )
     axes.axvline(pipeline.end, color="gray", linestyle=":")
     axes.set_yticks(range(len(pipeline.rows)), [name for name, _ in pipeline.rows])
     axes.set_ylim(len(pipeline.rows) - 0.5, -0.5)

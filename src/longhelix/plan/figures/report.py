@@ -1,6 +1,7 @@
 """A reproduction as Markdown, and as one JSON object."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from longhelix.plan.figures.claims import TOLERANCE, Claim, Reproduction, Table
@@ -104,6 +105,6 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _joined(parts: Sequence[str]) -> str:
     """Blank lines between parts, but not between the points of one list."""
     text = parts[0]
-    for before, part in zip(parts, parts[1:], strict=False):
+    for before, part in pairwise(parts):
         text += ("\n" if before.startswith("- ") and part.startswith("- ") else "\n\n") + part
     return text + "\n"

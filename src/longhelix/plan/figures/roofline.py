@@ -52,17 +52,19 @@ def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
     rows = [
         *((f"TP {tp}, S 1M", read.kv_us, read.weights_us) for tp, read in zip(WIDTHS, by_tp, strict=True)),
         *((f"TP 8, S {s:,}", read.kv_us, read.weights_us) for s, read in zip(CONTEXTS, by_context, strict=True)),
-        *((f"KVP {kvp}, TPA 8, S 1M", read.kv_us, read.weights_us) for kvp, read in zip(KVP_WIDTHS, by_kvp, strict=True)),
+        *((f"KVP {k}, TPA 8, S 1M", read.kv_us, read.weights_us) for k, read in zip(KVP_WIDTHS, by_kvp, strict=True)),
     ]  # fmt: skip
     table = Table(
         "figure_1",
         "Figure 1: microseconds to read one layer's KV and weights",
         ("setting", "KV (us)", "weights (us)"),
         tuple(rows),
-        "Appendix A's formula alone, at 8000 GB/s: no efficiency, no kernel, no communication. Beyond TP = K = 8 the KV "
-        "is duplicated and its reads stay as they are; KVP divides them further.",
+        "Appendix A's formula alone, at 8000 GB/s: no efficiency, no kernel, no communication. Beyond TP = K = 8 the "
+        "KV is duplicated and its reads stay as they are; KVP divides them further.",
     )
-    return Chart("helix-figure-1", "Helix, Figure 1: DRAM reads of one layer (B 8, Q 128, K 8, F 65536, FP4)", panels), table
+    return Chart(
+        "helix-figure-1", "Helix, Figure 1: DRAM reads of one layer (B 8, Q 128, K 8, F 65536, FP4)", panels
+    ), table
 
 
 def _panel(title: str, x: str, values: tuple[int, ...], reads: list[ReadTime]) -> Panel:

@@ -104,7 +104,9 @@ class Growth:
     alone_s: Array
 
 
-def growth(setting: Setting, tokens: float, chunk: float, *, stages: int, most_kvp: int, nodes: int = 2 * _NODES) -> Growth:
+def growth(
+    setting: Setting, tokens: float, chunk: float, *, stages: int, most_kvp: int, nodes: int = 2 * _NODES
+) -> Growth:
     """The next group joins when the last one holds its share of `tokens`; `alone_s`: the first one keeps all."""
     limit = tokens / most_kvp
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
