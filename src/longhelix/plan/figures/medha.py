@@ -44,9 +44,9 @@ _CONDITIONS = (
     "The host's share (step_s) is paid once in every stage, since every stage has its own.",
     "attention_efficiency and step_s were chosen together, from 5 x 5 values (0.28 to 0.38, 0 to 2 ms), to come near "
     "ten of the numbers above, so these are no predictions: prefill of chunk 32 over 4096, P95 at 4M, striped "
-    "attention's blocking, TTFT at 2M, decode over 8 stages, the three of KVP at 10M, sustained MFU, MBU. Between 1.0 and 1.4 ms the squared "
-    "residuals hardly differ; 1.4 ms was taken, which brings KVP 1 over 4 within 15%. That the host is paid once a "
-    "stage, not once a step, was decided with these numbers in view as well.",
+    "attention's blocking, TTFT at 2M, decode over 8 stages, the three of KVP at 10M, sustained MFU, MBU. Between 1.0 "
+    "and 1.4 ms the squared residuals hardly differ; 1.4 ms was taken, which brings KVP 1 over 4 within 15%. That the "
+    "host is paid once a stage, not once a step, was decided with these numbers in view as well.",
     "FLOPs and MFU are counted as in the paper, without the causal mask, unless marked causal.",
 )
 _LEFT_OUT = (
