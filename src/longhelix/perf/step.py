@@ -84,16 +84,16 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """The head over the vocabulary, its logits gathered on one rank that samples, and the host's share of a step."""
+    """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
     gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
-    wanted = logit_bytes > 0
+    wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
         sends("sampling", gathered.seconds, gathered.net_bytes, gathered.fixed_s).where(wanted),
         kernels("sampling", setting, layouts, hbm_bytes=logit_bytes, count=2.0).where(wanted),
-        sends("host", zeros + system.step_s, zeros, zeros + system.step_s),
+        sends("host", host_s, zeros, host_s),
     ]
 
 
