@@ -144,6 +144,7 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
          {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
         ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
         ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
+        ("the next weights are read behind all-reduces", {"prefetch": True}, {}),
         ("memory and arithmetic at their peaks",
          {"memory_efficiency": 1.0, "compute_efficiency": 1.0, "attention_efficiency": 1.0}, {}),
         ("attention's arithmetic at half the rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
