@@ -20,6 +20,7 @@ SYSTEM = {
     "cache_bytes": constant(40e6),
     "memory_efficiency": constant(0.9),
     "compute_efficiency": constant(1),
+    "attention_efficiency": constant(1),
     "kernel_s": constant(1e-6),
     "collective_s": constant(4e-6),
     "step_s": constant(0.0),
@@ -61,7 +62,7 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 11 + 2 + 3 + 3
+    assert len(spec.sources) == 12 + 2 + 3 + 3
 
 
 def test_a_spec_is_a_key_of_caches():

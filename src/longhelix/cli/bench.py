@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from longhelix.cli.options import Flag, Size
+from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 

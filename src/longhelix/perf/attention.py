@@ -183,7 +183,7 @@ def _exposed(setting: Setting, layouts: Layouts, own: Work, attention: Part, exc
         np.where(layouts.hop_b, most_parts, 1.0),
         setting.system.part_fixed_share,
     )
-    seconds = together_s - attention.seconds
+    seconds = np.maximum(together_s - attention.seconds, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 

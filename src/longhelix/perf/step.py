@@ -103,7 +103,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 def _sum(name: str, parts: Sequence[Part]) -> Part:
     def total(field: str) -> Array:
-        return np.asarray(np.sum([getattr(part, field) for part in parts], axis=0))
+        return np.asarray(sum(getattr(part, field) for part in parts))
 
     return Part(
         name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),
