@@ -14,13 +14,15 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_parts
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
-from longhelix.plan.sweep import Points, Sweep, batches, layouts_of, sweep
+from longhelix.plan.sweep import Points, Sweep, layouts_of, sweep
 from longhelix.spec import BYTES, HardwareSpec, ModelSpec
 
 CONTEXTS = (4096, 16384, 65536, 262144, 1_000_000, 4_000_000)
 DTYPES = ("fp4", "fp8", "bfloat16")
 MOST_POINTS = 36
+MOST_DRAWN = 144
 _BATCHES_PER_OCTAVE, _OCTAVES = 2, 16
+_MOST_LAYOUTS = 4000
 _STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _EXACT = (*_STAGE, "pp", "strategy", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes", "activations_bytes")
@@ -76,17 +78,18 @@ class _Table:
 
 
 def page_data(model: ModelSpec, model_name: str, system: HardwareSpec, asked: Asked) -> PageData:
-    """Sweep every choice once; what is asked for gets all batch sizes and keeps its whole frontiers.
+    """Sweep every choice once; what is asked for gets all layouts and batch sizes, and keeps its whole frontiers.
 
     Raises UserError where the system has no arithmetic in a dtype that is asked for.
     """
-    layouts, caps = space(model, asked.max_gpus), gpu_caps(asked.max_gpus)
+    every, caps = space(model, asked.max_gpus), gpu_caps(asked.max_gpus)
+    some = every if len(every) <= _MOST_LAYOUTS else _round(every)
     asked_key = _key(asked.context, asked.weight_dtype, asked.kv_dtype)
     tables: dict[str, _Table] = {}
     for setting, context in _choices(model, system, asked):
         key = _key(context, setting.weight_dtype, setting.kv_dtype)
         whole = key == asked_key
-        found = sweep(setting, layouts, context, batches() if whole else _few_batches())
+        found = sweep(setting, every, context) if whole else sweep(setting, some, context, _few_batches())
         tables[key] = _table(setting, found, context, caps, None if whole else MOST_POINTS)
     document = {
         "model": model_name,
@@ -142,6 +145,14 @@ def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[t
         for kv_dtype in _dtypes(system, asked.kv_dtype):
             for context in _contexts(asked):
                 yield Setting(model, system, weight_dtype, kv_dtype), context
+
+
+def _round(every: Space) -> Space:
+    """Layouts whose stages, and whose ranks in a stage, are a power of two or three times one, or the most."""
+    round_numbers = [times * 2.0**power for times in (1, 3) for power in range(12)]
+    ranks, stages = every.layouts.num_ranks, every.layouts.pp
+    kept = np.isin(ranks, [*round_numbers, ranks.max()]) & np.isin(stages, round_numbers)
+    return Space(every.layouts.take(kept), every.strategy[kept])
 
 
 def _few_batches() -> Array:
@@ -214,10 +225,11 @@ _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_hea
 
 
 def _owners(model: ModelSpec, tables: Iterable[_Table]) -> dict[str, list[list[Any]]]:
-    """What each rank of each stage owns; ranges as first and last. Keys are the stages' degrees."""
+    """What each rank of each stage that can be drawn owns, ranges as first and last; keys are the stage's degrees."""
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
     stages = np.unique(np.hstack([table.matrix[: len(_STAGE)] for table in tables]).astype(int), axis=1)
+    stages = stages[:, stages[0] * stages[1] <= MOST_DRAWN]
     return {" ".join(map(str, stage)): _stage_owners(stage, heads, num_experts) for stage in stages.T.tolist()}
 
 

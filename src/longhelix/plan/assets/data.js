@@ -45,7 +45,8 @@ function configuration(table, point) {
     ...Object.fromEntries(plan.part_rows.map((row) => [row, value(table, `${row} ${part.name}`, point)])),
   }));
   const stage = ["kvp", "tpa", "tpf", "ep", "ffn_replicas"].map((degree) => found[degree]).join(" ");
-  found.ranks = plan.owners[stage].map((owners) =>
+  // Stages that are too large to draw have no owners.
+  found.ranks = (plan.owners[stage] ?? []).map((owners) =>
     Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));
   return found;
 }

@@ -57,6 +57,10 @@ let drawn = null;
 
 function showGpu(number) {
   const rank = drawn.chosen.ranks[number];
+  if (rank === undefined) {
+    document.getElementById("gpu").replaceChildren(element("dd", {}, "A stage of so many GPUs is not drawn."));
+    return;
+  }
   drawn.shown = number;
   const exchanges = drawn.chosen.kvp > 1 && !LOCAL.includes(drawn.chosen.strategy.name);
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
@@ -80,8 +84,7 @@ function moveGpu(event) {
   const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
   if (!step) return;
   event.preventDefault();
-  const next = drawn.shown + step;
-  if (next in drawn.chosen.ranks) showGpu(next);
+  if (drawn.shown + step in drawn.chosen.ranks) showGpu(drawn.shown + step);
 }
 
 for (const grid of document.querySelectorAll(".grid")) grid.addEventListener("keydown", moveGpu);
@@ -90,11 +93,11 @@ function drawLayout(chosen, context) {
   const { kvp, tpa, tpf, ep, pp, ranks, ffn_replicas: copies } = chosen;
   drawn = { chosen, context, shown: 0 };
   const stages = pp > 1 ? `: one of ${pp} stages, ${Math.ceil(plan.num_layers / pp)} of ${plan.num_layers} layers` : "";
-  document.getElementById("layout-title").textContent = `${plural(ranks.length, "GPU")} in two roles${stages}`;
+  document.getElementById("layout-title").textContent = `${plural(kvp * tpa, "GPU")} in two roles${stages}`;
   document.getElementById("attention-caption").textContent = `Attention: KVP ${kvp} × TPA ${tpa}`;
   document.getElementById("ffn-caption").textContent =
     `FFN: TPF ${tpf} × EP ${ep}` + (copies > 1 ? `, ${copies} copies` : "");
-  const columns = columnsOf(ranks.length, tpa);
+  const columns = columnsOf(kvp * tpa, tpa);
   drawGrid("attention-grid", columns, ranks.map((rank, number) =>
     cell(number, rank.kvp_rank, kvp, "K", rank.tpa_rank, tpa, "T")));
   drawGrid("ffn-grid", columns, ranks.map((rank, number) =>

@@ -31,7 +31,7 @@ function best(table, points) {
 }
 
 function strategyRow(state, { strategy, point }, shown) {
-  const name = element("button", { type: "button", "aria-pressed": String(point === shown) }, strategy.title);
+  const name = element("button", { type: "button", "aria-pressed": String(point !== null && point === shown) }, strategy.title);
   name.style.setProperty("--swatch", `var(--${strategy.name})`);
   const row = element("tr", {}, element("th", { scope: "row" }, name));
   if (point === null) {
@@ -67,12 +67,21 @@ function figure(number, words) {
   return element("div", { class: "figure" }, element("strong", {}, number), " ", words);
 }
 
-function drawChosen(found) {
+// How much more throughput than the best of all other strategies within the target.
+function comparison(state, bests, found) {
+  const others = bests.filter(({ strategy, point }) => point !== null && strategy !== found.strategy);
+  if (picked !== null || !others.length) return "";
+  const point = best(state.table, others.map((other) => other.point));
+  const { strategy } = others.find((other) => other.point === point);
+  return `. ${digits(found.gpu / speeds(state.table, point).gpu)}× the throughput of ${strategy.title}, the next best`;
+}
+
+function drawChosen(found, compared) {
   at("chosen").replaceChildren(
     element("div", { class: "figures" },
       figure(digits(found.user), "tokens/s per user"), figure(digits(found.gpu), "tokens/s per GPU"),
       figure(whole(found.gpus), found.gpus === 1 ? "GPU" : "GPUs"), figure(whole(found.batch), found.batch === 1 ? "request at once" : "requests at once")),
-    element("p", {}, element("b", {}, found.strategy.title), `: ${layoutWords(found)}`),
+    element("p", {}, element("b", {}, found.strategy.title), `: ${layoutWords(found)}${compared}`),
     ...memoryBar(found));
 }
 
@@ -109,7 +118,7 @@ function draw() {
   if (found === null) {
     drawNothing(state);
   } else {
-    drawChosen(found);
+    drawChosen(found, comparison(state, bests, found));
     drawStep(found);
     drawLayout(found, state.context);
   }
