@@ -183,6 +183,12 @@ def test_without_plotly_the_extra_is_named(tmp_path, monkeypatch):
         _write(tmp_path, "llama-3-8b", 8)
 
 
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    pytest.importorskip("plotly", reason="needs plotly, of the extra plan")
+    with pytest.raises(UserError, match=r"elsewhere.plan\.html cannot be written"):
+        _write(tmp_path / "elsewhere", "llama-3-8b", 8)
+
+
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install 'longhelix\[plan\]'"):

@@ -63,4 +63,4 @@ def _asset(name: str) -> str:
 
 
 def _packed(content: bytes) -> str:
-    return base64.b64encode(zlib.compress(content, 9)).decode()
+    return base64.b64encode(zlib.compress(content)).decode()

@@ -25,8 +25,12 @@ function tokens(count) {
   return unit ? `${digits(count / size)}${unit}` : whole(count);
 }
 
+function noun(count, word) {
+  return count === 1 ? word : `${word}s`;
+}
+
 function plural(count, word) {
-  return `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
+  return `${whole(count)} ${noun(count, word)}`;
 }
 
 function range([first, last], word) {

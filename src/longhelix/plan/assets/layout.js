@@ -37,13 +37,13 @@ function drawGrid(id, columns, cells) {
 function sequenceOf(layout, rank) {
   const { kvp, strategy } = layout.chosen;
   if (LOCAL.includes(strategy.name)) {
-    return `all ${whole(layout.context)} tokens of one request in ${whole(kvp)}`;
+    return `all ${tokens(layout.context)} tokens of one request in ${whole(kvp)}`;
   }
-  if (kvp === 1) return `all ${whole(layout.context)} tokens of every request`;
-  const share = `${whole(layout.context / kvp)} of ${whole(layout.context)} tokens of every request`;
+  if (kvp === 1) return `all ${tokens(layout.context)} tokens of every request`;
+  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`;
   return strategy.name === "tied"
-    ? `${share}: span ${rank.kvp_rank} of ${kvp}`
-    : `${share}: blocks ${rank.kvp_rank}, ${rank.kvp_rank + kvp}, … of 16 tokens`;
+    ? `span ${rank.kvp_rank} of ${kvp}: ${share}`
+    : `blocks ${rank.kvp_rank}, ${rank.kvp_rank + kvp}, … of 16 tokens: ${share}`;
 }
 
 function ffnOf(layout, rank) {

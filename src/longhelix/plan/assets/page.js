@@ -31,7 +31,8 @@ function best(table, points) {
 }
 
 function strategyRow(state, { strategy, point }, shown) {
-  const name = element("button", { type: "button", "aria-pressed": String(point !== null && point === shown) }, strategy.title);
+  const pressed = String(point !== null && point === shown);
+  const name = element("button", { type: "button", "aria-pressed": pressed }, strategy.title);
   name.style.setProperty("--swatch", `var(--${strategy.name})`);
   const row = element("tr", {}, element("th", { scope: "row" }, name));
   if (point === null) {
@@ -60,7 +61,7 @@ function memoryBar(found) {
     ...bytes.map(([name, size]) =>
       element("div", { class: name, style: `width:${(100 * size) / plan.capacity_bytes}%` })));
   return [bar, element("p", { class: "note" },
-    `${scaled(used, "B")} of ${scaled(plan.capacity_bytes, "B")} on the fullest GPU: ${words}`)];
+    `${scaled(used, "B")} of ${scaled(plan.capacity_bytes, "B")} per GPU: ${words}`)];
 }
 
 function figure(number, words) {
@@ -70,19 +71,21 @@ function figure(number, words) {
 // How much more throughput than the best of all other strategies within the target.
 function comparison(state, bests, found) {
   const others = bests.filter(({ strategy, point }) => point !== null && strategy !== found.strategy);
-  if (picked !== null || !others.length) return "";
+  if (picked !== null || !others.length) return [];
   const point = best(state.table, others.map((other) => other.point));
   const { strategy } = others.find((other) => other.point === point);
-  return `. ${digits(found.gpu / speeds(state.table, point).gpu)}× the throughput of ${strategy.title}, the next best`;
+  const gain = digits(found.gpu / speeds(state.table, point).gpu);
+  return [element("p", {}, `${gain}× the tokens/s per GPU of ${strategy.title}, the next best`)];
 }
 
 function drawChosen(found, compared) {
   at("chosen").replaceChildren(
     element("div", { class: "figures" },
       figure(digits(found.user), "tokens/s per user"), figure(digits(found.gpu), "tokens/s per GPU"),
-      figure(whole(found.gpus), found.gpus === 1 ? "GPU" : "GPUs"), figure(whole(found.batch), found.batch === 1 ? "request at once" : "requests at once")),
-    element("p", {}, element("b", {}, found.strategy.title), `: ${layoutWords(found)}${compared}`),
-    ...memoryBar(found));
+      figure(whole(found.gpus), noun(found.gpus, "GPU")),
+      figure(whole(found.batch), `${noun(found.batch, "request")} at once`)),
+    element("p", {}, element("b", {}, found.strategy.title), `: ${layoutWords(found)}`),
+    ...memoryBar(found), ...compared);
 }
 
 function drawNothing(state) {
