@@ -19,7 +19,7 @@ from longhelix.spec import BYTES, HardwareSpec, ModelSpec
 
 CONTEXTS = (4096, 16384, 65536, 262144, 1_000_000, 4_000_000)
 DTYPES = ("fp4", "fp8", "bfloat16")
-MOST_POINTS = 36
+MOST_POINTS = 28
 MOST_DRAWN = 144
 _BATCHES_PER_OCTAVE, _OCTAVES = 2, 16
 _MOST_LAYOUTS = 4000
@@ -137,7 +137,8 @@ def _contexts(asked: Asked) -> list[float]:
 
 
 def _dtypes(system: HardwareSpec, asked: str) -> list[str]:
-    return sorted({asked, *(dtype for dtype in DTYPES if dtype in system.flops_per_s)}, key=lambda name: BYTES[name])
+    offered = {asked, *(dtype for dtype in DTYPES if dtype in system.flops_per_s)}
+    return sorted(offered, key=lambda dtype: (BYTES[dtype], dtype))
 
 
 def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[tuple[Setting, float]]:
