@@ -26,6 +26,7 @@ _MOST_LAYOUTS = 4000
 _STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _EXACT = (*_STAGE, "pp", "strategy", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes", "activations_bytes")
+_OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
 _PART = ("seconds", "flops", "hbm_bytes", "net_bytes")
 # Of float32's 23 bits of mantissa: 1 part in 8192, and half the bytes once compressed.
 _KEPT_BITS = 12
@@ -220,9 +221,6 @@ def _balanced_ttl_s(table: _Table) -> float:
         return _NO_TTL_S
     gpus = table.row("kvp") * table.row("tpa") * table.row("pp")
     return float(table.row("ttl_s")[np.argmax(table.row("batch") / gpus / table.row("ttl_s") ** 2)])
-
-
-_OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
 
 
 def _owners(model: ModelSpec, tables: Iterable[_Table]) -> dict[str, list[list[Any]]]:
