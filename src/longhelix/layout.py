@@ -126,6 +126,11 @@ class Layout:
             for kvp_rank in range(self.kvp)
         )
 
+    def ffn_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share one copy of the FFN."""
+        size = self.tpf * self.ep
+        return tuple(stage[start : start + size] for stage in self.stage_groups() for start in range(0, len(stage), size))
+
     def check(self, heads: HeadShape) -> None:
         """Refuse a model whose heads this layout cannot spread."""
         if self.tpa > heads.num_query_heads:
@@ -164,7 +169,12 @@ class Layout:
         return _part(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
-        return split(ffn_size, self.tpf)[self.tpf_rank(rank)]
+        """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
+        return split(ffn_size, self.tpf * self.ep)[self.stage_rank(rank) % (self.tpf * self.ep)]
+
+    def expert_columns(self, expert_size: int, rank: int) -> range:
+        """Columns of each of this rank's experts."""
+        return split(expert_size, self.tpf)[self.tpf_rank(rank)]
 
     def experts(self, num_experts: int, rank: int) -> range:
         return split(num_experts, self.ep)[self.ep_rank(rank)]

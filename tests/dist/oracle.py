@@ -9,11 +9,16 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -57,6 +62,48 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(num_attention_heads=7, num_key_value_heads=1, **(_COMMON | {"hidden_size": 84})),
     "qwen3": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **_COMMON),
 }
+_EXPERTS = {"moe_intermediate_size": 23, "num_experts_per_tok": 2}
+_LATENT = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    **_EXPERTS,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+WITH_EXPERTS: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_local_experts=5, num_experts_per_tok=2,
+        sliding_window=None, **_COMMON,
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=6, norm_topk_prob=True, **_EXPERTS,
+        **_COMMON,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        num_attention_heads=6, num_key_value_heads=2, num_experts=6, shared_expert_intermediate_size=31, **_EXPERTS,
+        **(_COMMON | {"hidden_size": 96}),
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        q_lora_rank=None, n_routed_experts=8, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        routed_scaling_factor=1.5, **_LATENT, **_COMMON,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        q_lora_rank=20, n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        rope_parameters=_YARN, **_LATENT, **_COMMON,
+    ),
+}  # fmt: skip
 _SIXTEENS = _COMMON | {"hidden_size": 144, "intermediate_size": 192}
 NATIVE_SIZES = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=16, **_SIXTEENS)
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
@@ -74,10 +121,14 @@ class Oracle:
 
 def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **forms).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "bias")):  # ones and zeros would hide a missing factor
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    for name, bias in model.named_buffers():  # what DeepSeek-V3 adds where experts are chosen
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(bias, std=0.2)
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in prompt_lengths]

@@ -61,7 +61,7 @@ class RecordingRunner(ModelRunner):
 
 
 def build(case, rank, meshes):
-    layout = Layout(kvp=case["kvp"], tpa=case["tpa"])
+    layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1))
     if layout not in meshes:
         meshes[layout] = Mesh.build(layout, rank)
     torch.compiler.reset()  # what cases before compiled counts as recompilations of this one

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, make_oracle
+from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, WITH_EXPERTS, make_oracle
 
 from longhelix.kernels import native
 from longhelix.kv.placement import Growing, Local, Striped
@@ -20,6 +20,9 @@ LAYOUTS = [(kvp, n // kvp) for n in (1, 2, 3, 4, 6) for kvp in range(1, n + 1) i
 CHUNKS = (1, 7, 16, 64, 4096)
 PLACEMENTS = ("striped", "growing", "local")
 VARIANTS = list(itertools.product(CHUNKS, PLACEMENTS))
+# KVP, TPA, EP: every TPF x EP = N of at most as many expert groups as there are experts.
+GRIDS = [(kvp, tpa, ep) for kvp, tpa in LAYOUTS for ep in (1, 2, 3, 4, 6) if kvp * tpa % ep == 0 and ep <= 5]
+EXPERT_CASES = list(itertools.product(WITH_EXPERTS, GRIDS))
 CASES = list(itertools.product(FAMILIES, LAYOUTS))
 # Continuations that were compared, and those that left the reference at a near tie.
 NATIVE = {}
@@ -33,6 +36,18 @@ def oracles(tmp_path_factory):
     def oracle(family):
         if family not in made:
             made[family] = make_oracle(FAMILIES[family], tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return oracle
+
+
+@pytest.fixture(scope="session")
+def expert_oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(family):
+        if family not in made:
+            made[family] = make_oracle(WITH_EXPERTS[family], tmp_path_factory.mktemp(family))
         return made[family]
 
     return oracle
@@ -96,6 +111,15 @@ def test_logits_and_tokens_equal_transformers(worlds, oracles, family, layout):
     """One chunk size and placement per family and layout, in turn, so that all of them come up."""
     chunk_tokens, placement = VARIANTS[CASES.index((family, layout)) % len(VARIANTS)]
     run_variant(worlds, oracles(family), *layout, chunk_tokens, placement)
+
+
+@pytest.mark.parametrize(("family", "grid"), EXPERT_CASES, ids=lambda value: str(value).replace(" ", ""))
+def test_experts_and_latent_attention_equal_transformers(worlds, expert_oracles, family, grid):
+    """Every KVP x TPA with every TPF x EP; chunk sizes and placements in turn."""
+    kvp, tpa, ep = grid
+    oracle = expert_oracles(family)
+    chunk_tokens, placement = VARIANTS[EXPERT_CASES.index((family, grid)) % len(VARIANTS)]
+    assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda value: str(value).replace(" ", ""))

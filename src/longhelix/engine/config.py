@@ -15,7 +15,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
 from longhelix.scheduler.scheduler import SchedulerConfig
-from longhelix.spec import ARCHITECTURES, DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
+from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -81,7 +81,7 @@ def resolve(
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
     if rope_scaling is not None:
-        rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.head_size, spec.max_positions)
+        rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.rotated_size, spec.max_positions)
         spec = replace(spec, rope=rope)
     dtype = _known("dtype", dtype or spec.dtype, DTYPES)
     weight_dtype = _known("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
@@ -150,12 +150,8 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
 
 
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
-    if spec.architecture not in ARCHITECTURES:
-        raise UserError(
-            f"the model's architecture is {spec.architecture!r}, which can be planned (`longhelix plan`, `longhelix "
-            f"estimate`), but not yet run: longhelix runs {', '.join(ARCHITECTURES)}",
-            "unknown_architecture",
-        )
+    if spec.moe is not None and spec.ffn_bias:
+        raise UserError("mlp_bias beside experts is not known: set mlp_bias to false in the model's config")
     if config.get("quantization_config"):
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
@@ -208,8 +204,10 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     layout.check(heads)
     if layout.pp > 1:
         raise UserError(f"pp is {layout.pp}: pipeline stages do not run yet, set pp to 1", "invalid_layout")
-    if layout.ep > 1:
-        raise UserError(f"ep is {layout.ep}, but the model has no experts: set ep to 1", "invalid_layout")
+    num_experts = 1 if spec.moe is None else spec.moe.num_experts
+    if layout.ep > num_experts:
+        has = "no experts" if spec.moe is None else f"{num_experts} experts"
+        raise UserError(f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout")
     if layout.ffn_replicas > 1:
         raise UserError(
             f"ffn_replicas is {layout.ffn_replicas}: the tied layout does not run yet, set it to 1", "invalid_layout"

@@ -51,9 +51,10 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     """This rank's pool of `num_blocks` KV blocks; contents undefined."""
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
-    format = KVFormat.choose(
-        config.kv_dtype, config.scheduler.block_tokens, num_kv_heads, spec.head_size, spec.head_size, device
-    )
+    mla = spec.mla
+    sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
+    block_tokens = config.scheduler.block_tokens
+    format = KVFormat.choose(config.kv_dtype, block_tokens, num_kv_heads, *sizes, device, shared_values=mla is not None)
     return KVPool(format, spec.num_layers, num_blocks, device)
 
 

@@ -84,7 +84,7 @@ class ModelRunner:
         for sequence_id in step.ended:
             self.table.close(self.sequences.pop(sequence_id).row)
         for new in step.new:
-            frequencies = inverse_frequencies(self.spec.rope, self.spec.head_size, new.capacity_tokens)
+            frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
             self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
 

@@ -2,6 +2,7 @@
 
 from longhelix.kernels.layer import KVFormat, KVLayer
 from longhelix.kernels.ops import linear, merge_states, partial_attention, rotate_and_write, write_kv
+from longhelix.kernels.reference import rms_norm, rotate_heads
 from longhelix.kernels.weight import Weight, make_weight
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "make_weight",
     "merge_states",
     "partial_attention",
+    "rms_norm",
     "rotate_and_write",
+    "rotate_heads",
     "write_kv",
 ]

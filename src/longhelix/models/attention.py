@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, linear, make_weight, partial_attention, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.projection import add_projected
@@ -29,6 +29,10 @@ class Attention(nn.Module):
         self.k_norm = weights.pop(prefix + "k_norm", None)
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
         self.output_bias = weights.pop(prefix + "output_bias", None)
+
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.qkv, self.output
 
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""

@@ -7,7 +7,9 @@ from longhelix.cache.pool import KVPool
 from longhelix.kernels import KVLayer, Weight, linear, make_weight
 from longhelix.models.attention import Attention
 from longhelix.models.batch import Batch
+from longhelix.models.experts import ExpertFFN
 from longhelix.models.ffn import DenseFFN
+from longhelix.models.latent_attention import LatentAttention
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -15,10 +17,13 @@ from longhelix.spec import ModelSpec
 class Layer(nn.Module):
     """Pre-norm attention and FFN, each added to the residual."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
         super().__init__()
-        self.attention = Attention(spec, mesh, weights, prefix, weight_dtype)
-        self.ffn = DenseFFN(spec, mesh, weights, prefix, weight_dtype)
+        prefix = f"layers.{index}."
+        attention = Attention if spec.mla is None else LatentAttention
+        self.attention = attention(spec, mesh, weights, prefix, weight_dtype)
+        ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
+        self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
         return self.ffn(self.attention(hidden_TH, batch, layer))
@@ -34,7 +39,7 @@ class Decoder(nn.Module):
         self.eps = spec.rms_norm_eps
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
         self.layers = nn.ModuleList(
-            Layer(spec, mesh, weights, f"layers.{layer}.", weight_dtype) for layer in range(spec.num_layers)
+            Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers)
         )
         self.norm = weights.pop("norm")
         embedding_vH = weights.pop("embedding")
@@ -44,9 +49,7 @@ class Decoder(nn.Module):
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with; some ranks have none of some."""
-        layers = [
-            (layer.attention.qkv, layer.attention.output, layer.ffn.gate_up, layer.ffn.down) for layer in self.layers
-        ]
+        layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
         return [weight for weight in (*sum(layers, ()), self.head) if weight.outputs and weight.depth]
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import linear, make_weight
+from longhelix.kernels import Weight, linear, make_weight
 from longhelix.models.projection import add_projected
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -21,9 +21,13 @@ class DenseFFN(nn.Module):
         self.down = make_weight(weights.pop(prefix + "down"), weight_dtype)
         self.down_bias = weights.pop(prefix + "down_bias", None)
 
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.gate_up, self.down
+
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """hidden_TH with the FFN's output added."""
         inner_Tf = linear(
             hidden_TH, self.gate_up, bias=self.gate_up_bias, norm=self.norm, norm_eps=self.eps, swiglu=True
         )
-        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.stage)
+        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn)

@@ -4,109 +4,31 @@ The loader reads by this table, and a checkpoint is checked against it before an
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from longhelix.errors import UserError
-from longhelix.layout import HeadShape, Layout
+from longhelix.layout import Layout
+from longhelix.models.attention_parameters import attention_parameters
+from longhelix.models.ffn_parameters import ffn_parameters
+from longhelix.models.parameter import Parameter, matrix, vector
 from longhelix.spec import DTYPES, ModelSpec
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint tensor of `shape`, of which a rank keeps `slices` (one range per dim)."""
-
-    name: str
-    shape: tuple[int, ...]
-    slices: tuple[range, ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(len(part) for part in self.slices)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A local tensor under the model's own name: its sources, one after the other along dim 0."""
-
-    name: str
-    sources: tuple[Source, ...]
-
-    @property
-    def num_elements(self) -> int:
-        total = 0
-        for source in self.sources:
-            size = 1
-            for length in source.local_shape:
-                size *= length
-            total += size
-        return total
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
     """The parameters of `rank`, in the order in which they are loaded."""
     vocabulary, hidden = layout.vocabulary(spec.vocab_size, rank), range(spec.hidden_size)
-    parameters = [_matrix("embedding", "model.embed_tokens.weight", spec.vocab_size, vocabulary, hidden)]
+    parameters = [matrix("embedding", "model.embed_tokens.weight", spec.vocab_size, vocabulary, hidden)]
     for layer in range(spec.num_layers):
-        parameters += _layer(spec, layout, rank, f"layers.{layer}.", f"model.layers.{layer}.")
-    parameters.append(_vector("norm", "model.norm.weight", spec.hidden_size))
+        parameters += _layer(spec, layout, rank, layer)
+    parameters.append(vector("norm", "model.norm.weight", spec.hidden_size))
     if not spec.tied_embeddings:
-        parameters.append(_matrix("head", "lm_head.weight", spec.vocab_size, vocabulary, hidden))
+        parameters.append(matrix("head", "lm_head.weight", spec.vocab_size, vocabulary, hidden))
     return tuple(parameters)
 
 
-def _layer(spec: ModelSpec, layout: Layout, rank: int, to: str, at: str) -> Iterator[Parameter]:
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    size, hidden, columns = spec.head_size, range(spec.hidden_size), layout.ffn_columns(spec.ffn_size, rank)
-    kv_rows = (spec.num_kv_heads * size, _rows(layout.kv_heads(heads, rank), size))
-    query_rows = (spec.num_query_heads * size, _rows(layout.query_heads(heads, rank), size))
-    merged_rows = _rows(layout.merged_query_heads(heads, rank), size)
-    projections = (("q_proj", *query_rows), ("k_proj", *kv_rows), ("v_proj", *kv_rows))
-
-    yield _vector(to + "attention_norm", at + "input_layernorm.weight", spec.hidden_size)
-    yield _stacked(
-        to + "qkv", [(at + f"self_attn.{name}.weight", total, rows) for name, total, rows in projections], hidden
-    )
-    if spec.qkv_bias:
-        yield _stacked(
-            to + "qkv_bias", [(at + f"self_attn.{name}.bias", total, rows) for name, total, rows in projections]
-        )
-    if spec.qk_norm:
-        yield _vector(to + "q_norm", at + "self_attn.q_norm.weight", size)
-        yield _vector(to + "k_norm", at + "self_attn.k_norm.weight", size)
-    output = Source(at + "self_attn.o_proj.weight", (spec.hidden_size, query_rows[0]), (hidden, merged_rows))
-    yield Parameter(to + "output", (output,))
-    if spec.attention_output_bias:
-        yield _vector(to + "output_bias", at + "self_attn.o_proj.bias", spec.hidden_size)
-    yield _vector(to + "ffn_norm", at + "post_attention_layernorm.weight", spec.hidden_size)
-    gate_up = [(at + f"mlp.{name}.weight", spec.ffn_size, columns) for name in ("gate_proj", "up_proj")]
-    yield _stacked(to + "gate_up", gate_up, hidden)
-    down = Source(at + "mlp.down_proj.weight", (spec.hidden_size, spec.ffn_size), (hidden, columns))
-    yield Parameter(to + "down", (down,))
-    if spec.ffn_bias:
-        biases = [(at + f"mlp.{name}.bias", spec.ffn_size, columns) for name in ("gate_proj", "up_proj")]
-        yield _stacked(to + "gate_up_bias", biases)
-        yield _vector(to + "down_bias", at + "mlp.down_proj.bias", spec.hidden_size)
-
-
-def _rows(heads: range, head_size: int) -> range:
-    return range(heads.start * head_size, heads.stop * head_size)
-
-
-def _vector(name: str, source: str, length: int) -> Parameter:
-    return Parameter(name, (Source(source, (length,), (range(length),)),))
-
-
-def _matrix(name: str, source: str, num_rows: int, rows: range, columns: range) -> Parameter:
-    return Parameter(name, (Source(source, (num_rows, len(columns)), (rows, columns)),))
-
-
-def _stacked(name: str, parts: list[tuple[str, int, range]], columns: range | None = None) -> Parameter:
-    """Sources stacked by rows: matrices with `columns`, or vectors without."""
-    if columns is None:
-        return Parameter(name, tuple(Source(source, (total,), (rows,)) for source, total, rows in parts))
-    return Parameter(
-        name, tuple(Source(source, (total, len(columns)), (rows, columns)) for source, total, rows in parts)
-    )
+def _layer(spec: ModelSpec, layout: Layout, rank: int, layer: int) -> Iterator[Parameter]:
+    to, at = f"layers.{layer}.", f"model.layers.{layer}."
+    yield from attention_parameters(spec, layout, rank, to, at)
+    yield from ffn_parameters(spec, layout, rank, layer, to, at)
 
 
 def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], quantised: bool) -> None:
@@ -143,5 +65,9 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tensors that some exporters write although the model derives or shares them."""
+    """Tensors that some exporters write although the model derives or shares them, and heads that look further ahead
+    (MTP, as layers after the last)."""
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    if name.startswith("model.layers.") and layer.isdigit() and int(layer) >= spec.num_layers:
+        return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")

@@ -20,9 +20,11 @@ def load(
     weights = {}
     for parameter in parameters:
         pieces = [
-            checkpoint.read(source.name, tuple(slice(part.start, part.stop) for part in source.slices)).to(dtype)
+            checkpoint.read(source.name, tuple(slice(part.start, part.stop) for part in source.slices))
             for source in parameter.sources
         ]
+        if not parameter.exact:
+            pieces = [piece.to(dtype) for piece in pieces]
         # A lone slice may still be a view of the mapped file, whose pages would stay with this rank.
         weights[parameter.name] = (torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()).to(device)
         progress(parameter.num_elements)

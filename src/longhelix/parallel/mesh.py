@@ -15,12 +15,14 @@ from longhelix.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place: `stage` are the N ranks of its pipeline stage, `kvp` those it exchanges attention with."""
+    """This rank's place: `stage` are the N ranks of its pipeline stage, `kvp` those it exchanges attention with, `ffn`
+    those that share a copy of the FFN."""
 
     layout: Layout
     rank: int
     stage: Group
     kvp: Group
+    ffn: Group
 
     @classmethod
     def build(cls, layout: Layout, rank: int, backend: str | None = None) -> "Mesh":
@@ -34,8 +36,10 @@ class Mesh:
             from longhelix.parallel import shared_memory  # needs the native module
 
             shared_memory.register()
-        groups = (_own_group(ranks, rank, backend) for ranks in (layout.stage_groups(), layout.kvp_groups()))
-        return cls(layout, rank, *groups)
+        stage, kvp = (_own_group(ranks, rank, backend) for ranks in (layout.stage_groups(), layout.kvp_groups()))
+        # Where there is one copy of the FFN, its ranks are the stage's.
+        ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend)
+        return cls(layout, rank, stage, kvp, ffn)
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None) -> Group:

@@ -3,7 +3,7 @@
 from longhelix.spec.dtypes import BYTES, DTYPES, KV_DTYPES, WEIGHT_DTYPES, weight_bytes
 from longhelix.spec.hardware import HardwareSpec, Link
 from longhelix.spec.mla import MLA
-from longhelix.spec.model import ARCHITECTURES, PLANNED_ARCHITECTURES, ModelSpec
+from longhelix.spec.model import ARCHITECTURES, ModelSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import ROPE_KINDS, RopeSpec
 
@@ -13,7 +13,6 @@ __all__ = [
     "DTYPES",
     "KV_DTYPES",
     "MLA",
-    "PLANNED_ARCHITECTURES",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
     "HardwareSpec",

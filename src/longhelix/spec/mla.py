@@ -1,11 +1,12 @@
 """Multi-head latent attention: one latent per token takes the place of its keys and values."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count
+from longhelix.spec.config import count, positive, rope_mapping
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class MLA:
 
     A token's cache entry is its latent of `kv_lora_rank` and a rotated key of `rope_size` that all heads share. A
     query head has `nope_size` channels without and `rope_size` with rotation, and a value `value_size`. Queries come
-    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself.
+    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself. `scale_factor` multiplies the
+    scale of the scores (yarn with mscale_all_dim).
     """
 
     q_lora_rank: int | None
@@ -22,6 +24,7 @@ class MLA:
     nope_size: int
     rope_size: int
     value_size: int
+    scale_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.rope_size % 2:
@@ -43,4 +46,13 @@ class MLA:
             nope_size=count(config, "qk_nope_head_dim"),
             rope_size=count(config, "qk_rope_head_dim"),
             value_size=count(config, "v_head_dim"),
+            scale_factor=_scale_factor(rope_mapping(config)),
         )
+
+
+def _scale_factor(rope: Mapping[str, Any]) -> float:
+    """(0.1 mscale_all_dim ln(factor) + 1)^2 for long contexts, as DeepSeek's models define it."""
+    weight, factor = rope.get("mscale_all_dim"), positive(rope, "factor", 1.0)
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not weight or factor <= 1:
+        return 1.0
+    return (0.1 * positive(rope, "mscale_all_dim", 1.0) * math.log(factor) + 1.0) ** 2

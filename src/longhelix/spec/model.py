@@ -15,9 +15,9 @@ from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _MLA_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-PLANNED_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_MLA_ARCHITECTURES)
+_MOE_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_MLA_ARCHITECTURES)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *_MOE_ARCHITECTURES)
 _BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", *_MLA_ARCHITECTURES)
 
 
@@ -73,6 +73,15 @@ class ModelSpec:
             )
 
     @property
+    def rotated_size(self) -> int:
+        """Channels of a head that carry positions."""
+        return self.head_size if self.mla is None else self.mla.rope_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's FFN has experts."""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
+
+    @property
     def num_parameters(self) -> int:
         """All numbers of the model: matrices, norms and biases; a tied head counts once, further heads (MTP) not."""
         num_moe_layers = 0 if self.moe is None else self.num_layers - self.moe.num_dense_layers
@@ -117,11 +126,12 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
-        """Bytes that the engine keeps of one token's K and V (GQA), all layers, for `num_kv_heads` of the KV heads.
+        """Bytes that the engine keeps of one token's K and V, or latent, all layers, for `num_kv_heads` of the KV heads.
 
         Narrow numbers have a 16-bit scale for each token's key and value of a head.
         """
-        assert self.mla is None, "K and V of GQA"
+        if self.mla is not None:
+            return int(self.kv_elements_per_token * BYTES[kv_dtype]) * num_kv_heads
         scale_bytes = 0 if kv_dtype in DTYPES else 2
         return 2 * self.num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
 
@@ -131,10 +141,9 @@ class ModelSpec:
     ) -> "ModelSpec":
         """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one)."""
         architecture = config.get("model_type")
-        if architecture not in (*ARCHITECTURES, *PLANNED_ARCHITECTURES):
+        if architecture not in ARCHITECTURES:
             raise UserError(
-                f"the model's architecture is {architecture!r}: longhelix runs {', '.join(ARCHITECTURES)}, and plans "
-                f"{', '.join(PLANNED_ARCHITECTURES)} as well",
+                f"the model's architecture is {architecture!r}: longhelix runs {', '.join(ARCHITECTURES)}",
                 "unknown_architecture",
             )
         if config.get("hidden_act", "silu") != "silu":
@@ -171,7 +180,7 @@ class ModelSpec:
             sliding_window=sliding_window(config),
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
             mla=mla,
-            moe=MoE.from_hf_config(config) if architecture in PLANNED_ARCHITECTURES else None,
+            moe=MoE.from_hf_config(config) if architecture in _MOE_ARCHITECTURES else None,
         )
 
     @classmethod

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count
+from longhelix.spec.config import count, positive
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class MoE:
     token takes `experts_per_token`, and shared ones of `shared_size` columns together (0: none), which every token
     takes. `routing_bias`: a number per expert and layer is added where experts are chosen; `shared_gate`: the shared
     experts are weighted by a product of their own with the hidden state.
+
+    Routing: scores are the softmax, or, with `sigmoid`, the sigmoid of a product each. Of `num_groups` equal groups of
+    experts the best `groups_per_token` remain: by their best score, or, with `sigmoid`, by the sum of their two best.
+    Of those the best experts are taken, and weighted with their scores, which are made to sum to one (`normalised`),
+    times `scale`.
     """
 
     num_experts: int
@@ -25,6 +30,11 @@ class MoE:
     num_dense_layers: int = 0
     routing_bias: bool = False
     shared_gate: bool = False
+    sigmoid: bool = False
+    normalised: bool = True
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -33,10 +43,22 @@ class MoE:
                 "most the number of experts",
                 "invalid_model",
             )
+        if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
+            raise UserError(
+                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts cannot be taken: "
+                "correct n_group or topk_group in the model's config",
+                "invalid_model",
+            )
+        if self.experts_per_token > self.num_experts // self.num_groups * self.groups_per_token:
+            raise UserError(
+                f"a token takes {self.experts_per_token} experts, but {self.groups_per_token} groups have fewer: "
+                "correct topk_group in the model's config",
+                "invalid_model",
+            )
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> "MoE":
-        """Read the config.json of one of PLANNED_ARCHITECTURES; raises UserError."""
+        """Read the config.json of a model with experts; raises UserError."""
         architecture, experts_per_token = config["model_type"], count(config, "num_experts_per_tok")
         if architecture == "mixtral":
             return cls(count(config, "num_local_experts"), experts_per_token, count(config, "intermediate_size"))
@@ -52,9 +74,12 @@ class MoE:
                 expert_size,
                 shared_size=count(config, "shared_expert_intermediate_size") if shared_gate else 0,
                 shared_gate=shared_gate,
+                normalised=bool(config.get("norm_topk_prob", False)),
             )
         _refuse_other(config, "moe_layer_freq", 1)
-        always_biased = architecture != "deepseek_v2"
+        sigmoid = always_biased = architecture != "deepseek_v2"
+        # deepseek_v2 takes its best experts of all, unless its config says otherwise.
+        grouped = sigmoid or config.get("topk_method") == "group_limited_greedy"
         return cls(
             count(config, "n_routed_experts"),
             experts_per_token,
@@ -62,6 +87,11 @@ class MoE:
             shared_size=count(config, "n_shared_experts", 0, least=0) * expert_size,
             num_dense_layers=count(config, "first_k_dense_replace", 0, least=0),
             routing_bias=config.get("topk_method", "noaux_tc" if always_biased else None) == "noaux_tc",
+            sigmoid=sigmoid,
+            normalised=sigmoid and bool(config.get("norm_topk_prob", True)),
+            num_groups=count(config, "n_group", 1) if grouped else 1,
+            groups_per_token=count(config, "topk_group", 1) if grouped else 1,
+            scale=positive(config, "routed_scaling_factor", 1.0),
         )
 
 

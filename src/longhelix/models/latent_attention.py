@@ -1,0 +1,105 @@
+"""Multi-head latent attention of one layer (MLA), absorbed, sharded as GQA is: local attention, one exchange, TP = N."""
+
+import torch
+from torch import Tensor, nn
+
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rms_norm, rotate_heads, write_kv
+from longhelix.layout import HeadShape
+from longhelix.models.batch import Batch
+from longhelix.models.projection import add_projected
+from longhelix.parallel.exchange import exchange
+from longhelix.parallel.mesh import Mesh
+from longhelix.spec import ModelSpec
+
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
+
+
+class LatentAttention(nn.Module):
+    """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
+
+    Queries are turned into latents by the key part of the up-projection (absorbed), so that all heads attend to the
+    cache entries as they are; TPA > 1 shares heads and duplicates the entries. The value part comes after the exchange
+    on CPUs, before it on GPUs: values are kv_lora_rank / value_size times fewer bytes than latents, for KVP times the
+    arithmetic, 2 kv_lora_rank value_size FLOP against 2 (kv_lora_rank - value_size) bytes for a row and head. That is
+    171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+        super().__init__()
+        assert spec.mla is not None
+        layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
+        self.mla = spec.mla
+        self.mesh = mesh
+        self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
+        self.eps = spec.rms_norm_eps
+        self.head_size = spec.head_size
+        self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
+        held, merged = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
+        self.norm = weights.pop(prefix + "attention_norm")
+        self.query_norm = weights.pop(prefix + "query_norm", None)
+        down_XH, down_bias_X = weights.pop(prefix + "latent_down"), weights.pop(prefix + "latent_down_bias", None)
+        halves_X = _in_halves(1, len(down_XH), spec.mla.rope_size)
+        self.down = make_weight(down_XH[halves_X], weight_dtype)
+        self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
+        query_up_XY = weights.pop(prefix + "query_up")
+        self.query_up = make_weight(
+            query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)], weight_dtype
+        )
+        self.latent_norm = weights.pop(prefix + "latent_norm")
+        up_qXR = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
+        self.key_up_qCR, value_up_qCR = up_qXR.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
+        start = merged.start - held.start
+        self.value_up_qCR = value_up_qCR if self.values_first else value_up_qCR[start : start + len(merged)]
+        self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
+        self.output_bias = weights.pop(prefix + "output_bias", None)
+
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.down, self.query_up, self.output
+
+    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
+        """hidden_TH with this layer's attention added."""
+        down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
+        latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX)
+        self._write(latent_TX, batch, layer)
+        out_TqR, lse_Tq = partial_attention(
+            self._absorb(q_TqC, batch), layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale,
+            batch.max_rows,
+        )  # fmt: skip
+        if self.values_first:
+            out_TnC = exchange(self._values(out_TqR), lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
+        else:
+            out_TnC = self._values(exchange(out_TqR, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank))
+        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.stage)
+
+    def _latents_and_queries(self, hidden_TH: Tensor, down_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """latent_TX: the token's latent and key, raw; q_TqC: queries, not rotated."""
+        if self.mla.q_lora_rank is None:
+            q_TX = linear(hidden_TH, self.query_up, norm=self.norm, norm_eps=self.eps)
+            return down_TX, q_TX.unflatten(1, (-1, self.head_size))
+        query_TX, latent_TX = down_TX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
+        q_TX = linear(query_TX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
+        return latent_TX, q_TX.unflatten(1, (-1, self.head_size))
+
+    def _write(self, latent_TX: Tensor, batch: Batch, layer: KVLayer) -> None:
+        latent_TR, key_TC = latent_TX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
+        latent_TR = rms_norm(latent_TR, self.latent_norm, _LATENT_EPS)
+        key_T1C = rotate_heads(key_TC.unsqueeze(1), batch.cos_TR, batch.sin_TR)
+        write_kv(torch.cat((latent_TR.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
+
+    def _absorb(self, q_TqC: Tensor, batch: Batch) -> Tensor:
+        """Queries for the cache entries: a latent and a rotated part."""
+        plain_TqC, rotated_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
+        latent_TqR = torch.einsum("tqc,qcr->tqr", plain_TqC, self.key_up_qCR)
+        return torch.cat((latent_TqR, rotate_heads(rotated_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
+
+    def _values(self, out_TqR: Tensor) -> Tensor:
+        return torch.einsum("tqr,qcr->tqc", out_TqR, self.value_up_qCR)
+
+
+def _in_halves(num_heads: int, size: int, rope_size: int) -> Tensor:
+    """Rows of a projection whose heads end in pairs to rotate, (i, half), as (half, i): scores stay the same."""
+    rows = torch.arange(num_heads * size).view(num_heads, size)
+    pairs = rows[:, size - rope_size :].view(num_heads, rope_size // 2, 2)
+    return torch.cat((rows[:, : size - rope_size], pairs.transpose(1, 2).flatten(1)), dim=1).flatten()
