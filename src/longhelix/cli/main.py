@@ -22,6 +22,7 @@ app = App(
 app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
 app.command("longhelix.cli.chat:chat", name="chat", help="Talk with a model.")
 app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
+app.command("longhelix.cli.calibrate:calibrate", name="calibrate", help="Measure this machine for estimate and plan.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

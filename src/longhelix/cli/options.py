@@ -1,9 +1,11 @@
 """Options that verbs share, and what they make of them."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
@@ -33,6 +35,18 @@ def size(type_: Any, tokens: tuple[Token, ...]) -> int:
 
 Size = Annotated[int, Parameter(converter=size, negative=())]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+
+
+def check_out(out: Path, kind: str, example: str) -> None:
+    """Make the folder of a file to be written. Raises UserError where it cannot be, or is named unlike `example`."""
+    if out.suffix != Path(example).suffix or out.is_dir():
+        raise UserError(f"--out is {out}: give the name of a {kind} file, such as {example}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be made: {error.strerror}") from error
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"{out.parent} cannot be written to: set --out to a file elsewhere")
 
 
 @Parameter(name="*", group="Model and layout")
