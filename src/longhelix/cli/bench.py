@@ -1,5 +1,6 @@
 """`longhelix bench`: what this machine can do, what longhelix makes of it, and its peers beside it."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from longhelix.cli.options import Flag, Size, check_out
+from longhelix.cli.values import Flag, Size
+from longhelix.errors import UserError
 from longhelix.layout import Layout
 
 if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
@@ -26,6 +28,18 @@ Numbers = Annotated[tuple[int, ...], _many]
 Names = Annotated[tuple[str, ...], _many]
 
 _TABLE_WIDTH = 200  # where standard output is no terminal
+
+
+def check_out(out: Path, kind: str, example: str) -> None:
+    """Make the folder of a file to be written. Raises UserError where it cannot be, or is named unlike `example`."""
+    if out.suffix != Path(example).suffix or out.is_dir():
+        raise UserError(f"--out is {out}: give the name of a {kind} file, such as {example}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be made: {error.strerror}") from error
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"{out.parent} cannot be written to: set --out to a file elsewhere")
 
 
 def show(report: "Report") -> None:

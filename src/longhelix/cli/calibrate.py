@@ -5,8 +5,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from longhelix.cli.bench import show
-from longhelix.cli.options import Flag, check_out
+from longhelix.cli.bench import check_out, show
+from longhelix.cli.values import Flag
 from longhelix.presets import local_system_path, write_system
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from longhelix.cli.options import Flag, ModelOptions, SamplingOptions, stderr
+from longhelix.cli.options import ModelOptions, SamplingOptions, stderr
+from longhelix.cli.values import Flag
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM, Result
 from longhelix.errors import UserError

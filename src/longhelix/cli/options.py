@@ -1,52 +1,24 @@
 """Options that verbs share, and what they make of them."""
 
 import json
-import os
-import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from longhelix.cli.layout_file import read_layout
+from longhelix.cli.values import Flag, Size
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.request import SamplingParams
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
 stderr = Console(stderr=True)
-
-
-def size(type_: Any, tokens: tuple[Token, ...]) -> int:
-    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary."""
-    text = tokens[0].value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?i?)", text)
-    number = float(match[1]) * _UNITS.get(match[2].lower(), 0.5) if match else 0.5
-    if number != int(number):
-        raise ValueError(f'"{text}" is no size: give a whole number such as 4096, 128k or 64Ki')
-    return int(number)
-
-
-Size = Annotated[int, Parameter(converter=size, negative=())]
-Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
-
-
-def check_out(out: Path, kind: str, example: str) -> None:
-    """Make the folder of a file to be written. Raises UserError where it cannot be, or is named unlike `example`."""
-    if out.suffix != Path(example).suffix or out.is_dir():
-        raise UserError(f"--out is {out}: give the name of a {kind} file, such as {example}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out.parent} cannot be made: {error.strerror}") from error
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"{out.parent} cannot be written to: set --out to a file elsewhere")
 
 
 @Parameter(name="*", group="Model and layout")
@@ -56,8 +28,9 @@ class ModelOptions:
 
     model: str
     "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
-    layout: Literal["auto"] | None = None
-    "`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth."
+    layout: str | None = None
+    """`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth. Or a YAML file, as
+    `longhelix plan --out` writes it; options beside it win."""
     kvp: int | None = None
     "Ranks that share each request's KV along the sequence. [default: 1]"
     tpa: int | None = None
@@ -84,8 +57,8 @@ class ModelOptions:
     "Prompt tokens that run in one step."
     block_tokens: int = 16
     "Tokens of a KV block."
-    placement: Literal["striped", "growing", "local"] = "striped"
-    "Which KVP rank takes a request's next KV block."
+    placement: Literal["striped", "growing", "local"] | None = None
+    "Which KVP rank takes a request's next KV block. [default: striped]"
     growth_limit_tokens: Size = 4096
     "With growing placement: tokens on a rank before the next one joins."
     batch_invariant: Flag = False
@@ -101,6 +74,16 @@ class ModelOptions:
 
     def start(self) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
+        return self._composed()._start()
+
+    def _composed(self) -> "ModelOptions":
+        """These options, and what a layout file sets beside them."""
+        if self.layout in (None, "auto"):
+            return self
+        read = read_layout(Path(self.layout))
+        return replace(self, layout=None, **{key: value for key, value in read.items() if getattr(self, key) is None})
+
+    def _start(self) -> LLM:
         with Progress(console=stderr, transient=True) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
@@ -115,7 +98,7 @@ class ModelOptions:
                 kv_cache_tokens=self.kv_cache_tokens,
                 chunk_tokens=self.chunk_tokens,
                 block_tokens=self.block_tokens,
-                placement=self.placement,
+                placement=self.placement or "striped",
                 growth_limit_tokens=self.growth_limit_tokens,
                 batch_invariant=self.batch_invariant,
                 device=self.device,

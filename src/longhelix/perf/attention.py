@@ -21,7 +21,7 @@ def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_group(layouts), np.asarray(hidden_bytes + 0 * layouts.kvp))
+    summed = collectives.all_reduce(setting.system, _sum_group(layouts), np.asarray(hidden_bytes + layouts.zeros))
     return [
         *_projections(setting, layouts, own),
         attention,
@@ -70,7 +70,7 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
         token_bytes = 2 * model.head_size * layouts.kv_heads(setting.heads) * setting.kv_bytes
         pair_flops = 4 * model.head_size * num_query_heads
     else:
-        token_bytes = model.mla.cached_size * setting.kv_bytes + 0 * layouts.kvp
+        token_bytes = model.mla.cached_size * setting.kv_bytes + layouts.zeros
         pair_flops = 2 * (model.mla.cached_size + model.mla.kv_lora_rank) * num_query_heads
     decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
     chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
@@ -183,7 +183,7 @@ def _exposed(setting: Setting, layouts: Layouts, own: Work, attention: Part, exc
         np.where(layouts.hop_b, most_parts, 1.0),
         setting.system.part_fixed_share,
     )
-    seconds = together_s - attention.seconds
+    seconds = np.maximum(together_s - attention.seconds, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
@@ -193,4 +193,4 @@ def _merge(setting: Setting, layouts: Layouts, own: Work) -> Part:
 
 
 def _sum_group(layouts: Layouts) -> Group:
-    return Group(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), np.ones(len(layouts)))
+    return Group(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)

@@ -71,7 +71,7 @@ def _experts(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Part, Part]:
     """Before and after an FFN over all its ranks: nothing and an all-reduce; local: an all-gather, a reduce-scatter."""
-    system, ones = setting.system, np.ones(len(layouts))
+    system, ones = setting.system, layouts.ones
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
     gathered = collectives.all_gather(
         system, Group(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
@@ -94,7 +94,7 @@ def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Part:
     assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
-    group = Group(layouts.ep, np.ones(len(layouts)))
+    group = Group(layouts.ep, layouts.ones)
     return _part("dispatch", collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets))
 
 

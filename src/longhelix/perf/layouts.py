@@ -14,7 +14,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Layouts:
-    """Degrees of parallelism, all of one shape (n,).
+    """Degrees of parallelism, all of one shape: (n,), or (n, 1) where a second dim has other choices, such as batches.
 
     kvp, tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. local: every request's KV lies on one KVP rank, and that
     rank alone computes its attention (data-parallel attention). hop_b: the exchange overlaps attention.
@@ -44,6 +44,18 @@ class Layouts:
     def take(self, index: NDArray[np.intp] | Mask | slice) -> "Layouts":
         """The entries that `index` names."""
         return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def as_column(self) -> "Layouts":
+        """These (n,) as (n, 1)."""
+        return Layouts(**{field.name: getattr(self, field.name)[:, None] for field in fields(self)})
+
+    @property
+    def zeros(self) -> Array:
+        return np.zeros_like(self.kvp)
+
+    @property
+    def ones(self) -> Array:
+        return np.ones_like(self.kvp)
 
     @property
     def num_ranks(self) -> Array:

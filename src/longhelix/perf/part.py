@@ -55,7 +55,7 @@ def kernels(
 ) -> Part:
     """`count` kernels that take the longer of arithmetic and memory, and a fixed cost each (roofline)."""
     efficiency = setting.system.compute_efficiency if compute_efficiency is None else compute_efficiency
-    zeros = np.zeros(len(layouts))
+    zeros = layouts.zeros
     system, share = setting.system, setting.share(layouts)
     memory_s = hbm_bytes / (system.memory_bytes_per_s * system.memory_efficiency * share)
     compute_s = flops / (system.rate(dtype) * efficiency * share)
@@ -69,8 +69,9 @@ def kernels(
 def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> Part:
     """A collective, or a send."""
     zeros = np.zeros_like(seconds)
-    return Part(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros(len(seconds), dtype=np.bool_))
+    return Part(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros_like(seconds, dtype=np.bool_))
 
 
 def total_seconds(parts: Iterable[Part]) -> Array:
-    return np.asarray(np.sum([part.seconds for part in parts], axis=0))
+    # numpy's own sum has another order of additions, and so other bits, for one layout than for many.
+    return np.asarray(sum(part.seconds for part in parts))

@@ -28,7 +28,7 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
     """
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks
-    total_s, longest_s = np.zeros(len(layouts)), np.zeros(len(layouts))
+    total_s, longest_s = layouts.zeros, layouts.zeros
     for node in range(_NODES):
         before = (node + 0.5) / _NODES * chunks - 0.5
         path_s = step_seconds(setting, layouts, Work.chunk(rows, before * rows))
@@ -62,7 +62,7 @@ def adaptive_prefill(
     Where none does, the smallest (arXiv 2409.17264, section 4.2).
     """
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
-    total_s, longest_s = np.zeros(len(layouts)), np.zeros(len(layouts))
+    total_s, longest_s = layouts.zeros, layouts.zeros
     chosen, taken_s = np.zeros((nodes, len(layouts))), np.zeros((nodes, len(layouts)))
     for node, prefix in enumerate(prefixes):
         for chunk in ADAPTIVE_CHUNKS:
@@ -70,7 +70,7 @@ def adaptive_prefill(
             better = (chosen[node] == 0) | (step_s <= target_s)
             chosen[node] = np.where(better, chunk, chosen[node])
             taken_s[node] = np.where(better, step_s, taken_s[node])
-        total_s += taken_s[node] * (tokens / nodes) / chosen[node]
+        total_s = total_s + taken_s[node] * (tokens / nodes) / chosen[node]
         longest_s = np.maximum(longest_s, taken_s[node])
     seconds = (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
     return AdaptivePrefill(seconds, prefixes, chosen, taken_s)
@@ -84,8 +84,8 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
     Layers run on n/p rows, the FFN at TP = TPA.
     """
     ranks, rows = layouts.kvp, tokens / layouts.kvp
-    alone = replace(layouts, kvp=np.ones(len(layouts)), tpf=layouts.tpa, ep=np.ones(len(layouts)),
-                    ffn_replicas=np.ones(len(layouts)), hop_b=np.zeros(len(layouts), dtype=np.bool_))  # fmt: skip
+    alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,
+                    ffn_replicas=layouts.ones, hop_b=np.zeros_like(layouts.hop_b))  # fmt: skip
     pairs = rows * rows * (0.5 if striped else 1.0)
     own = attention_parts(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
     attend_s = next(part.seconds for part in own if part.name == "attention")

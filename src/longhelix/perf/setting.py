@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.spec import BYTES, HardwareSpec, ModelSpec
@@ -51,4 +49,4 @@ class Setting:
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
-        return 1 / layouts.world_size if self.system.shared else np.ones(len(layouts))
+        return 1 / layouts.world_size if self.system.shared else layouts.ones

@@ -1,6 +1,7 @@
 """All parts of one step: layers, stages, embedding, head, sampling."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -63,8 +64,8 @@ def _norms(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 
 def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * layouts.kvp
-    summed = collectives.all_reduce(setting.system, Group(layouts.num_ranks, np.ones(len(layouts))), hidden_bytes)
+    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
+    summed = collectives.all_reduce(setting.system, Group(layouts.num_ranks, layouts.ones), hidden_bytes)
     return [
         kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.num_ranks),
         sends("embedding", summed.seconds, summed.net_bytes, summed.fixed_s),
@@ -73,7 +74,7 @@ def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
 
 def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
     """Hidden states from stage to stage, and the token back to the first."""
-    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * layouts.kvp
+    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
     sent = collectives.send(setting.system, layouts.num_ranks, hidden_bytes)
     part = sends("stage to stage", sent.seconds, sent.net_bytes, sent.fixed_s)
     return part.times(layouts.pp).where(layouts.pp > 1)
@@ -81,7 +82,7 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """The head over the vocabulary, its logits gathered on one rank that samples, and the host's share of a step."""
-    system, zeros = setting.system, np.zeros(len(layouts))
+    system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
     gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
     wanted = logit_bytes > 0
@@ -103,9 +104,9 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 def _sum(name: str, parts: Sequence[Part]) -> Part:
     def total(field: str) -> Array:
-        return np.asarray(np.sum([getattr(part, field) for part in parts], axis=0))
+        return np.asarray(sum(getattr(part, field) for part in parts))
 
     return Part(
         name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),
-        np.any([part.compute_bound for part in parts], axis=0),
+        reduce(np.logical_or, (part.compute_bound for part in parts)),
     )  # fmt: skip

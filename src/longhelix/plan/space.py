@@ -40,14 +40,14 @@ class Space:
         return len(self.layouts)
 
 
-def space(model: ModelSpec, max_gpus: int, min_gpus: int = 1) -> Space:
-    """Every layout of `min_gpus` to `max_gpus` GPUs, stages included, that the model's heads and experts allow."""
+def space(model: ModelSpec, max_gpus: int) -> Space:
+    """Every layout of up to `max_gpus` GPUs, stages included, that the model's heads and experts allow."""
     rows = [
         (*degrees, pp, name in ("dp_ep", "dp_tp"), name == "helix", index)
         for num_ranks in range(1, max_gpus + 1)
         for index, name in enumerate(strategy.name for strategy in STRATEGIES)
         for degrees in _STAGES[name](model, num_ranks)
-        for pp in range(-(-min_gpus // num_ranks), min(model.num_layers, max_gpus // num_ranks) + 1)
+        for pp in range(1, min(model.num_layers, max_gpus // num_ranks) + 1)
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     kvp, tpa, tpf, ep, ffn_replicas, pp, local, hop_b, strategy = columns

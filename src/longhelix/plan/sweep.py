@@ -1,6 +1,5 @@
 """Decode costs of every layout at every batch size that its memory holds, in blocks that a cache holds."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -12,7 +11,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.plan.space import Space
 
-_BLOCK = 8192
+_BLOCK = 16384
 _MOST_BATCH = 65536
 
 
@@ -63,27 +62,29 @@ def batches(most: int = _MOST_BATCH) -> Array:
 
 
 def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array | None = None) -> Sweep:
-    """Cost every layout at every batch size of at least one request for each of its stages' ranks."""
+    """Cost every layout at every batch size that its memory holds."""
     sizes = batches() if batch_sizes is None else batch_sizes
-    blocks: list[Points] = []
-    capacity_bytes = setting.system.memory_bytes
-    for layout, batch in _pairs(len(space), sizes):
-        layouts = space.layouts.take(layout)
-        needed = memory(setting, layouts, batch, context).total_bytes
-        fits = needed <= capacity_bytes
-        layout, batch, layouts = layout[fits], batch[fits], layouts.take(fits)
-        if len(layout):
-            ttl_s = decode_seconds(setting, layouts, batch, context)
-            blocks.append(Points(layout, batch, layouts.world_size, ttl_s, needed[fits]))
+    blocks = [_block(setting, space.layouts, index, context, sizes) for index in _blocks(len(space), len(sizes))]
     alone = memory(setting, space.layouts, 1.0, context).total_bytes
-    return Sweep(space, _joined(blocks), len(space) * len(sizes), np.maximum(alone - capacity_bytes, 0.0))
+    short_bytes = np.maximum(alone - setting.system.memory_bytes, 0.0)
+    return Sweep(space, _joined(blocks), len(space) * len(sizes), short_bytes)
 
 
-def _pairs(num_layouts: int, sizes: Array) -> Iterator[tuple[NDArray[np.intp], Array]]:
-    """Every layout with every batch size, a block at a time."""
-    for start in range(0, num_layouts * len(sizes), _BLOCK):
-        flat = np.arange(start, min(start + _BLOCK, num_layouts * len(sizes)))
-        yield flat // len(sizes), sizes[flat % len(sizes)]
+def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
+    """Layouts in runs that with all batch sizes make about _BLOCK configurations."""
+    return np.array_split(np.arange(num_layouts), max(1, num_layouts * num_sizes // _BLOCK))
+
+
+def _block(setting: Setting, layouts: Layouts, index: NDArray[np.intp], context: float, sizes: Array) -> Points:
+    """What fits of some layouts (down) with all batch sizes (across)."""
+    block = layouts.take(index).as_column()
+    needed = memory(setting, block, sizes, context).total_bytes
+    fits = needed <= setting.system.memory_bytes
+    # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
+    held = int(fits.any(axis=0).sum())
+    ttl_s = decode_seconds(setting, block, sizes[:held], context)
+    rows, columns = np.nonzero(fits[:, :held])
+    return Points(index[rows], sizes[columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns])
 
 
 def _joined(blocks: list[Points]) -> Points:

@@ -1,0 +1,144 @@
+"""`longhelix estimate`: one configuration, each part of its step with seconds, work, bytes and where they come from."""
+
+import json as json_module
+from dataclasses import asdict, replace
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from longhelix.cli.planning import PlannedModel, parse_layout, stdout
+from longhelix.cli.values import Flag, Size
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.plan.estimate import Estimate
+from longhelix.plan.estimate import estimate as estimate_layout
+
+
+def estimate(
+    model: PlannedModel,
+    *,
+    context: Size,
+    batch: Size = 1,
+    kvp: int = 1,
+    tpa: int = 1,
+    tpf: int | None = None,
+    ep: int = 1,
+    pp: int = 1,
+    tied: Flag = False,
+    hop_b: bool = True,
+    placement: Literal["striped", "local"] = "striped",
+    chunk: Size = 2048,
+    compare: Annotated[tuple[str, str] | None, Parameter(show_default=False)] = None,
+    json: Flag = False,
+) -> None:
+    """Estimate one configuration: time of each part of a decode step, time to first token, memory, utilisation.
+
+    Parameters
+    ----------
+    context
+        Tokens of each request's KV.
+    batch
+        Requests of the whole world.
+    kvp
+        GPUs that share each request's KV along the sequence.
+    tpa
+        GPUs that share its attention heads.
+    tpf
+        GPUs that share an FFN's columns. [default: kvp * tpa / ep]
+    ep
+        GPUs that share the experts.
+    pp
+        Pipeline stages.
+    tied
+        The FFN at TP = tpa, a copy on every KVP instance (Medha).
+    hop_b
+        Overlap the exchange with attention.
+    placement
+        local: a request's KV lies on one KVP rank (data-parallel attention).
+    chunk
+        Prompt tokens of a prefill step.
+    compare
+        Two layouts side by side in place of the options above: `--compare kvp=8,tpa=8 kvp=1,tpa=64`.
+    json
+        Print one JSON object.
+    """
+    setting = model.setting()
+    if context < 1 or batch < 1 or chunk < 1:
+        raise UserError("context, batch and chunk must be 1 or more")
+    if compare is None:
+        layout = _layout(kvp, tpa, tpf, ep, pp, tied)
+        found = [estimate_layout(setting, layout, context=context, batch=batch, chunk=chunk,
+                                 local=placement == "local", hop_b=hop_b and not tied)]  # fmt: skip
+    else:
+        found = [
+            estimate_layout(setting, layout, context=context, batch=batch, chunk=chunk, local=local, hop_b=overlap)
+            for layout, local, overlap in map(parse_layout, compare)
+        ]
+    if json:
+        objects = [_as_object(each) for each in found]
+        print(json_module.dumps(objects[0] if compare is None else {"compared": objects}))
+        return
+    for each in found:
+        show(each, stdout())
+    if len(found) == 2:
+        stdout().print(_compared(*found))
+
+
+def _layout(kvp: int, tpa: int, tpf: int | None, ep: int, pp: int, tied: bool) -> Layout:
+    if not tied:
+        return Layout(kvp, tpa, tpf, ep, pp)
+    if ep != 1 or tpf not in (None, tpa):
+        raise UserError(f"--tied means tpf = tpa = {tpa} and ep = 1: leave --tpf and --ep out", "invalid_layout")
+    return Layout(kvp, tpa, tpa, 1, pp, ffn_replicas=kvp)
+
+
+def _as_object(found: Estimate) -> dict[str, object]:
+    return asdict(replace(found))
+
+
+def show(found: Estimate, console: Console) -> None:
+    """Print the parts of a step as a table, and what follows from them."""
+    layout = found.layout
+    table = Table(
+        title=f"KVP {layout.kvp} x TPA {layout.tpa} = TPF {layout.tpf} x EP {layout.ep} x {layout.ffn_replicas}, "
+        f"PP {layout.pp}: {layout.world_size} GPUs",
+        title_justify="left",
+    )
+    for name in ("part", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    table.add_column("from")
+    for part in sorted(found.parts, key=lambda part: -part.seconds):
+        table.add_row(
+            part.name,
+            f"{1e3 * part.seconds:.3f}",
+            f"{part.seconds / found.ttl_s:.0%}",
+            f"{part.flops / 1e9:,.2f}",
+            f"{part.hbm_bytes / 1e6:,.1f}",
+            f"{part.net_bytes / 1e3:,.1f}",
+            part.source,
+        )
+    console.print(table)
+    fits = "fits" if found.fits else "DOES NOT FIT"
+    console.print(
+        f"TTL {1e3 * found.ttl_s:.3f} ms, {found.tokens_per_s_per_user:.1f} tokens/s/user, "
+        f"{found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT {found.ttft_s:.2f} s; MFU {found.mfu:.1%}, "
+        f"MBU {found.mbu:.1%}; {found.memory_bytes_per_gpu / 1e9:.2f} GB on the fullest GPU (weights "
+        f"{found.weights_bytes_per_gpu / 1e9:.2f}, KV {found.kv_bytes_per_gpu / 1e9:.2f}): {fits}",
+        highlight=False,
+    )
+
+
+def _compared(first: Estimate, second: Estimate) -> Table:
+    """Every part of both, and the difference."""
+    table = Table(title="second against first", title_justify="left")
+    for name in ("part", "first, ms", "second, ms", "difference, ms"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    seconds = [{part.name: part.seconds for part in each.parts} for each in (first, second)]
+    names = dict.fromkeys([*seconds[0], *seconds[1]])
+    rows = [(name, seconds[0].get(name, 0.0), seconds[1].get(name, 0.0)) for name in names]
+    rows.append(("step", first.ttl_s, second.ttl_s))
+    for name, before_s, after_s in rows:
+        table.add_row(name, f"{1e3 * before_s:.3f}", f"{1e3 * after_s:.3f}", f"{1e3 * (after_s - before_s):+.3f}")
+    return table

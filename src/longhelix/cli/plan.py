@@ -1,0 +1,100 @@
+"""`longhelix plan`: search every layout of a model on a system."""
+
+import json as json_module
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from longhelix.cli.planning import PlannedModel, stdout
+from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.errors import UserError
+from longhelix.plan import report
+from longhelix.plan.answer import Plan, answer
+from longhelix.plan.crossover import Crossover, crossovers
+from longhelix.plan.question import Question
+from longhelix.plan.reasons import Neighbour, Rejection, neighbours, rejections
+
+
+def plan(
+    model: PlannedModel,
+    *,
+    context: Size,
+    max_gpus: int = 64,
+    ttl: Annotated[Seconds | None, Parameter(show_default=False)] = None,
+    ttft: Annotated[Seconds | None, Parameter(show_default=False)] = None,
+    users: Size = 1,
+    min_gpus: Flag = False,
+    out: Path | None = None,
+    json: Flag = False,
+) -> None:
+    """Search every layout of up to --max-gpus GPUs: the frontier, the best layout for the targets, and why.
+
+    Parameters
+    ----------
+    context
+        Tokens of each request's KV, such as 128k or 1M.
+    max_gpus
+        The most GPUs, up to 1024.
+    ttl
+        The most time from token to token, such as 20ms.
+    ttft
+        The most time to the first token, such as 30s. With --ttl also TTFT against TBT.
+    users
+        Requests at a time, at least.
+    min_gpus
+        Of what meets the targets take the fewest GPUs, in place of the most tokens/s/GPU.
+    out
+        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.yaml, and plan.html, a page to explore.
+    json
+        Print one JSON object.
+    """
+    start_s = time.perf_counter()
+    question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus)
+    if out is not None:
+        _make(out)
+    found = answer(question)
+    others = neighbours(question, found.best) if found.best else []
+    rejected = rejections(question, found.sweep)
+    crossed = crossovers(question, found.sweep.space, max_gpus)
+    as_object = report.as_json(found, time.perf_counter() - start_s, others, rejected, crossed)
+    if out is not None:
+        _write(out, found, model.model, as_object)
+    if json:
+        print(json_module.dumps(as_object))
+    else:
+        _show(found, others, rejected, crossed)
+
+
+def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
+    console = stdout()
+    console.print(report.frontier_table(found), report.strategy_table(found), report.users_table(found))
+    if found.latencies is not None:
+        console.print(report.latency_table(found))
+    console.print(report.crossover_table(crossed, found.question.max_gpus))
+    if rejected:
+        console.print(report.rejections_table(rejected))
+    if found.best is not None:
+        console.print(report.neighbours_table(found.best, others))
+    for line in (report.headline(found), report.sentence(found)):
+        if line:
+            console.print(line, highlight=False)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
+
+
+def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
+    """All files of a plan."""
+    (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
+    (folder / "frontier.csv").write_text(report.as_csv(found))
+    runnable = report.as_yaml(found, model)
+    if runnable:
+        (folder / "plan.yaml").write_text(runnable)
+    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""Options that the planning verbs share."""
+
+import sys
+from dataclasses import dataclass
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.presets import load_model, load_system
+from longhelix.spec import BYTES, HardwareSpec
+
+_TABLE_WIDTH = 160  # where standard output is no terminal
+
+
+@Parameter(name="*", group="Model and system")
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """Which model, in which dtypes, on which system."""
+
+    model: str
+    "A preset such as deepseek-r1, a folder with a Hugging Face config.json, or `builtin`."
+    system: str
+    "A preset such as gb200, a TOML file, or `local` as `longhelix calibrate` measured it."
+    weight_dtype: str | None = None
+    "The weights' dtype. [default: fp4 where the system has it, otherwise bfloat16]"
+    kv_dtype: str | None = None
+    "The KV cache's dtype. [default: as the weights]"
+
+    def setting(self) -> Setting:
+        """Load both; raises UserError for names that are not known and dtypes that the system does not have."""
+        model, system = load_model(self.model), load_system(self.system)
+        weight_dtype = _known("weight-dtype", self.weight_dtype or _default_dtype(system))
+        return Setting(model, system, weight_dtype, _known("kv-dtype", self.kv_dtype or weight_dtype))
+
+
+def stdout() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+
+
+def parse_layout(text: str) -> tuple[Layout, bool, bool]:
+    """`kvp=8,tpa=8,tied`: a layout, whether it is local, whether HOP-B overlaps. Words: tied, local, no-hop-b."""
+    degrees: dict[str, int] = {}
+    words = set()
+    for entry in text.split(","):
+        name, _, value = entry.strip().partition("=")
+        if name in ("kvp", "tpa", "tpf", "ep", "pp") and value.isdigit():
+            degrees[name] = int(value)
+        elif entry.strip() in ("tied", "local", "no-hop-b"):
+            words.add(entry.strip())
+        else:
+            raise UserError(
+                f"{entry.strip()!r} in the layout {text!r} is not known: write it as kvp=8,tpa=8,tpf=64,ep=1,pp=1 and "
+                "tied, local or no-hop-b where wanted",
+                "invalid_layout",
+            )
+    if "tied" in words:
+        degrees |= {"tpf": degrees.get("tpa", 1), "ffn_replicas": degrees.get("kvp", 1)}
+    return Layout(**degrees), "local" in words, not words & {"no-hop-b", "tied"}
+
+
+def _default_dtype(system: HardwareSpec) -> str:
+    return "fp4" if "fp4" in system.flops_per_s else "bfloat16"
+
+
+def _known(name: str, dtype: str) -> str:
+    if dtype not in BYTES:
+        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(BYTES)}", "unsupported_dtype")
+    return dtype

@@ -1,0 +1,33 @@
+"""Values with units on the command line: sizes, times, layouts."""
+
+import re
+from typing import Annotated, Any
+
+from cyclopts import Parameter, Token
+
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def size(type_: Any, tokens: tuple[Token, ...]) -> int:
+    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary."""
+    text = tokens[0].value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?i?)", text)
+    number = float(match[1]) * _SIZE_UNITS.get(match[2].lower(), 0.5) if match else 0.5
+    if number != int(number):
+        raise ValueError(f'"{text}" is no size: give a whole number such as 4096, 128k or 64Ki')
+    return int(number)
+
+
+def seconds(type_: Any, tokens: tuple[Token, ...]) -> float:
+    """A time with its unit: us, ms, s or min."""
+    text = tokens[0].value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s|min)", text)
+    if match is None:
+        raise ValueError(f'"{text}" is no time: give a number with its unit, such as 20ms or 30s')
+    return float(match[1]) * _TIME_UNITS_S[match[2]]
+
+
+Size = Annotated[int, Parameter(converter=size, negative=())]
+Seconds = Annotated[float, Parameter(converter=seconds, negative=())]
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]

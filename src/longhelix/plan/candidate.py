@@ -1,0 +1,60 @@
+"""One configuration of a plan, in numbers that users read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longhelix.plan.space import STRATEGIES, Space
+from longhelix.plan.sweep import Points
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with `batch` requests of the whole world; `layout`: the degrees of `Layout`, and where KV lies."""
+
+    strategy: str
+    layout: dict[str, int | str]
+    gpus: int
+    batch: int
+    tokens_per_s_per_user: float
+    tokens_per_s_per_gpu: float
+    memory_bytes_per_gpu: int
+
+    @property
+    def ttl_s(self) -> float:
+        return 1 / self.tokens_per_s_per_user
+
+
+def candidates(space: Space, points: Points) -> list[Candidate]:
+    return list(_candidates(space, points))
+
+
+def _candidates(space: Space, points: Points) -> Iterator[Candidate]:
+    for position, index in enumerate(points.layout):
+        yield Candidate(
+            strategy=STRATEGIES[space.strategy[index]].name,
+            layout=degrees(space, int(index)),
+            gpus=int(points.gpus[position]),
+            batch=int(points.batch[position]),
+            tokens_per_s_per_user=float(points.user_tokens_per_s[position]),
+            tokens_per_s_per_gpu=float(points.gpu_tokens_per_s[position]),
+            memory_bytes_per_gpu=int(points.memory_bytes[position]),
+        )
+
+
+def degrees(space: Space, index: int) -> dict[str, int | str]:
+    """A layout's degrees, and its placement."""
+    layouts = space.layouts
+    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
+    found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in names}
+    return found | {"placement": "local" if layouts.local[index] else "striped"}
+
+
+def in_words(layout: dict[str, int | str]) -> str:
+    """KVP 8 x TPA 8, TPF 64: only what is not 1."""
+    attention = f"KVP {layout['kvp']} x TPA {layout['tpa']}"
+    if layout["placement"] == "local":
+        attention = f"DP {layout['kvp']} x TPA {layout['tpa']}"
+    ffn = f"TPF {layout['tpf']}" + (f" x EP {layout['ep']}" if layout["ep"] != 1 else "")
+    if layout["ffn_replicas"] != 1:
+        ffn += f", {layout['ffn_replicas']} copies"
+    return f"{attention}, {ffn}" + (f", PP {layout['pp']}" if layout["pp"] != 1 else "")

@@ -1,0 +1,58 @@
+"""Where sharding the KV along the sequence starts to pay, by context and batch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.perf.memory import memory
+from longhelix.perf.step import decode_seconds
+from longhelix.plan.candidate import degrees
+from longhelix.plan.question import Question
+from longhelix.plan.space import HELIX, STRATEGIES, Space
+
+CONTEXTS = tuple(4096 * 4**power for power in range(6))
+BATCHES = (1, 8, 64, 512)
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """At one context and batch on all GPUs: the best TTL with Helix and with every other strategy (None: none fits).
+
+    kvp: Helix's.
+    """
+
+    context: int
+    batch: int
+    helix_s: float | None
+    others_s: float | None
+    kvp: int | None
+
+    @property
+    def pays(self) -> bool:
+        return self.helix_s is not None and (self.others_s is None or self.helix_s < self.others_s)
+
+
+def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover]:
+    """The best TTL on `gpus` GPUs at each context and batch, sharded and not."""
+    on_all = np.flatnonzero(searched.layouts.world_size == gpus)
+    layouts = searched.layouts.take(on_all)
+    helix = np.isin(searched.strategy[on_all], [i for i, each in enumerate(STRATEGIES) if each.name in HELIX])
+    found = []
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            needed = memory(question.setting, layouts, float(batch), float(context)).total_bytes
+            ttl_s = decode_seconds(question.setting, layouts, float(batch), float(context))
+            ttl_s = np.where(needed <= question.setting.system.memory_bytes, ttl_s, np.inf)
+            ours, others = np.where(helix, ttl_s, np.inf), np.where(helix, np.inf, ttl_s)
+            best = int(np.argmin(ours))
+            fits = bool(np.isfinite(ours[best]))
+            found.append(
+                Crossover(
+                    context,
+                    batch,
+                    float(ours[best]) if fits else None,
+                    float(others.min()) if np.isfinite(others.min()) else None,
+                    int(degrees(searched, int(on_all[best]))["kvp"]) if fits else None,
+                )
+            )
+    return found

@@ -1,0 +1,142 @@
+"""Why the neighbours of a layout lose, and why configurations were rejected, with bytes and seconds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import Memory, memory
+from longhelix.perf.part import Part
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_parts
+from longhelix.plan.candidate import Candidate, in_words
+from longhelix.plan.question import Question
+from longhelix.plan.space import STRATEGIES
+from longhelix.plan.sweep import Sweep
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another layout for the same batch on as many GPUs: what it is, its TTL (None where it does not fit), and why."""
+
+    change: str
+    layout: str
+    ttl_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Of a strategy's layouts those that do not hold one request, and the one that comes nearest, in words."""
+
+    strategy: str
+    rejected: int
+    layouts: int
+    reason: str
+
+
+def neighbours(question: Question, best: Candidate) -> list[Neighbour]:
+    """What would change with one decision made otherwise."""
+    own = _layouts(best.layout, hop_b=best.strategy == "helix")
+    own_parts = decode_parts(question.setting, own, float(best.batch), float(question.context))
+    found = []
+    for change, layout, hop_b in _changes(question.setting, best):
+        layouts = _layouts(layout, hop_b=hop_b)
+        needed = memory(question.setting, layouts, float(best.batch), float(question.context))
+        words = in_words(layout)
+        short = _short(question.setting, needed)
+        if short:
+            found.append(Neighbour(change, words, None, short))
+            continue
+        parts = decode_parts(question.setting, layouts, float(best.batch), float(question.context))
+        ttl_s = sum(float(part.seconds[0]) for part in parts)
+        found.append(Neighbour(change, words, ttl_s, _difference(own_parts, parts)))
+    return found
+
+
+def rejections(question: Question, searched: Sweep) -> list[Rejection]:
+    """For each strategy the layouts that memory refuses with one request."""
+    found = []
+    for index, strategy in enumerate(STRATEGIES):
+        layouts = np.flatnonzero(searched.space.strategy == index)
+        short_bytes = searched.short_bytes[layouts]
+        if not (short_bytes > 0).any():
+            continue
+        nearest = layouts[np.argmin(np.where(short_bytes > 0, short_bytes, np.inf))]
+        held = searched.space.layouts.take(np.array([nearest]))
+        needed = memory(question.setting, held, 1.0, float(question.context))
+        words = f"nearest: {_words(held)}: {_short(question.setting, needed)}"
+        found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
+    return found
+
+
+def _changes(setting: Setting, best: Candidate) -> Iterator[tuple[str, dict[str, int | str], bool]]:
+    """Each decision made otherwise, where it can be: layout and HOP-B."""
+    layout, heads = best.layout, setting.heads
+    kvp, tpa, pp = int(layout["kvp"]), int(layout["tpa"]), int(layout["pp"])
+    num_ranks, hop_b = kvp * tpa, best.strategy == "helix"
+    striped: dict[str, int | str] = layout | {"ffn_replicas": 1, "placement": "striped"}
+    helix_ffn: dict[str, int | str] = {"tpf": num_ranks, "ep": 1}
+    if hop_b:
+        yield "no HOP-B", layout, False
+    if kvp > 1 and num_ranks <= heads.num_query_heads:
+        yield "TP alone", striped | helix_ffn | {"kvp": 1, "tpa": num_ranks}, False
+    if kvp > 1 and layout["placement"] == "striped" and layout["ffn_replicas"] == 1:
+        yield "FFN tied to TPA (Medha)", striped | {"tpf": tpa, "ep": 1, "ffn_replicas": kvp}, False
+    if kvp > 1 and layout["placement"] == "striped":
+        yield "requests apart (DP attention)", striped | helix_ffn | {"placement": "local"}, False
+    if layout["placement"] == "local" or kvp == 1:
+        wide = num_ranks // min(tpa, heads.num_kv_heads)
+        if wide > 1:
+            yield "KV sharded (Helix)", striped | helix_ffn | {"kvp": wide, "tpa": num_ranks // wide}, True
+    if kvp % 2 == 0 and pp * 2 <= setting.model.num_layers:
+        halved = striped | {"kvp": kvp // 2, "pp": pp * 2, "tpf": num_ranks // 2, "ep": 1}
+        yield "stages in place of half of KVP", halved, hop_b
+    if kvp % 2 == 0 and 2 * tpa <= heads.num_query_heads:
+        yield "TPA doubled, KVP halved", striped | helix_ffn | {"kvp": kvp // 2, "tpa": 2 * tpa}, hop_b
+
+
+def _layouts(layout: dict[str, int | str], *, hop_b: bool) -> Layouts:
+    degrees = {name: int(layout[name]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+    return Layouts.of([Layout(**degrees)], local=layout["placement"] == "local", hop_b=hop_b)
+
+
+def _words(layouts: Layouts) -> str:
+    degrees = {name: int(getattr(layouts, name)[0]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+    return in_words(degrees | {"placement": "local" if layouts.local[0] else "striped"})
+
+
+def _short(setting: Setting, needed: Memory) -> str:
+    """What is missing on the fullest GPU; empty where nothing is."""
+    total, held = float(needed.total_bytes[0]), setting.system.memory_bytes
+    if total <= held:
+        return ""
+    weights, kv = float(needed.weights_bytes[0]), float(needed.kv_bytes[0])
+    return (
+        f"{total / 1e9:.1f} GB on a GPU of {held / 1e9:.1f}: short by {(total - held) / 1e9:.1f} GB "
+        f"(weights {weights / 1e9:.1f}, KV {kv / 1e9:.1f}, rest {(total - weights - kv) / 1e9:.1f})"
+    )
+
+
+def _difference(own: list[Part], other: list[Part]) -> str:
+    """The parts that take longest beyond ours, and what they read or send more."""
+    ours = {part.name: part for part in own}
+    longer = sorted(other, key=lambda part: -_more(part, ours))[:2]
+    words = [_compared(part, ours.get(part.name)) for part in longer if _more(part, ours) > 0]
+    return "; ".join(words) or "no part takes longer"
+
+
+def _more(part: Part, ours: dict[str, Part]) -> float:
+    return float(part.seconds[0]) - (float(ours[part.name].seconds[0]) if part.name in ours else 0.0)
+
+
+def _compared(part: Part, own: Part | None) -> str:
+    before_s = 0.0 if own is None else float(own.seconds[0])
+    words = f"{part.name} {1e3 * float(part.seconds[0]):.2f} ms for {1e3 * before_s:.2f}"
+    for what, unit in (("hbm_bytes", "read"), ("net_bytes", "sent")):
+        bytes_, before = float(getattr(part, what)[0]), 0.0 if own is None else float(getattr(own, what)[0])
+        if bytes_ > 1.05 * before and bytes_ > 1e3:
+            words += f" ({bytes_ / 1e9:.3g} GB {unit} for {before / 1e9:.3g})"
+    return words

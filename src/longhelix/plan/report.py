@@ -1,0 +1,273 @@
+"""A plan as JSON, CSV, tables for a terminal, and the YAML that runs it."""
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TypeVar
+
+import numpy as np
+from rich.table import Table
+
+from longhelix.perf.layouts import Array
+from longhelix.plan.answer import Plan
+from longhelix.plan.candidate import Candidate, degrees, in_words
+from longhelix.plan.crossover import Crossover
+from longhelix.plan.latency import CHUNKS
+from longhelix.plan.reasons import Neighbour, Rejection
+from longhelix.plan.space import STRATEGIES
+
+_TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
+_MOST_ROWS = 12
+_Row = TypeVar("_Row")
+
+
+def as_json(
+    plan: Plan, seconds: float, neighbours: list[Neighbour], rejections: list[Rejection], crossovers: list[Crossover]
+) -> dict[str, object]:
+    """What `longhelix plan --json` prints."""
+    question, headline = plan.question, plan.headline
+    return {
+        "model_parameters": question.setting.model.num_parameters,
+        "system": question.setting.system.name,
+        "weight_dtype": question.setting.weight_dtype,
+        "kv_dtype": question.setting.kv_dtype,
+        "context": question.context,
+        "configurations": plan.configurations,
+        "seconds": seconds,
+        "frontier": [asdict(candidate) for candidate in plan.frontier],
+        "baseline": [asdict(candidate) for candidate in plan.baseline],
+        "strategies": {name: [asdict(candidate) for candidate in found] for name, found in plan.strategies.items()},
+        "headline": headline
+        and {
+            "interactivity_gain": headline.interactivity,
+            "throughput_gain": headline.throughput,
+            "throughput_gain_at_tokens_per_s_per_user": headline.at_user_tokens_per_s,
+        },
+        "best": plan.best and asdict(plan.best),
+        "users_at_ttl": [asdict(held) for held in plan.users_at_ttl],
+        "latencies": _latencies(plan),
+        "neighbours": [asdict(neighbour) for neighbour in neighbours],
+        "rejected": [asdict(rejection) for rejection in rejections],
+        "crossovers": [asdict(crossover) | {"pays": crossover.pays} for crossover in crossovers],
+    }
+
+
+def _latencies(plan: Plan) -> dict[str, object] | None:
+    """TTFT against TBT, and the fewest GPUs that keep both targets."""
+    found, question = plan.latencies, plan.question
+    if found is None:
+        return None
+    frontier = [_latency(plan, int(index)) for index in found.frontier()]
+    if question.ttl_s is None or question.ttft_s is None:
+        return {"frontier": frontier}
+    fewest = found.fewest_gpus(question.ttft_s, question.ttl_s)
+    return {"frontier": frontier, "fewest_gpus": None if fewest is None else _latency(plan, fewest)}
+
+
+def _latency(plan: Plan, flat: int) -> dict[str, object]:
+    found = plan.latencies
+    assert found is not None
+    index, column = divmod(flat, len(CHUNKS))
+    return {
+        "strategy": STRATEGIES[plan.sweep.space.strategy[index]].name,
+        "layout": degrees(plan.sweep.space, index),
+        "gpus": int(found.gpus[index]),
+        "chunk": CHUNKS[column],
+        "ttft_s": float(found.ttft_s[index, column]),
+        "tbt_s": float(found.tbt_s[index, column]),
+    }
+
+
+def as_csv(plan: Plan) -> str:
+    """Every strategy's frontier, a line each."""
+    text = io.StringIO()
+    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
+    writer = csv.writer(text, lineterminator="\n")
+    measures = ("gpus", "batch", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "memory_bytes_per_gpu")
+    writer.writerow(["strategy", *names, *measures])
+    for strategy, found in plan.strategies.items():
+        for candidate in found:
+            values = [candidate.layout[name] for name in names]
+            writer.writerow([strategy, *values, *(getattr(candidate, name) for name in measures)])
+    return text.getvalue()
+
+
+def as_yaml(plan: Plan, model_name: str) -> str:
+    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+    best, question = plan.best, plan.question
+    if best is None:
+        return ""
+    lines = [
+        f"# {model_name} on {best.gpus} GPUs of {question.setting.system.name}: {in_words(best.layout)}, {best.batch} "
+        f"requests of {question.context} tokens,",
+        f"# {best.tokens_per_s_per_user:.1f} tokens/s/user, {best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, "
+        f"{best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
+        *(f"{name}: {best.layout[name]}" for name in ("kvp", "tpa", "tpf", "ep", "pp")),
+        f"placement: {best.layout['placement']}",
+        f"weight_dtype: {question.setting.weight_dtype}",
+        f"kv_dtype: {question.setting.kv_dtype}",
+        f"max_model_len: {question.context}",
+        f"kv_cache_tokens: {best.batch * question.context}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def frontier_table(plan: Plan) -> Table:
+    """The frontier of all strategies together, thinned."""
+    table = _table(f"frontier of {plan.configurations:,} configurations", "strategy", "layout")
+    for name in ("GPUs", "batch", "tokens/s/user", "tokens/s/GPU", "GB/GPU"):
+        table.add_column(name, justify="right")
+    for candidate in _thinned(plan.frontier):
+        table.add_row(*_row(candidate))
+    return table
+
+
+def strategy_table(plan: Plan) -> Table:
+    """Each strategy's best tokens/s/user and best tokens/s/GPU."""
+    table = _table("strategies", "strategy")
+    for name in ("most tokens/s/user", "at batch", "most tokens/s/GPU", "at tokens/s/user"):
+        table.add_column(name, justify="right")
+    for name, found in plan.strategies.items():
+        if found:
+            fastest, cheapest = found[-1], found[0]
+            table.add_row(
+                _TITLES[name],
+                f"{fastest.tokens_per_s_per_user:.1f}",
+                f"{fastest.batch}",
+                f"{cheapest.tokens_per_s_per_gpu:.2f}",
+                f"{cheapest.tokens_per_s_per_user:.1f}",
+            )
+    return table
+
+
+def users_table(plan: Plan) -> Table:
+    """Requests at a time within a TTL."""
+    budgets_s = list(dict.fromkeys(held.ttl_s for held in plan.users_at_ttl))
+    table = _table("users held within a TTL", "strategy")
+    for budget_s in budgets_s:
+        table.add_column(f"{1e3 * budget_s:g} ms", justify="right")
+    for strategy in STRATEGIES:
+        held = [each.most for each in plan.users_at_ttl if each.strategy == strategy.name]
+        if any(held):
+            table.add_row(strategy.title, *("-" if each is None else f"{each.batch}" for each in held))
+    return table
+
+
+def neighbours_table(best: Candidate, found: Iterable[Neighbour]) -> Table:
+    """What every other decision would cost, and why."""
+    table = _table(f"why not another layout than {in_words(best.layout)}, batch {best.batch}", "instead", "layout")
+    table.add_column("TTL, ms", justify="right")
+    table.add_column("why")
+    for neighbour in found:
+        ttl = "does not fit" if neighbour.ttl_s is None else f"{1e3 * neighbour.ttl_s:.2f}"
+        table.add_row(neighbour.change, neighbour.layout, ttl, neighbour.reason)
+    return table
+
+
+def rejections_table(found: Iterable[Rejection]) -> Table:
+    """What memory refuses with one request."""
+    table = _table("layouts that do not hold one request", "strategy")
+    table.add_column("layouts", justify="right")
+    table.add_column("why")
+    for rejection in found:
+        table.add_row(_TITLES[rejection.strategy], f"{rejection.rejected} of {rejection.layouts}", rejection.reason)
+    return table
+
+
+def crossover_table(found: list[Crossover], gpus: int) -> Table:
+    """Where Helix's best TTL beats that of every other strategy."""
+    batches = list(dict.fromkeys(each.batch for each in found))
+    table = _table(f"best TTL of Helix over that of the others, {gpus} GPUs: below 1 KVP pays", "context")
+    for batch in batches:
+        table.add_column(f"batch {batch}", justify="right")
+    for context in dict.fromkeys(each.context for each in found):
+        table.add_row(f"{context:,}", *(_ratio(each) for each in found if each.context == context))
+    return table
+
+
+def latency_table(plan: Plan) -> Table:
+    """TTFT against TBT, thinned."""
+    assert plan.latencies is not None
+    table = _table(f"TTFT against TBT, {plan.question.users} users", "strategy", "layout")
+    for name in ("GPUs", "chunk", "TTFT, s", "TBT, ms"):
+        table.add_column(name, justify="right")
+    flat = [int(index) for index in plan.latencies.frontier()]
+    for index in _thinned(flat):
+        layout, column = divmod(index, len(CHUNKS))
+        table.add_row(
+            _TITLES[STRATEGIES[plan.sweep.space.strategy[layout]].name],
+            in_words(degrees(plan.sweep.space, layout)),
+            f"{int(plan.latencies.gpus[layout])}",
+            f"{CHUNKS[column]}",
+            f"{plan.latencies.ttft_s[layout, column]:.2f}",
+            f"{1e3 * plan.latencies.tbt_s[layout, column]:.2f}",
+        )
+    return table
+
+
+def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
+    """Each strategy's frontier as arrays (tokens/s/user, tokens/s/GPU), by title, for plots."""
+    return {
+        _TITLES[name]: (
+            np.array([candidate.tokens_per_s_per_user for candidate in found]),
+            np.array([candidate.tokens_per_s_per_gpu for candidate in found]),
+        )
+        for name, found in plan.strategies.items()
+        if found
+    }
+
+
+def sentence(plan: Plan) -> str:
+    """The best layout in words, or that there is none."""
+    if plan.best is None:
+        return "No configuration meets the targets: allow more GPUs or time, or fewer users."
+    best = plan.best
+    return (
+        f"Best: {_TITLES[best.strategy]}, {in_words(best.layout)}, {best.gpus} GPUs, {best.batch} users: "
+        f"TTL {1e3 * best.ttl_s:.2f} ms, {best.tokens_per_s_per_user:.1f} tokens/s/user, "
+        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.1f} GB on a GPU."
+    )
+
+
+def headline(plan: Plan) -> str:
+    """Helix over the baseline; empty where one of them has nothing."""
+    gain = plan.headline
+    if gain is None:
+        return ""
+    return (
+        f"Helix over every other strategy: {gain.interactivity:.2f}x tokens/s/user at best; up to "
+        f"{gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user."
+    )
+
+
+def _thinned(found: list[_Row]) -> list[_Row]:
+    """At most _MOST_ROWS, the first and the last among them."""
+    if len(found) <= _MOST_ROWS:
+        return found
+    return [found[round(position * (len(found) - 1) / (_MOST_ROWS - 1))] for position in range(_MOST_ROWS)]
+
+
+def _row(candidate: Candidate) -> list[str]:
+    return [
+        _TITLES[candidate.strategy],
+        in_words(candidate.layout),
+        f"{candidate.gpus}",
+        f"{candidate.batch}",
+        f"{candidate.tokens_per_s_per_user:.1f}",
+        f"{candidate.tokens_per_s_per_gpu:.2f}",
+        f"{candidate.memory_bytes_per_gpu / 1e9:.1f}",
+    ]
+
+
+def _ratio(crossover: Crossover) -> str:
+    if crossover.helix_s is None or crossover.others_s is None:
+        return "-" if crossover.helix_s is None else "only KVP fits"
+    return f"{crossover.helix_s / crossover.others_s:.2f}" + (f" (KVP {crossover.kvp})" if crossover.pays else "")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    return table

@@ -1,0 +1,358 @@
+"""The performance model: its invariants, and sums counted another way."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhelix import Layout, SamplingParams, UserError
+from longhelix.kv.blocks import Block
+from longhelix.layout import HeadShape
+from longhelix.perf import collectives
+from longhelix.perf.collectives import Group
+from longhelix.perf.flops import active_parameters, attention_flops, model_flops
+from longhelix.perf.hop_b import overlapped_s, pipelined_s
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import kv_bytes, memory, weights_bytes
+from longhelix.perf.part import total_seconds
+from longhelix.perf.predictor import Predictor
+from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_parts, decode_seconds, step_parts, step_seconds
+from longhelix.perf.work import Work
+from longhelix.presets import load_model, load_system
+from longhelix.request import NewSequence, SequenceWork, Step
+
+pytestmark = pytest.mark.unit
+
+GB200, H100 = load_system("gb200"), load_system("h100")
+MODELS = {name: load_model(name) for name in ("deepseek-r1", "llama-3.1-405b", "llama-3-8b", "qwen3-30b-a3b")}
+
+
+def setting(model="llama-3.1-405b", system=GB200, dtype="fp4"):
+    return Setting(MODELS[model], system, dtype, dtype)
+
+
+def one(**degrees):
+    return Layouts.of([Layout(**degrees)])
+
+
+@st.composite
+def configurations(draw):
+    """A model, layouts of it in one array, batch and context."""
+    name = draw(st.sampled_from(sorted(MODELS)))
+    model = MODELS[name]
+    num_experts = model.moe.num_experts if model.moe else 1
+    layouts = []
+    for _ in range(draw(st.integers(1, 4))):
+        tpa = draw(st.sampled_from([1, 2, 4, 8]))
+        kvp = draw(st.sampled_from([1, 2, 3, 8, 64]))
+        num_ranks = kvp * tpa
+        ep = draw(st.sampled_from([ep for ep in (1, 2, 4, 8, 64) if num_ranks % ep == 0 and ep <= num_experts]))
+        layouts.append(Layout(kvp, tpa, num_ranks // ep, ep, draw(st.sampled_from([1, 2, 5]))))
+    local, hop_b = draw(st.booleans()), draw(st.booleans())
+    batch, context = draw(st.integers(1, 300)), draw(st.integers(1, 10**7))
+    return setting(name), Layouts.of(layouts, local=local, hop_b=hop_b), float(batch), float(context)
+
+
+@given(configurations())
+@settings(deadline=None, max_examples=60)
+def test_an_array_of_layouts_costs_what_each_costs_alone(drawn):
+    how, layouts, batch, context = drawn
+    together = decode_seconds(how, layouts, batch, context)
+    needed = memory(how, layouts, batch, context).total_bytes
+    for index in range(len(layouts)):
+        alone = layouts.take(np.array([index]))
+        assert decode_seconds(how, alone, batch, context)[0] == together[index]
+        assert memory(how, alone, batch, context).total_bytes[0] == needed[index]
+
+
+@given(configurations(), st.floats(1.01, 8))
+@settings(deadline=None, max_examples=60)
+def test_better_hardware_never_slows_a_step(drawn, factor):
+    how, layouts, batch, context = drawn
+    before_s = decode_seconds(how, layouts, batch, context)
+    system = how.system
+    link = replace(system.scale_up, bytes_per_s=system.scale_up.bytes_per_s * factor)
+    better = (
+        replace(system, memory_bytes_per_s=system.memory_bytes_per_s * factor),
+        replace(system, flops_per_s={dtype: rate * factor for dtype, rate in system.flops_per_s.items()}),
+        replace(system, kernel_s=system.kernel_s / factor),
+        replace(system, collective_s=system.collective_s / factor),
+        replace(system, scale_up=link),
+        replace(system, scale_out=replace(system.scale_out, bytes_per_s=system.scale_out.bytes_per_s * factor)),
+    )
+    for faster in better:
+        after_s = decode_seconds(replace(how, system=faster), layouts, batch, context)
+        assert (after_s <= before_s * (1 + 1e-12)).all()
+
+
+@given(configurations())
+@settings(deadline=None, max_examples=60)
+def test_parts_are_finite_and_not_negative(drawn):
+    how, layouts, batch, context = drawn
+    for part in decode_parts(how, layouts, batch, context):
+        for values in (part.seconds, part.flops, part.hbm_bytes, part.net_bytes, part.fixed_s):
+            assert np.isfinite(values).all()
+            assert (values >= 0).all()
+        assert (part.fixed_s <= part.seconds * (1 + 1e-12)).all()
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
+@settings(deadline=None)
+def test_shares_are_those_of_the_fullest_rank_of_the_layout(kvp, num_kv_heads, group, tpa):
+    heads = HeadShape(num_kv_heads * group, num_kv_heads)
+    if tpa > heads.num_query_heads or kvp * tpa > 256:
+        return
+    layout = Layout(kvp, tpa)
+    layouts, ranks = Layouts.of([layout]), range(layout.world_size)
+    assert layouts.kv_heads(heads)[0] == max(len(layout.kv_heads(heads, rank)) for rank in ranks)
+    assert layouts.query_heads(heads)[0] == max(len(layout.query_heads(heads, rank)) for rank in ranks)
+    assert layouts.merged_query_heads(heads)[0] == max(len(layout.merged_query_heads(heads, rank)) for rank in ranks)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("degrees", [{"kvp": 8}, {"kvp": 2, "tpa": 4}, {"kvp": 4, "tpa": 2, "pp": 2}])
+def test_kv_over_all_ranks_is_the_formula(name, degrees):
+    model, how = MODELS[name], setting(name)
+    layout = Layout(**degrees)
+    if model.num_kv_heads % layout.tpa or model.num_layers % layout.pp:
+        pytest.skip("an uneven split has more on its fullest rank than on the others")
+    held = kv_bytes(how, Layouts.of([layout]), 6.0, 1e6)[0] * layout.world_size
+    assert held == pytest.approx(6 * 1e6 * model.kv_elements_per_token * 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_one_gpu_holds_every_parameter_of_a_product_once(name):
+    model = MODELS[name]
+    held = weights_bytes(setting(name), one())[0] / 0.5
+    # Norms and routing biases are not products.
+    assert held == pytest.approx(model.num_parameters, rel=2e-4)
+    assert held <= model.num_parameters
+
+
+def test_published_sizes():
+    assert kv_bytes(setting("deepseek-r1"), one(), 1.0, 1e6)[0] == pytest.approx(17.57e9, rel=1e-3)
+    assert kv_bytes(setting(), one(), 1.0, 1e6)[0] == pytest.approx(129.0e9, rel=1e-3)
+    assert kv_bytes(setting(dtype="bfloat16"), one(), 1.0, 1e6)[0] == pytest.approx(516e9, rel=1e-3)
+
+
+def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_the_paper():
+    how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(kvp=4, tpa=2)
+    parts = {part.name: part for part in decode_parts(how, layouts, 8.0, 1e5)}
+    model = how.model
+    kv = 8 * 1e5 / 4 * 2 * model.num_layers * model.num_kv_heads / 2 * model.head_size * 2
+    assert parts["attention"].hbm_bytes[0] == kv
+    products = ("QKV", "output projection", "dense FFN", "head")
+    embedding = model.vocab_size / 8 * model.hidden_size * 2
+    read = sum(parts[name].hbm_bytes[0] for name in products)
+    assert read == pytest.approx(weights_bytes(how, layouts)[0] - embedding)
+    # B (H / TPA) (KVP - 1) / KVP elements and LSEs, a layer (Helix, section 2.1.2).
+    elements = 8 * model.hidden_size / 2 * 3 / 4
+    lses = 8 * model.num_query_heads / 2 * 3 / 4
+    assert parts["exchange"].net_bytes[0] == model.num_layers * (elements * 2 + lses * 4)
+
+
+@given(configurations(), st.integers(1, 10**7))
+@settings(deadline=None, max_examples=40)
+def test_exchanged_bytes_do_not_depend_on_the_context(drawn, other):
+    how, layouts, batch, context = drawn
+    sent = [
+        next(part for part in decode_parts(how, layouts, batch, float(length)) if part.name == "exchange").net_bytes
+        for length in (context, other)
+    ]
+    assert np.array_equal(*sent)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("tpa", [1, 4, 8])
+def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa):
+    """The sharded layouts, the tied one and the local one are the same where there is one KVP rank."""
+    how, layout = setting(name), Layout(1, tpa, tpa)
+    kinds = [Layouts.of([layout], local=local, hop_b=hop_b) for local in (False, True) for hop_b in (False, True)]
+    seconds = {float(decode_seconds(how, layouts, 8.0, 1e6)[0]) for layouts in kinds[:2]}
+    assert len(seconds) == 1
+    exchange = next(part for part in decode_parts(how, kinds[0], 8.0, 1e6) if part.name == "exchange")
+    assert exchange.seconds[0] == 0
+    assert exchange.net_bytes[0] == 0
+
+
+def test_duplicated_kv_heads_stop_dividing_the_read():
+    how = setting()
+    read = [
+        next(part for part in decode_parts(how, one(tpa=tpa), 1.0, 1e6) if part.name == "attention").hbm_bytes[0]
+        for tpa in (4, 8, 16, 64)
+    ]
+    assert read[0] == 2 * read[1]
+    assert read[1] == read[2] == read[3]
+
+
+def test_figure_three_of_helix():
+    assert pipelined_s(16.0, 9.6, 1) == pytest.approx(25.6)
+    assert pipelined_s(2.0, 1.2, 8) == pytest.approx(17.2)
+    arrays = [np.array([value]) for value in (16.0, 0.0, 9.6, 0.0, 8.0)]
+    assert overlapped_s(*arrays, part_fixed_share=0.0)[0] == pytest.approx(17.2)
+
+
+@given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 500), st.floats(0, 1))
+def test_overlap_never_costs_more_than_none_and_never_less_than_either(a, c, fixed_a, fixed_c, most, share):
+    arrays = [np.array([value]) for value in (a, a * fixed_a, c, c * fixed_c, float(most))]
+    together = overlapped_s(*arrays, part_fixed_share=share)[0]
+    assert together <= (a + c) * (1 + 1e-12)
+    assert together >= max(a, c) * (1 - 1e-12)
+
+
+def test_parts_that_pay_their_fixed_costs_again_do_not_pay_off_where_latency_binds():
+    a, c = 5e-6, 5e-6
+    arrays = [np.array([value]) for value in (a, 2e-6, c, c, 8.0)]
+    assert overlapped_s(*arrays, part_fixed_share=1.0)[0] == a + c
+    assert overlapped_s(*arrays, part_fixed_share=0.0)[0] < 0.7 * (a + c)
+
+
+SMALL, LARGE = np.array([4e3]), np.array([1e9])
+
+
+def group(size, stride=1):
+    return Group(np.array([float(size)]), np.array([float(stride)]))
+
+
+def test_collectives_of_one_rank_cost_nothing():
+    for collective in (collectives.all_reduce, collectives.all_gather, collectives.all_to_all):
+        sent = collective(H100, group(1), LARGE)
+        assert (sent.seconds[0], sent.net_bytes[0]) == (0, 0)
+
+
+def test_small_all_reduces_are_one_shot_and_large_ones_are_not():
+    plain = replace(H100, in_switch_reduction=False)
+    assert collectives.all_reduce(plain, group(8), SMALL).net_bytes[0] == 7 * 4e3
+    assert collectives.all_reduce(plain, group(8), LARGE).net_bytes[0] == 2 * 7 / 8 * 1e9
+    assert collectives.all_reduce(H100, group(8), LARGE).net_bytes[0] == 9 / 8 * 1e9
+
+
+def test_groups_within_a_domain_use_its_links_and_others_both_levels():
+    inside = collectives.all_to_all(H100, group(8), LARGE)
+    assert inside.seconds[0] == pytest.approx(7 / 8 * 1e9 / 450e9 + 5e-6)
+    strided = collectives.all_to_all(H100, group(8, stride=8), LARGE)
+    assert strided.seconds[0] == pytest.approx(7 / 8 * 1e9 / 50e9, rel=1e-3)
+    both = collectives.all_to_all(H100, group(16), LARGE)
+    assert both.seconds[0] == pytest.approx(7 / 16 * 1e9 / 450e9 + 1 / 2 * 1e9 / 50e9, rel=2e-3)
+    ring = collectives.all_reduce(H100, group(16), LARGE)
+    assert ring.net_bytes[0] == pytest.approx(9 / 8 * 1e9 + 2 * 1 / 2 * 1e9 / 8)
+
+
+def test_prefill_with_one_stage_is_the_sum_of_its_chunks():
+    how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(tpa=8)
+    alone = [step_seconds(how, layouts, Work.chunk(512.0, 512.0 * i))[0] for i in range(256)]
+    first_token = step_seconds(how, layouts, Work.chunk(1.0, 0.0) + Work(sampled_rows=1.0))[0]
+    first_token -= step_seconds(how, layouts, Work.chunk(1.0, 0.0))[0]
+    assert prefill_seconds(how, layouts, 512.0 * 256, 512.0)[0] == pytest.approx(sum(alone) + first_token, rel=1e-4)
+
+
+def test_stages_divide_a_prefill_and_not_a_decode():
+    how = setting("llama-3-8b", H100, "bfloat16")
+    stages = Layouts.of([Layout(tpa=8, pp=pp) for pp in (1, 2, 4, 8, 16)])
+    prefill_s = prefill_seconds(how, stages, 1e6, 2048.0)
+    efficiency = prefill_s[0] / prefill_s / stages.pp
+    assert (efficiency >= 0.8).all()
+    assert (np.diff(efficiency) < 0).all()
+    assert (np.diff(decode_seconds(how, stages, 1.0, 1e6)) > 0).all()
+
+
+def test_kvp_divides_the_attention_of_decode_alone():
+    how = setting("llama-3-8b", H100, "bfloat16")
+    tied = [
+        {part.name: part for part in decode_parts(how, one(kvp=kvp, tpa=8, tpf=8, ffn_replicas=kvp), 1.0, 1e7)}
+        for kvp in (1, 4)
+    ]
+    launched = tied[0]["attention"].fixed_s[0]
+    assert tied[0]["attention"].seconds[0] - launched == pytest.approx(4 * (tied[1]["attention"].seconds[0] - launched))
+    for name in ("QKV", "dense FFN", "all-reduce after FFN"):
+        assert tied[0][name].seconds[0] == tied[1][name].seconds[0]
+
+
+def test_striped_rings_attend_in_half_of_the_time():
+    how = setting("llama-3-8b", H100, "bfloat16")
+    layouts = one(kvp=16, tpa=8, tpf=8, ffn_replicas=16)
+    ring_s, striped_s = (ring_seconds(how, layouts, 1e6, striped=striped)[0] for striped in (False, True))
+    assert 1.5 < ring_s / striped_s <= 2
+
+
+def test_adaptive_chunks_shrink_and_keep_the_target():
+    how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(tpa=8)
+    adaptive = adaptive_prefill(how, layouts, 1e6, 0.1)
+    assert (np.diff(adaptive.chunks[:, 0]) <= 0).all()
+    assert adaptive.chunks[0, 0] > adaptive.chunks[-1, 0]
+    assert (adaptive.steps_s <= 0.1).all()
+    static = [prefill_seconds(how, layouts, 1e6, float(chunk))[0] for chunk in np.unique(adaptive.chunks)]
+    assert static[-1] < adaptive.seconds[0] < static[0]
+
+
+def test_mixed_batches_cost_less_than_apart_and_more_than_either():
+    how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(tpa=8)
+    chunk, decodes = Work.chunk(512.0, 1e5), Work.decode(64.0, 1e3)
+    apart = [step_seconds(how, layouts, work)[0] for work in (chunk, decodes)]
+    mixed = step_seconds(how, layouts, chunk + decodes)[0]
+    assert max(apart) < mixed < sum(apart)
+
+
+def test_latent_attention_of_a_large_chunk_is_direct_and_of_a_small_one_absorbed():
+    how, layouts = setting("deepseek-r1", GB200, "bfloat16"), one(kvp=1, tpa=8)
+
+    def flops(rows):
+        parts = step_parts(how, layouts, Work.chunk(rows, 1e5))
+        return next(part for part in parts if part.name == "attention").flops[0]
+
+    mla, heads, layers = how.model.mla, 16, how.model.num_layers
+    absorbed = 2 * heads * (mla.cached_size + mla.kv_lora_rank) * 16 * (1e5 + 8.5)
+    assert flops(16.0) == pytest.approx(layers * absorbed)
+    assert flops(8192.0) < layers * absorbed / 16 * 8192 / 2
+
+
+def test_a_row_reads_few_experts_and_many_rows_all():
+    how = setting("deepseek-r1")
+    read = [
+        next(part for part in decode_parts(how, one(kvp=8), batch, 1e3) if part.name == "experts").hbm_bytes[0]
+        for batch in (1.0, 4096.0)
+    ]
+    moe, layers = how.model.moe, how.model.num_layers - how.model.moe.num_dense_layers
+    expert = 3 * how.model.hidden_size * moe.expert_size / 8 * 0.5
+    assert read[0] == pytest.approx(layers * moe.experts_per_token * expert)
+    assert read[1] == pytest.approx(layers * moe.num_experts * expert, rel=1e-6)
+
+
+def test_useful_flops_are_the_conventions_of_the_papers():
+    llama = load_model("llama-3-70b")
+    # 4 n^2 d h_q L + 2 P n: 2.76e18 at n = 1e6 (arXiv 2409.17264, not causal).
+    assert model_flops(llama, 1e6, 1e6) == pytest.approx(2.76e18, rel=0.01)
+    full, causal = (attention_flops(llama, 1e6, 1e6, causal=causal) for causal in (False, True))
+    assert causal == pytest.approx(full / 2, rel=1e-5)
+    assert active_parameters(MODELS["deepseek-r1"]) == pytest.approx(36.6e9, rel=0.02)
+
+
+def test_the_predictor_follows_lengths_from_steps():
+    how = setting("llama-3-8b", H100, "bfloat16")
+    layout = Layout(kvp=2, tpa=4)
+    predictor = Predictor(how, layout)
+    new = NewSequence(7, tuple(range(1000)), SamplingParams(), 0, 1100)
+    block = (Block(0, 0),)
+    first = predictor.predict(Step(0, (new,), (SequenceWork(7, 600, block, False),), ()))
+    second = predictor.predict(Step(1, (), (SequenceWork(7, 400, block, True),), ()))
+    third = predictor.predict(Step(2, (), (SequenceWork(7, 1, (), True),), ()))
+    layouts = Layouts.of([layout])
+    assert first == step_seconds(how, layouts, Work.chunk(600.0, 0.0))[0]
+    assert second == step_seconds(how, layouts, Work.chunk(400.0, 600.0) + Work(sampled_rows=1.0))[0]
+    assert third == decode_seconds(how, layouts, 1.0, 1001.0)[0]
+    again = Step(3, (), (SequenceWork(7, 600, block, False),), (7,))
+    assert predictor.predict(again) == first
+
+
+def test_fp4_on_hardware_without_it_is_refused():
+    with pytest.raises(UserError, match="the system h100 has no arithmetic in fp4: use one of"):
+        setting("llama-3-8b", H100, "fp4")
+
+
+def test_parts_add_up_to_the_step():
+    how, layouts = setting(), one(kvp=8, tpa=8)
+    assert total_seconds(decode_parts(how, layouts, 4.0, 1e6))[0] == decode_seconds(how, layouts, 4.0, 1e6)[0]

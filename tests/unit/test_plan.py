@@ -1,0 +1,238 @@
+"""The planner: its space, its sweep, frontiers, targets, reasons."""
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhelix import Layout, UserError
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import memory
+from longhelix.perf.prefill import prefill_seconds
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_seconds
+from longhelix.plan import report
+from longhelix.plan.answer import answer
+from longhelix.plan.crossover import crossovers
+from longhelix.plan.estimate import estimate
+from longhelix.plan.latency import CHUNKS
+from longhelix.plan.pareto import at_least, frontier, gain
+from longhelix.plan.question import Question
+from longhelix.plan.reasons import neighbours, rejections
+from longhelix.plan.space import HELIX, STRATEGIES, space
+from longhelix.plan.sweep import batches, sweep
+from longhelix.presets import load_model, load_system
+
+pytestmark = pytest.mark.unit
+
+GB200 = load_system("gb200")
+R1, LLAMA = (Setting(load_model(name), GB200, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+
+
+@pytest.fixture(scope="module")
+def r1():
+    return answer(Question(R1, 1_000_000, 64))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return answer(Question(LLAMA, 1_000_000, 64, ttl_s=0.01))
+
+
+def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
+    model = R1.model
+    searched = space(model, 24)
+    seen = set()
+    for index in range(len(searched)):
+        layouts = searched.layouts.take(np.array([index]))
+        degrees = {name: int(getattr(layouts, name)[0]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+        layout = Layout(**degrees)
+        layout.check(R1.heads)
+        assert layout.world_size <= 24
+        name = STRATEGIES[searched.strategy[index]].name
+        assert not layout.duplicates_kv(R1.heads) or name == "tp"
+        assert (layout.kvp > 1) == (name != "tp")
+        seen.add((name, *degrees.values()))
+    assert len(seen) == len(searched)
+
+
+def test_the_space_of_helix_is_all_factorisations():
+    searched = space(LLAMA.model, 64)
+    helix = [index for index, strategy in enumerate(STRATEGIES) if strategy.name == "helix"]
+    layouts = searched.layouts.take(np.isin(searched.strategy, helix))
+    expected = {
+        (kvp, tpa, pp) for tpa in range(1, 9) for kvp in range(2, 65) for pp in range(1, 127) if kvp * tpa * pp <= 64
+    }
+    found = set(zip(layouts.kvp.astype(int), layouts.tpa.astype(int), layouts.pp.astype(int), strict=True))
+    assert found == expected
+    assert len(layouts) == len(expected)
+
+
+def test_a_sweep_costs_what_each_configuration_costs_alone(r1):
+    points, searched = r1.sweep.points, r1.sweep.space
+    for position in np.random.default_rng(0).choice(len(points), 40, replace=False):
+        layouts = searched.layouts.take(points.layout[[position]])
+        batch = float(points.batch[position])
+        assert decode_seconds(R1, layouts, batch, 1e6)[0] == points.ttl_s[position]
+        assert memory(R1, layouts, batch, 1e6).total_bytes[0] == points.memory_bytes[position]
+        assert points.memory_bytes[position] <= GB200.memory_bytes
+
+
+def test_estimate_equals_the_sweep(llama):
+    for candidate in llama.strategies["helix"][::7] + llama.strategies["tied"][::7]:
+        degrees = {name: candidate.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+        hop_b = candidate.strategy == "helix"
+        one = estimate(LLAMA, Layout(**degrees), context=10**6, batch=candidate.batch, chunk=1, hop_b=hop_b)
+        assert one.tokens_per_s_per_user == pytest.approx(candidate.tokens_per_s_per_user, rel=1e-12)
+        assert one.tokens_per_s_per_gpu == pytest.approx(candidate.tokens_per_s_per_gpu, rel=1e-12)
+        assert one.ttl_s == pytest.approx(sum(part.seconds for part in one.parts), rel=1e-12)
+        assert all(part.source for part in one.parts)
+
+
+def test_batches_are_every_small_one_and_go_on_in_small_steps():
+    sizes = batches(1000)
+    assert list(sizes[:32]) == list(range(1, 33))
+    assert sizes[-1] <= 1000
+    assert (sizes[1:] / sizes[:-1])[32:].max() <= 17 / 16
+
+
+points = st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=40)
+
+
+@given(points)
+@settings(deadline=None)
+def test_a_frontier_has_no_dominated_point_and_dominates_all_others(drawn):
+    user, gpu = (np.array(values) for values in zip(*drawn, strict=True))
+    kept = frontier(user, gpu)
+    assert (np.diff(user[kept]) > 0).all()
+    assert (np.diff(gpu[kept]) < 0).all()
+    for x, y in drawn:
+        assert ((user[kept] >= x) & (gpu[kept] >= y)).any()
+
+
+@given(points, points)
+@settings(deadline=None)
+def test_gains_are_those_of_all_pairs(ours, base):
+    user, gpu = (np.array(values) for values in zip(*ours, strict=True))
+    base_user, base_gpu = (np.array(values) for values in zip(*base, strict=True))
+    found = gain(user, gpu, base_user, base_gpu)
+    assert found.interactivity == user.max() / base_user.max()
+    wanted = [x for x, _ in ours + base if x <= min(user.max(), base_user.max())]
+    ratios = [max(y for x, y in ours if x >= w) / max(y for x, y in base if x >= w) for w in wanted]
+    assert found.throughput == pytest.approx(max(ratios))
+    assert at_least(user, gpu, np.array([1e3]))[0] == 0
+
+
+def test_the_frontier_is_that_of_all_strategies(r1):
+    best = max(found[-1].tokens_per_s_per_user for found in r1.strategies.values() if found)
+    assert r1.frontier[-1].tokens_per_s_per_user == best
+    assert {candidate.strategy for candidate in r1.baseline}.isdisjoint(HELIX)
+    assert r1.headline.interactivity == pytest.approx(best / r1.baseline[-1].tokens_per_s_per_user)
+
+
+def test_the_best_layout_meets_the_targets_and_nothing_better_does(llama):
+    best, swept = llama.best, llama.sweep.points
+    assert best.ttl_s <= 0.01
+    assert best.tokens_per_s_per_gpu == pytest.approx(swept.gpu_tokens_per_s[swept.ttl_s <= 0.01].max())
+
+
+def test_users_and_fewest_gpus():
+    within = Question(LLAMA, 1_000_000, 64, ttl_s=0.02, users=16, fewest_gpus=True)
+    found = answer(within)
+    swept = found.sweep.points
+    meets = (swept.ttl_s <= 0.02) & (swept.batch >= 16)
+    assert found.best.gpus == swept.gpus[meets].min()
+    assert found.best.batch >= 16
+
+
+def test_users_held_within_a_ttl_are_the_largest_batches(r1):
+    swept, strategy = r1.sweep.points, r1.sweep.space.strategy[r1.sweep.points.layout]
+    for held in r1.users_at_ttl:
+        index = next(i for i, each in enumerate(STRATEGIES) if each.name == held.strategy)
+        within = swept.batch[(strategy == index) & (swept.ttl_s <= held.ttl_s)]
+        assert (held.most.batch if held.most else 0) == within.max(initial=0)
+
+
+def test_both_targets_give_a_frontier_of_latencies_and_the_fewest_gpus():
+    question = Question(LLAMA, 1_000_000, 64, ttl_s=0.05, ttft_s=60.0)
+    found = answer(question)
+    kept, latencies = found.latencies.frontier(), found.latencies
+    ttft_s, tbt_s = latencies.ttft_s.ravel()[kept], latencies.tbt_s.ravel()[kept]
+    assert (np.diff(tbt_s) > 0).all()
+    assert (np.diff(ttft_s) < 0).all()
+    flat = latencies.fewest_gpus(60.0, 0.05)
+    index, column = divmod(flat, len(CHUNKS))
+    layouts = found.sweep.space.layouts.take(np.array([index]))
+    assert prefill_seconds(LLAMA, layouts, 1e6, float(CHUNKS[column]))[0] == latencies.ttft_s[index, column] <= 60
+    meets = ((latencies.ttft_s <= 60) & (latencies.tbt_s <= 0.05)).any(axis=1)
+    assert latencies.gpus[index] == latencies.gpus[meets].min()
+    assert latencies.fewest_gpus(1e-3, 0.05) is None
+
+
+def test_neighbours_say_what_they_cost(llama):
+    found = {neighbour.change: neighbour for neighbour in neighbours(llama.question, llama.best)}
+    assert found["TP alone"].ttl_s is None
+    assert "short by" in found["TP alone"].reason
+    assert "exchange" in found["no HOP-B"].reason
+    assert "dense FFN" in found["FFN tied to TPA (Medha)"].reason
+    assert all(neighbour.ttl_s is None or neighbour.ttl_s > llama.best.ttl_s for neighbour in found.values())
+
+
+def test_rejections_have_bytes(llama):
+    found = {rejection.strategy: rejection for rejection in rejections(llama.question, llama.sweep)}
+    assert found["tp"].rejected < found["tp"].layouts
+    assert "331.9 GB on a GPU of 186.0: short by 145.9 GB (weights 202.9, KV 129.0" in found["tp"].reason
+
+
+def test_kvp_starts_to_pay_with_context(r1):
+    crossed = {(each.context, each.batch): each for each in crossovers(r1.question, r1.sweep.space, 64)}
+    assert not crossed[4096, 1].pays
+    assert crossed[1048576, 1].pays
+    assert crossed[1048576, 1].kvp > 1
+
+
+def test_reports_hold_every_candidate(r1):
+    rows = list(csv.DictReader(io.StringIO(report.as_csv(r1))))
+    assert len(rows) == sum(map(len, r1.strategies.values()))
+    assert float(rows[-1]["tokens_per_s_per_user"]) == r1.strategies["helix"][-1].tokens_per_s_per_user
+    as_json = report.as_json(r1, 1.0, [], [], [])
+    assert set(as_json) >= {"configurations", "seconds", "frontier", "baseline", "users_at_ttl", "headline"}
+    assert as_json["headline"]["interactivity_gain"] == r1.headline.interactivity
+    assert set(as_json["frontier"][0]) == {
+        "strategy", "layout", "gpus", "batch", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "memory_bytes_per_gpu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"context": 0}, "context is 0"),
+        ({"max_gpus": 0}, "max-gpus is 0"),
+        ({"max_gpus": 5000}, "max-gpus is 5000: set it to 1024 or less"),
+        ({"users": 0}, "users is 0"),
+        ({"ttl_s": 0.0}, "ttl is 0.0 s"),
+    ],
+)
+def test_bad_questions(wrong, words):
+    with pytest.raises(UserError, match=words):
+        Question(**{"setting": R1, "context": 1000, "max_gpus": 8} | wrong)
+
+
+def test_what_fits_nowhere_is_said_with_its_bytes():
+    with pytest.raises(UserError, match=r"one request of 1000000 tokens does not fit on up to 1 GPUs: .* lacks .* GB"):
+        answer(Question(LLAMA, 1_000_000, 1))
+
+
+def test_a_sweep_counts_what_it_looked_at():
+    searched = space(R1.model, 8)
+    assert sweep(R1, searched, 1e6, np.array([1.0, 2.0])).configurations == 2 * len(searched)
+
+
+def test_local_attention_balances_by_requests():
+    """9 requests over 8 ranks: one rank has two."""
+    layouts = Layouts.of([Layout(kvp=8, tpf=8)], local=True)
+    held = [memory(R1, layouts, batch, 1e6).kv_bytes[0] for batch in (8.0, 9.0)]
+    assert held[1] == 2 * held[0]

@@ -1,0 +1,159 @@
+"""The planning verbs as users call them: files, JSON, mistakes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from longhelix.cli.layout_file import read_layout
+from longhelix.cli.main import main
+from longhelix.errors import UserError
+
+pytestmark = pytest.mark.unit
+
+PLAN = ("plan", "--model", "llama-3.1-405b", "--system", "gb200", "--context", "1M", "--max-gpus", "16")
+ESTIMATE = ("estimate", "--model", "llama-3.1-405b", "--system", "gb200", "--context", "1M", "--batch", "4")
+
+
+def changed(arguments, **options):
+    """A command line with other values of its options."""
+    found = list(arguments)
+    for name, value in options.items():
+        found[found.index(f"--{name.replace('_', '-')}") + 1] = value
+    return tuple(found)
+
+
+def run(capfd, *arguments):
+    status = main(list(arguments))
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+def test_plan_writes_json_alone(capfd):
+    status, out, _ = run(capfd, *PLAN, "--ttl", "20ms", "--ttft", "120s", "--users", "2", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["best"]["batch"] >= 2
+    assert 1 / found["best"]["tokens_per_s_per_user"] <= 0.02
+    assert found["latencies"]["fewest_gpus"]["ttft_s"] <= 120
+    assert found["headline"]["interactivity_gain"] > 0
+    assert {held["ttl_s"] for held in found["users_at_ttl"]} == {0.02}
+    assert found["neighbours"]
+    assert found["rejected"]
+    assert found["crossovers"]
+
+
+def test_plan_prints_tables_and_the_best_layout(capfd):
+    status, out, _ = run(capfd, *PLAN, "--ttft", "300s", "--ttl", "50ms")
+    assert status == 0
+    for words in ("frontier of", "users held within a TTL", "TTFT against TBT", "below 1 KVP pays",
+                  "layouts that do not hold one request", "why not another layout", "Best: "):  # fmt: skip
+        assert words in out
+
+
+def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
+    status, _, err = run(capfd, *PLAN, "--out", str(tmp_path / "new" / "plan"))
+    assert status == 0, err
+    folder = tmp_path / "new" / "plan"
+    best = json.loads((folder / "plan.json").read_text())["best"]
+    options = read_layout(folder / "plan.yaml")
+    assert {name: options[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "placement")} == {
+        name: best["layout"][name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "placement")
+    }
+    assert (options["weight_dtype"], options["max_model_len"]) == ("fp4", 1_000_000)
+    assert (folder / "frontier.csv").read_text().startswith("strategy,kvp,tpa")
+
+
+def test_estimate_has_the_parts_of_a_step(capfd):
+    status, out, _ = run(capfd, *ESTIMATE, "--kvp", "8", "--tpa", "8", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["ttl_s"] == pytest.approx(sum(part["seconds"] for part in found["parts"]))
+    assert set(found["parts"][0]) == {"name", "seconds", "flops", "hbm_bytes", "net_bytes", "source"}
+    assert found["fits"] is True
+    assert {"ttft_s", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "mfu", "mbu", "memory_bytes_per_gpu"} <= set(
+        found
+    )
+
+
+def test_estimate_compares_two_layouts(capfd):
+    status, out, _ = run(capfd, *ESTIMATE, "--compare", "kvp=8,tpa=8", "kvp=8,tpa=8,tied", "--json")
+    ours, tied = json.loads(out)["compared"]
+    assert status == 0
+    assert tied["ttl_s"] > ours["ttl_s"]
+    assert tied["layout"]["ffn_replicas"] == 8
+    _, out, _ = run(capfd, *ESTIMATE, "--compare", "kvp=8,tpa=8,no-hop-b", "kvp=1,tpa=64")
+    assert "second against first" in out
+
+
+def test_hop_b_and_tied_are_options(capfd):
+    seconds = {}
+    for options in ((), ("--no-hop-b",), ("--tied",), ("--placement", "local")):
+        _, out, _ = run(capfd, *ESTIMATE, "--kvp", "4", "--tpa", "8", *options, "--json")
+        seconds[options] = json.loads(out)["ttl_s"]
+    assert seconds[()] < seconds["--no-hop-b",] < seconds["--tied",]
+    assert len(set(seconds.values())) == 4
+
+
+MISTAKES = {
+    "unknown model": (changed(PLAN, model="deepseek-r2"), "deepseek-r1"),
+    "unknown system": (changed(PLAN, system="gb20"), "gb200"),
+    "no context": (changed(PLAN, context="0"), "context is 0"),
+    "fp4 without it": ((*changed(PLAN, system="h100"), "--weight-dtype", "fp4"), "h100 has no arithmetic in fp4"),
+    "unknown dtype": ((*PLAN, "--kv-dtype", "fp5"), "kv-dtype 'fp5' is not known: use one of"),
+    "time without a unit": ((*PLAN, "--ttl", "20"), '"20" is no time: give a number with its unit, such as 20ms'),
+    "products do not match": ((*ESTIMATE, "--kvp", "8", "--tpf", "3"), "both must give the same number"),
+    "too many heads": ((*ESTIMATE, "--tpa", "256"), "tpa is 256, but the model has 128 query heads"),
+    "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave --tpf and --ep out"),
+    "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "'tpx=8' in the layout"),
+    "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on up to 1 GPUs"),
+    "out is a file": ((*PLAN, "--out", __file__), "cannot be made: File exists"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_sentence(capfd, mistake):
+    arguments, words = MISTAKES[mistake]
+    status, out, err = run(capfd, *arguments)
+    assert status == 2
+    assert out == ""
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_mistakes_as_json(capfd):
+    status, out, _ = run(capfd, *changed(PLAN, model="lama-3-8b"), "--json")
+    assert status == 2
+    assert json.loads(out)["error"]["code"] == "unknown_model"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("kvx: 2", "sets 'kvx', which is not known"),
+        ("kvp: two", "has kvp = 'two': set it to a whole number"),
+        ("kvp: true", "has kvp = True: set it to a whole number"),
+        ("kv_dtype: 8", "has kv_dtype = 8: set it to a word"),
+        ("- kvp", "holds no options"),
+        ("{kvp", "is not YAML"),
+    ],
+)
+def test_layout_files_that_are_none(tmp_path, content, words):
+    file = tmp_path / "layout.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_layout(file)
+
+
+def test_a_missing_layout_file(tmp_path):
+    with pytest.raises(UserError, match="give `auto` or a YAML file"):
+        read_layout(tmp_path / "none.yaml")
+
+
+def test_planning_loads_no_torch():
+    program = (
+        f"import sys; from longhelix.cli.main import main; main({[*PLAN, '--json']!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
