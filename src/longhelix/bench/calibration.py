@@ -1,6 +1,7 @@
 """Calibration: the system "local" from what this machine was measured to do."""
 
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,19 +50,18 @@ FULL = Extent((2048, 32768), 21, (512, 4096), 3, 15, 25)
 
 
 class MachineJob(msgspec.Struct, frozen=True, tag=True):
-    """What one process measures with all threads: reading, multiplying, and starting a kernel."""
+    """What one process measures with all threads beside runs of a model: a kernel's fixed cost, float32 products."""
 
     repeats: int
 
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         native.set_num_threads(os.cpu_count() or 1)
-        matmul = {name: memory.multiplier(getattr(torch, name)) for name in memory.DTYPES}
-        timings = interleave({"read": memory.reader(), "kernels": _tiny_kernels(), **matmul}, self.repeats)
+        calls = {"kernels": _tiny_kernels(), "matmul": memory.multiplier(torch.float32)}
+        timings = interleave(calls, self.repeats)
         yield {
-            "memory_bytes_per_s": memory.READ_BYTES / timings["read"].median_s,
             "kernel_s": timings["kernels"].median_s / TINY_KERNELS,
-            **{f"flops_per_s.{name}": memory.MULTIPLIER_FLOPS / timings[name].median_s for name in memory.DTYPES},
+            "flops_per_s.float32": memory.MULTIPLIER_FLOPS / timings["matmul"].median_s,
         }
 
 
@@ -94,12 +94,19 @@ class Measured:
     def system(self, config: EngineConfig, fitted: Extent) -> HardwareSpec:
         """The system "local": what was measured, and what is fitted to collectives and to the runs of `fitted`."""
         runs = [run for run in self.runs if fitted.fits(run)]
-        steps = [run["outside_s"] for run in runs if run["chunk"] is None]
-        machine = self.machine | {"step_s": sum(steps) / len(steps)}
+        machine = self.machine | {
+            "step_s": _median(runs, "outside_s", "decode"),
+            "memory_bytes_per_s": _median(runs, "memory_bytes_per_s", "decode"),
+            "flops_per_s.bfloat16": _median(runs, "matmul_flops_per_s", "prefill"),
+        }
         started = HardwareSpec.from_mapping("local", _first(machine))
         calls = [Call(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in self.collectives]
         setting = Setting(config.spec, fit_calls(started, calls), config.weight_dtype, config.kv_dtype)
         return fit_runs(setting, [run_of(row) for row in runs])
+
+
+def _median(runs: Sequence[Row], key: str, work: str) -> float:
+    return statistics.median(run[key] for run in runs if run["work"] == work)
 
 
 def _runs(extent: Extent, config: EngineConfig, on_point: Callable[[str], Callable[[Row], None]]) -> Iterator[Row]:
@@ -122,7 +129,7 @@ def run_of(row: Row) -> Run:
 def _first(machine: Row) -> dict[str, Row]:
     """The system before its fits, which replace the guesses."""
     values = {
-        "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel over 512 MiB, all threads"),
+        "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
         "memory_bytes": (psutil.virtual_memory().total, "measured: memory of this machine, which its ranks share"),
         "cache_bytes": (last_level_cache_bytes() or 1 << 25, "measured: the last-level cache, 32 MiB where none tells"),
         "memory_efficiency": (0.8, "guess"),
@@ -134,10 +141,13 @@ def _first(machine: Row) -> dict[str, Row]:
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
         "shared": (True, "assumed: ranks are processes of this machine"),
-        "flops_per_s.bfloat16": (machine["flops_per_s.bfloat16"], "measured: torch.mm of 1024 x 1024, all threads"),
+        "flops_per_s.bfloat16": (
+            machine["flops_per_s.bfloat16"],
+            "measured: torch.mm of 1024 x 1024, in turn with prefills",
+        ),
         "flops_per_s.float32": (machine["flops_per_s.float32"], "measured: torch.mm of 1024 x 1024, all threads"),
-        "flops_per_s.float16": (machine["flops_per_s.float32"], "measured: as float32, in which kernels compute it"),
-        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "measured: as bfloat16, into which kernels turn it"),
+        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: as float32, in which kernels compute it"),
+        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: as bfloat16, into which kernels turn it"),
         "scale_up.latency_s": (5e-6, "guess"),
         "scale_up.bytes_per_s": (4e9, "guess"),
         "scale_up.ranks": (MOST_RANKS, "assumed: the most processes of one machine"),

@@ -32,9 +32,7 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     write_system(system, path)
     report = suite.finish()
     if json:
-        constants = {name: {"value": value, "source": system.sources[name]} for name, value in system.constants.items()}
-        found = {"path": str(path), "constants": constants, "remarks": report.sentences}
-        print(json_module.dumps(found))
+        print(json_module.dumps({"path": str(path)} | json_module.loads(report.as_json())))
         return
     show(report)
     print(f"Written to {path}.")
