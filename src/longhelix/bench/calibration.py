@@ -89,7 +89,9 @@ class Measured:
         """Measure now; `on_point` gives, for each part's name, what is told of its points."""
         ((machine,),) = collect(MachineJob(extent.machine_repeats), 1, on_point("machine"))
         calls = collectives.section(RANKS, SIZES_BYTES, extent.collective_repeats, on_point("collectives")).rows
-        return cls(machine, calls, [run for config in configs for run in _runs(extent, config, on_point)])
+        # What depends on bandwidth, which may change from minute to minute, is measured together.
+        steps = _steps(extent, configs, on_point("decode"))
+        return cls(machine, calls, steps + _prefills(extent, configs, on_point("prefill")))
 
     def system(self, config: EngineConfig, fitted: Extent) -> HardwareSpec:
         """The system "local": what was measured, and what is fitted to collectives and to the runs of `fitted`."""
@@ -109,15 +111,20 @@ def _median(runs: Sequence[Row], key: str, work: str) -> float:
     return statistics.median(run[key] for run in runs if run["work"] == work)
 
 
-def _runs(extent: Extent, config: EngineConfig, on_point: Callable[[str], Callable[[Row], None]]) -> Iterator[Row]:
-    steps = decode.DecodeJob(config, extent.contexts, extent.decode_repeats)
-    for row in decode.section([steps], on_point("decode")).rows:
-        yield row | {"work": "decode", "tokens": row["context"], "chunk": None, "seconds": row["step_s"]}
-    prompts = prefill.PrefillJob(config, extent.prompts, extent.prefill_repeats)
-    for row in prefill.section([prompts], on_point("prefill")).rows:
-        yield row | {
-            "work": "prefill", "tokens": row["prompt"], "chunk": row["chunk_tokens"], "seconds": row["prefill_s"],
-        }  # fmt: skip
+def _steps(extent: Extent, configs: Sequence[EngineConfig], on_point: Callable[[Row], None]) -> list[Row]:
+    jobs = [decode.DecodeJob(config, extent.contexts, extent.decode_repeats) for config in configs]
+    return [
+        row | {"work": "decode", "tokens": row["context"], "chunk": None, "seconds": row["step_s"]}
+        for row in decode.section(jobs, on_point).rows
+    ]
+
+
+def _prefills(extent: Extent, configs: Sequence[EngineConfig], on_point: Callable[[Row], None]) -> list[Row]:
+    jobs = [prefill.PrefillJob(config, extent.prompts, extent.prefill_repeats) for config in configs]
+    return [
+        row | {"work": "prefill", "tokens": row["prompt"], "chunk": row["chunk_tokens"], "seconds": row["prefill_s"]}
+        for row in prefill.section(jobs, on_point).rows
+    ]
 
 
 def run_of(row: Row) -> Run:
