@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment for each peer that has one of its own: DIRECTORY/openvino and DIRECTORY/llama-cpp.
-# What is there already in the right version is kept. The other peers run in the project's own environment.
+# Makes a virtual environment for each peer that has one of its own: DIRECTORY/openvino, llama-cpp, and of the planners
+# aiconfigurator and genz (850 MB each). What is there already in the right version is kept. The other peers run in the project's own environment.
 #
 #   benchmarks/peers/install.sh DIRECTORY
 set -eu
@@ -34,3 +34,5 @@ peer openvino openvino-genai 2026.4.1.0
 # Compiled here, for this processor's instructions; takes minutes.
 export CMAKE_ARGS="${CMAKE_ARGS:--DGGML_NATIVE=ON}"
 peer llama-cpp llama-cpp-python 0.3.36
+peer aiconfigurator aiconfigurator 0.12.0
+peer genz genz-llm 0.0.16

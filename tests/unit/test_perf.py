@@ -353,6 +353,23 @@ def test_fp4_on_hardware_without_it_is_refused():
         setting("llama-3-8b", H100, "fp4")
 
 
+def test_weights_are_read_behind_all_reduces_where_the_system_does_that():
+    how, layouts = setting(), one(kvp=8, tpa=8)
+    ahead = replace(how, system=replace(GB200, prefetch=True))
+    before, after = ({part.name: part for part in decode_parts(each, layouts, 1.0, 1e6)} for each in (how, ahead))
+    for name, wait in (("QKV", "all-reduce after FFN"), ("dense FFN", "all-reduce after attention")):
+        hidden_s = before[name].seconds[0] - after[name].seconds[0]
+        read_s = before[name].hbm_bytes[0] / (GB200.memory_bytes_per_s * GB200.memory_efficiency)
+        assert hidden_s == pytest.approx(min(before[wait].seconds[0], read_s))
+        assert before[name].hbm_bytes[0] == after[name].hbm_bytes[0]
+    small = replace(how, system=replace(GB200, prefetch=True, cache_bytes=1e3))
+    assert decode_seconds(small, layouts, 1.0, 1e6)[0] == pytest.approx(
+        decode_seconds(how, layouts, 1.0, 1e6)[0], rel=1e-4
+    )
+    tied = one(kvp=8, tpa=8, tpf=8, ffn_replicas=8)
+    assert decode_seconds(ahead, tied, 1.0, 1e6)[0] == decode_seconds(how, tied, 1.0, 1e6)[0]
+
+
 def test_parts_add_up_to_the_step():
     how, layouts = setting(), one(kvp=8, tpa=8)
     assert total_seconds(decode_parts(how, layouts, 4.0, 1e6))[0] == decode_seconds(how, layouts, 4.0, 1e6)[0]

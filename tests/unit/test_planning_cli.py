@@ -47,8 +47,17 @@ def test_plan_writes_json_alone(capfd):
 def test_plan_prints_tables_and_the_best_layout(capfd):
     status, out, _ = run(capfd, *PLAN, "--ttft", "300s", "--ttl", "50ms")
     assert status == 0
-    for words in ("frontier of", "users held within a TTL", "TTFT against TBT", "below 1 KVP pays",
-                  "layouts that do not hold one request", "why not another layout", "Best: "):  # fmt: skip
+    expected = (
+        "tokens/s per GPU, over tokens/s per user",
+        "frontier of",
+        "users held within a TTL",
+        "TTFT against TBT",
+        "below 1 KVP pays",
+        "layouts that do not hold one request",
+        "why not another layout",
+        "Best: ",
+    )
+    for words in expected:
         assert words in out
 
 
@@ -63,6 +72,9 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     }
     assert (options["weight_dtype"], options["max_model_len"]) == ("fp4", 1_000_000)
     assert (folder / "frontier.csv").read_text().startswith("strategy,kvp,tpa")
+    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "frontier.svg").read_text()
+    assert "plotly" in (folder / "plan.html").read_text()
 
 
 def test_estimate_has_the_parts_of_a_step(capfd):

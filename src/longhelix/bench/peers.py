@@ -36,6 +36,10 @@ MODELS = (
     Peer("llama.cpp", "llama_cpp_run.py", "llama-cpp", "llama_cpp"),
     Peer("transformers", "transformers_run.py", None, "transformers"),
 )
+PLANNERS = (
+    Peer("aiconfigurator", "aiconfigurator_run.py", "aiconfigurator", "aiconfigurator"),
+    Peer("genz-llm", "genz_run.py", "genz", "GenZ"),
+)
 ATTENTION = Peer("torch", "torch_attention.py", None, "torch")
 
 ATTENTION_SHAPES = ("smollm2-135m", "llama-3.1-8b", "deepseek-v2-lite")
@@ -80,7 +84,7 @@ class Peers:
     def attention(self, context: int, threads: Sequence[int]) -> list[Section]:
         """torch's own attention ops over a KV of `context` tokens."""
         options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
-        rows = self._run(ATTENTION, options)
+        rows = self.points(ATTENTION, options)
         note = "torch's own forms of one decode attention; see benchmarks/peers/README.md."
         return [Section("kernels_torch", "Attention by torch", note, ATTENTION_COLUMNS, rows)] if rows else []
 
@@ -105,9 +109,9 @@ class Peers:
             return []
         threads = config.threads_per_rank * config.layout.world_size
         options = [config.model_path, f"--{what}", "--contexts", *map(str, fitting), "--threads", str(threads)]
-        return [peer_row(point) for point in self._run(peer, [*options, "--repeats", "1"])]
+        return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
 
-    def _run(self, peer: Peer, options: list[str]) -> list[Row]:
+    def points(self, peer: Peer, options: list[str]) -> list[Row]:
         """The peer's points; none, and a sentence why, where it is missing or fails."""
         python = sys.executable if peer.environment is None else str(self.directory / peer.environment / "bin/python")
         program = PROGRAMS / peer.program

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longhelix.bench import calibration, collectives, decode, kernels, predictions, prefill
+from longhelix.bench import calibration, collectives, decode, kernels, planner, predictions, prefill
 from longhelix.bench.environment import environment
 from longhelix.bench.memory import check_native
 from longhelix.bench.peers import Peers
@@ -33,9 +33,10 @@ class Extent:
     ranks: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
     collective_repeats: int
+    planner_repeats: int
 
 
-SHORT = Extent(131072, (4,), 5, (1024, 8192), 11, (1024,), 3, (2,), (2048, 16384, 262144), 100)
+SHORT = Extent(131072, (4,), 5, (1024, 8192), 11, (1024,), 3, (2,), (2048, 16384, 262144), 100, 3)
 FULL = Extent(
     kv_context=262144,
     groups=(3, 4, 8),
@@ -47,6 +48,7 @@ FULL = Extent(
     ranks=(2, 4),
     sizes_bytes=(2048, 4096, 16384, 65536, 262144, 1048576),
     collective_repeats=25,
+    planner_repeats=5,
 )
 # Of a point, what its line of progress leaves out: all that is measured or counted.
 _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
@@ -111,6 +113,11 @@ class Suite:
         section = collectives.section(ranks, tuple(sizes_bytes), repeats, self._on_point("collectives"))
         self._report.sections.append(section)
 
+    def planner(self, repeats: int) -> None:
+        """The planner's speed, and its peers'."""
+        _check_positive("repeats", repeats)
+        self._report.sections += planner.sections(repeats, self._peers, self._on_point("planner"))
+
     def all(self, short: bool) -> None:
         """Everything, with the built-in model in bfloat16, in int8, and over two ranks; `short`: less of it."""
         extent = SHORT if short else FULL
@@ -125,6 +132,7 @@ class Suite:
         self.decode([*configs, ranks], extent.contexts, extent.decode_repeats)
         self.prefill(configs, extent.prompts, extent.prefill_repeats)
         self.collectives(extent.ranks, extent.sizes_bytes, extent.collective_repeats)
+        self.planner(extent.planner_repeats)
 
     def calibrate(self, short: bool) -> HardwareSpec:
         """The system "local", fitted to runs of the built-in model; `short`: to shorter ones."""

@@ -244,6 +244,20 @@ def predictions(*, output: OutputOptions = OutputOptions()) -> None:
     output.finish(suite)
 
 
+@app.command
+def planner(*, repeats: int = 5, peers: PeerOptions = PeerOptions(), output: OutputOptions = OutputOptions()) -> None:
+    """Measure the planner: configurations per second, a plan with its start-up, its import; and other planners.
+
+    Parameters
+    ----------
+    repeats
+        Processes of each.
+    """
+    suite = output.start(peers.directory)
+    suite.planner(repeats)
+    output.finish(suite)
+
+
 @app.command(name="all")
 def everything(
     *,

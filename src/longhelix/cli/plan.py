@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from longhelix.cli.planning import PlannedModel, stdout
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
-from longhelix.plan import report
+from longhelix.plan import report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
 from longhelix.plan.question import Question
@@ -70,6 +70,7 @@ def plan(
 
 def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
     console = stdout()
+    console.print(terminal.draw_frontier(report.series(found), ttl_s=found.question.ttl_s))
     console.print(report.frontier_table(found), report.strategy_table(found), report.users_table(found))
     if found.latencies is not None:
         console.print(report.latency_table(found))
@@ -91,7 +92,24 @@ def _make(folder: Path) -> None:
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
-    """All files of a plan."""
+    """All files of a plan; plotly and matplotlib are loaded for them alone."""
+    from longhelix.plan import page, plots
+
+    question = found.question
+    setting = question.setting
+    title = f"{model} on {setting.system.name}, {question.context:,} tokens, up to {question.max_gpus} GPUs"
+    plots.draw_frontier(folder / "frontier", report.series(found), title, ttl_s=question.ttl_s)
+    page.write_page(
+        folder / "plan.html",
+        setting.model,
+        model,
+        setting.system,
+        max_gpus=question.max_gpus,
+        context=question.context,
+        weight_dtype=setting.weight_dtype,
+        kv_dtype=setting.kv_dtype,
+        ttl_s=question.ttl_s,
+    )
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
     runnable = report.as_yaml(found, model)

@@ -47,6 +47,10 @@ class Setting:
         """Channels of a query head's output, as Wo takes it."""
         return self.model.mla.value_size if self.model.mla else self.model.head_size
 
+    def capacity_bytes(self, layouts: Layouts) -> Array:
+        """Memory that a rank may fill."""
+        return self.system.memory_bytes * self.share(layouts)
+
     def share(self, layouts: Layouts) -> Array:
-        """A rank's share of the system's memory bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
+        """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
         return 1 / layouts.world_size if self.system.shared else layouts.ones

@@ -11,6 +11,7 @@ from longhelix.perf.collectives import Group
 from longhelix.perf.ffn import dense_parts, moe_parts
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends, total_seconds
+from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.perf.work import Work
 
@@ -23,12 +24,14 @@ def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     `work` is what one stage has at a time: with several stages, one micro-batch.
     """
     num_moe, num_dense = _num_layers(setting, np.ceil(setting.model.num_layers / layouts.pp) * layouts.pp)
-    norms = _norms(setting, layouts, work)
-    layers = [part.times(num_moe + num_dense) for part in [norms, *attention_parts(setting, layouts, work)]]
+    attention = [_norms(setting, layouts, work), *attention_parts(setting, layouts, work)]
+    layers = [part.times(num_moe + num_dense) for part in attention]
     if setting.model.moe is not None:
         layers += [part.times(num_moe) for part in moe_parts(setting, layouts, work)]
     if setting.model.moe is None or setting.model.moe.num_dense_layers:
         layers += [part.times(num_dense) for part in dense_parts(setting, layouts, work)]
+    if setting.system.prefetch:
+        layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
                     *_head(setting, layouts, work)])  # fmt: skip
 
@@ -81,16 +84,16 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """The head over the vocabulary, its logits gathered on one rank that samples, and the host's share of a step."""
+    """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
     gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
-    wanted = logit_bytes > 0
+    wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
         sends("sampling", gathered.seconds, gathered.net_bytes, gathered.fixed_s).where(wanted),
         kernels("sampling", setting, layouts, hbm_bytes=logit_bytes, count=2.0).where(wanted),
-        sends("host", zeros + system.step_s, zeros, zeros + system.step_s),
+        sends("host", host_s, zeros, host_s),
     ]
 
 

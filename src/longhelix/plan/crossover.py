@@ -42,7 +42,7 @@ def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover
         for batch in BATCHES:
             needed = memory(question.setting, layouts, float(batch), float(context)).total_bytes
             ttl_s = decode_seconds(question.setting, layouts, float(batch), float(context))
-            ttl_s = np.where(needed <= question.setting.system.memory_bytes, ttl_s, np.inf)
+            ttl_s = np.where(needed <= question.setting.capacity_bytes(layouts), ttl_s, np.inf)
             ours, others = np.where(helix, ttl_s, np.inf), np.where(helix, np.inf, ttl_s)
             best = int(np.argmin(ours))
             fits = bool(np.isfinite(ours[best]))

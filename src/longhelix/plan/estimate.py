@@ -89,7 +89,7 @@ def _whole(value: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
 
 
 def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
-    return float(needed.total_bytes[0]) <= setting.system.memory_bytes * float(setting.share(layouts)[0])
+    return float(needed.total_bytes[0]) <= float(setting.capacity_bytes(layouts)[0])
 
 
 def _estimated(setting: Setting, part: Part) -> EstimatedPart:

@@ -57,7 +57,7 @@ def latencies(question: Question, space: Space) -> Latencies:
     ttft_s, tbt_s = np.full(shape, np.inf), np.full(shape, np.inf)
     for column, chunk in enumerate(CHUNKS):
         needed = memory(setting, layouts, float(question.users), question.context, float(chunk)).total_bytes
-        fits = np.flatnonzero(needed <= setting.system.memory_bytes)
+        fits = np.flatnonzero(needed <= setting.capacity_bytes(layouts))
         if len(fits):
             held = layouts.take(fits)
             ttft_s[fits, column] = prefill_seconds(setting, held, float(question.context), float(chunk))

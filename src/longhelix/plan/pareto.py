@@ -1,11 +1,15 @@
 """Frontiers of tokens/s/GPU over tokens/s/user, and what one gains over another."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array
+
+# Tokens/s/user and tokens/s/GPU along frontiers, by title.
+Series = Mapping[str, tuple[Array, Array]]
 
 
 def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.intp]:

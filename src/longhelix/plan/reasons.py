@@ -46,7 +46,7 @@ def neighbours(question: Question, best: Candidate) -> list[Neighbour]:
         layouts = _layouts(layout, hop_b=hop_b)
         needed = memory(question.setting, layouts, float(best.batch), float(question.context))
         words = in_words(layout)
-        short = _short(question.setting, needed)
+        short = _short(question.setting, layouts, needed)
         if short:
             found.append(Neighbour(change, words, None, short))
             continue
@@ -67,7 +67,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
         nearest = layouts[np.argmin(np.where(short_bytes > 0, short_bytes, np.inf))]
         held = searched.space.layouts.take(np.array([nearest]))
         needed = memory(question.setting, held, 1.0, float(question.context))
-        words = f"nearest: {_words(held)}: {_short(question.setting, needed)}"
+        words = f"nearest: {_words(held)}: {_short(question.setting, held, needed)}"
         found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
     return found
 
@@ -108,9 +108,9 @@ def _words(layouts: Layouts) -> str:
     return in_words(degrees | {"placement": "local" if layouts.local[0] else "striped"})
 
 
-def _short(setting: Setting, needed: Memory) -> str:
+def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:
     """What is missing on the fullest GPU; empty where nothing is."""
-    total, held = float(needed.total_bytes[0]), setting.system.memory_bytes
+    total, held = float(needed.total_bytes[0]), float(setting.capacity_bytes(layouts)[0])
     if total <= held:
         return ""
     weights, kv = float(needed.weights_bytes[0]), float(needed.kv_bytes[0])

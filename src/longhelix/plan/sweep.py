@@ -66,7 +66,7 @@ def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array | N
     sizes = batches() if batch_sizes is None else batch_sizes
     blocks = [_block(setting, space.layouts, index, context, sizes) for index in _blocks(len(space), len(sizes))]
     alone = memory(setting, space.layouts, 1.0, context).total_bytes
-    short_bytes = np.maximum(alone - setting.system.memory_bytes, 0.0)
+    short_bytes = np.maximum(alone - setting.capacity_bytes(space.layouts), 0.0)
     return Sweep(space, _joined(blocks), len(space) * len(sizes), short_bytes)
 
 
@@ -79,7 +79,7 @@ def _block(setting: Setting, layouts: Layouts, index: NDArray[np.intp], context:
     """What fits of some layouts (down) with all batch sizes (across)."""
     block = layouts.take(index).as_column()
     needed = memory(setting, block, sizes, context).total_bytes
-    fits = needed <= setting.system.memory_bytes
+    fits = needed <= setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
     ttl_s = decode_seconds(setting, block, sizes[:held], context)

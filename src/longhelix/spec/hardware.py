@@ -29,10 +29,11 @@ class HardwareSpec:
     of `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention.
     cache_bytes: the last-level cache. scale_up: the domain that is linked closest; in_switch_reduction: its switches
     add up (NVLink SHARP). scale_out: beyond it, where `ranks` is the most there can be. Fixed costs: kernel_s of every
-    kernel, collective_s of every collective on scale_up beside the link's latency, step_s of every step (scheduling
-    and sampling on the host).
+    kernel, collective_s of every collective on scale_up beside the link's latency, step_s of every step in each
+    pipeline stage (scheduling and sampling on its host).
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own.
+    prefetch: while an all-reduce runs, the next product's weights are read into the cache.
     shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
     """
@@ -52,6 +53,7 @@ class HardwareSpec:
     compute_efficiency: float
     attention_efficiency: float
     part_fixed_share: float
+    prefetch: bool
     shared: bool
     sources: Mapping[str, str] = field(compare=False, repr=False)
 
@@ -172,6 +174,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step_s": _TIME,
     "part_fixed_share": _SHARE,
     "in_switch_reduction": _FLAG,
+    "prefetch": _FLAG,
     "shared": _FLAG,
     "scale_up.latency_s": _TIME,
     "scale_up.bytes_per_s": _RATE,

@@ -1,0 +1,77 @@
+"""`longhelix figures`: a paper's figures and numbers, published and modelled."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+
+from longhelix.cli.planning import stdout
+from longhelix.cli.values import Flag
+from longhelix.errors import UserError
+from longhelix.perf.setting import Setting
+from longhelix.plan.figures import drawings, report
+from longhelix.plan.figures.claims import Reproduction
+from longhelix.presets import load_model, load_system
+
+
+def figures(paper: Literal["helix", "medha"], /, *, out: Path, json: Flag = False) -> None:
+    """Draw a paper's figures, and print what it publishes beside what the model gives.
+
+    Parameters
+    ----------
+    paper
+        helix (arXiv 2507.07120) or medha (arXiv 2409.17264).
+    out
+        The folder for PAPER.md, and PNG and SVG files of the figures.
+    json
+        Print one JSON object in place of a table.
+    """
+    drawings.require()
+    _make(out)
+    print("the model computes for half a minute at most", file=sys.stderr)
+    found = _helix() if paper == "helix" else _medha()
+    try:
+        (out / f"{found.name}.md").write_text(report.as_markdown(found), encoding="utf-8")
+        for path in drawings.save(found.drawings, out):
+            print(path, file=sys.stderr)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error.strerror}): set --out to another folder") from error
+    _print(found, as_json=json)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}): set --out to another folder") from error
+
+
+def _helix() -> Reproduction:
+    from longhelix.plan.figures.helix import helix
+
+    system = load_system("gb200")
+    r1, dense = (Setting(load_model(name), system, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+    return helix(r1, dense, load_model("helix-figure-1"))
+
+
+def _medha() -> Reproduction:
+    from longhelix.plan.figures.medha import medha
+
+    system = load_system("h100")
+    small, large = (Setting(load_model(name), system, "bfloat16", "bfloat16") for name in ("llama-3-8b", "llama-3-70b"))
+    return medha(small, large)
+
+
+def _print(found: Reproduction, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.as_dict(found)))
+        return
+    table = Table(title=found.title)
+    claims = report.claims_table(found)
+    for column in claims.columns:
+        table.add_column(column)
+    for row in claims.rows:
+        table.add_row(*map(str, row))
+    stdout().print(table)

@@ -1,0 +1,51 @@
+// Numbers and words as people read them.
+
+function digits(number, most = 3) {
+  return number.toLocaleString("en", { maximumSignificantDigits: number >= 100 ? Math.max(most, 4) : most });
+}
+
+function whole(number) {
+  return Math.round(number).toLocaleString("en");
+}
+
+function scaled(number, unit) {
+  const prefixes = ["", "k", "M", "G", "T", "P"];
+  const power = number >= 1000 ? Math.min(prefixes.length - 1, Math.floor(Math.log10(number) / 3)) : 0;
+  return number === 0 ? "" : `${digits(number / 1000 ** power)} ${prefixes[power]}${unit}`;
+}
+
+function time(seconds) {
+  if (seconds >= 1) return `${digits(seconds)} s`;
+  return seconds >= 1e-3 ? `${digits(seconds * 1e3)} ms` : `${digits(seconds * 1e6)} µs`;
+}
+
+function tokens(count) {
+  const [size, unit] = [[1e6, "M"], [1048576, "Mi"], [1024, "Ki"], [1000, "k"]]
+    .find(([size]) => count % size === 0) ?? [1, ""];
+  return unit ? `${digits(count / size)}${unit}` : whole(count);
+}
+
+function noun(count, word) {
+  return count === 1 ? word : `${word}s`;
+}
+
+function plural(count, word) {
+  return `${whole(count)} ${noun(count, word)}`;
+}
+
+function range([first, last], word) {
+  if (last < first) return `no ${word}`;
+  return first === last ? `${word} ${first}` : `${word}s ${first}–${last}`;
+}
+
+// An element with attributes, and children that are elements or text.
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, setting] of Object.entries(attributes)) made.setAttribute(key, setting);
+  made.append(...children);
+  return made;
+}
+
+function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}

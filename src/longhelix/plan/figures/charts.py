@@ -1,0 +1,71 @@
+"""Curves in panels: data that draws itself on a figure of matplotlib's, which is not imported here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from longhelix.perf.layouts import Array
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line; `style` is matplotlib's: color, marker and line."""
+
+    label: str
+    x: Array
+    y: Array
+    style: str = "o-"
+
+    @classmethod
+    def of(cls, label: str, x: ArrayLike, y: ArrayLike, style: str = "o-") -> "Curve":
+        return cls(label, np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64), style)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over two axes; `log` names those that are logarithmic. `limit`: a level that the paper draws or names."""
+
+    title: str
+    x: str
+    y: str
+    curves: Sequence[Curve]
+    log: str = ""
+    limit: tuple[str, float] | None = None
+    every_x: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels side by side."""
+
+    name: str
+    title: str
+    panels: Sequence[Panel]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 1.2 + 4.6 * len(self.panels), 4.2
+
+    def draw(self, figure: Any) -> None:
+        for panel, axes in zip(self.panels, figure.subplots(1, len(self.panels), squeeze=False)[0], strict=True):
+            _draw(panel, axes)
+
+
+def _draw(panel: Panel, axes: Any) -> None:
+    for curve in panel.curves:
+        axes.plot(curve.x, curve.y, curve.style, label=curve.label, markersize=4)
+    if panel.limit is not None:
+        name, level = panel.limit
+        axes.axhline(level, color="gray", linestyle=":", label=name)
+    axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    axes.set_xscale("log" if "x" in panel.log else "linear")
+    axes.set_yscale("log" if "y" in panel.log else "linear")
+    if panel.every_x:
+        ticks = sorted({float(x) for curve in panel.curves for x in curve.x})
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")

@@ -1,0 +1,96 @@
+"""Work over time: who computes when, as bars. Helix's Figure 3 and Medha's Figure 9."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Span = tuple[float, float]  # start, length
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Rows of spans, first row on top, the n-th span of every row of one colour: one request, or one chunk."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Span]]]
+
+    @property
+    def end(self) -> float:
+        return max(start + length for _, spans in self.rows for start, length in spans)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Pipelines one under the other on one time axis."""
+
+    name: str
+    title: str
+    unit: str
+    pipelines: Sequence[Pipeline]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 9.0, 0.9 + sum(0.7 + 0.4 * len(pipeline.rows) for pipeline in self.pipelines)
+
+    def draw(self, figure: Any) -> None:
+        heights = [len(pipeline.rows) for pipeline in self.pipelines]
+        all_axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for pipeline, axes in zip(self.pipelines, all_axes, strict=True):
+            _draw(pipeline, axes)
+        all_axes[-1].set_xlabel(self.unit)
+
+
+def _draw(pipeline: Pipeline, axes: Any) -> None:
+    for row, (_, spans) in enumerate(pipeline.rows):
+        colors = [f"C{index % 10}" for index in range(len(spans))]
+        axes.broken_barh(list(spans), (row - 0.4, 0.8), facecolors=colors, edgecolor="white")
+        for index, (start, length) in enumerate(spans):
+            axes.text(
+                start + length / 2, row, str(index + 1), ha="center", va="center", color="white", fontsize="small"
+            )
+    axes.axvline(pipeline.end, color="gray", linestyle=":")
+    axes.set_yticks(range(len(pipeline.rows)), [name for name, _ in pipeline.rows])
+    axes.set_ylim(len(pipeline.rows) - 0.5, -0.5)
+    axes.set_title(f"{pipeline.title}: {pipeline.end:.3g}", fontsize="medium", loc="left")
+
+
+def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]]]:
+    """Rows of tasks (row, length) of which each starts when the one before has ended."""
+    rows: dict[str, list[Span]] = {}
+    now = 0.0
+    for row, length in tasks:
+        rows.setdefault(row, []).append((now, length))
+        now += length
+    return list(rows.items())
+
+
+def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str, list[Span]]]:
+    """Attention part by part, each part's exchange as soon as its attention and the exchange before have ended."""
+    attended = [(part * attention, attention) for part in range(parts)]
+    sent: list[Span] = []
+    for start, length in attended:
+        free = sum(sent[-1]) if sent else 0.0
+        sent.append((max(start + length, free), exchange))
+    return [("attention", attended), ("exchange", sent)]
+
+
+def standard_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
+    """Spans of every stage where a chunk starts when the one before has left the last stage; each takes t / stages."""
+    return _schedule(chunks_s, stages, dense=False)
+
+
+def sequence_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
+    """Spans of every stage where a chunk starts when the one before has left the first stage (SPP)."""
+    return _schedule(chunks_s, stages, dense=True)
+
+
+def _schedule(chunks_s: Sequence[float], stages: int, *, dense: bool) -> list[list[Span]]:
+    free = [0.0] * stages
+    spans: list[list[Span]] = [[] for _ in range(stages)]
+    for chunk_s in chunks_s:
+        ready = free[0] if dense else free[-1]
+        for stage in range(stages):
+            start = max(ready, free[stage])
+            ready = free[stage] = start + chunk_s / stages
+            spans[stage].append((start, chunk_s / stages))
+    return spans

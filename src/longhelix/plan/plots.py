@@ -1,0 +1,48 @@
+"""Frontiers as PNG and SVG files, by matplotlib (the extra `plan`)."""
+
+from pathlib import Path
+
+from longhelix.errors import UserError
+from longhelix.plan.pareto import Series
+from longhelix.plan.space import STRATEGIES
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito), and marks that do without colour.
+_STYLES = {
+    "tp": ("#d55e00", "s"),
+    "dp_ep": ("#009e73", "D"),
+    "dp_tp": ("#8a6d00", "^"),
+    "tied": ("#cc79a7", "X"),
+    "helix_exposed": ("#56b4e9", "o"),
+    "helix": ("#0072b2", "o"),
+}
+
+
+def draw_frontier(stem: Path, series: Series, title: str, *, ttl_s: float | None = None) -> list[Path]:
+    """Draw tokens/s/GPU over tokens/s/user, a line for each strategy, and a TTL target in seconds; returns the files.
+
+    `stem`: the files' path without a suffix. Raises UserError where matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import StrMethodFormatter
+    except ImportError as error:
+        raise UserError("plots need matplotlib: pip install 'longhelix[plan]'", "missing_dependency") from error
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="tokens/s per user", ylabel="tokens/s per GPU")
+    axes.set_xscale("log", subs=(2, 5))
+    axes.set_yscale("log", subs=(2, 5))
+    styles = {strategy.title: _STYLES[strategy.name] for strategy in STRATEGIES}
+    for label, (user, gpu) in series.items():
+        color, marker = styles[label]
+        axes.plot(user, gpu, color=color, marker=marker, markersize=3, linewidth=1.5, label=label)
+    if ttl_s is not None:
+        axes.axvline(1 / ttl_s, color="#b3261e", linestyle="--", label=f"TTL {1e3 * ttl_s:g} ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.set_minor_formatter(StrMethodFormatter("{x:,g}"))
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return paths
