@@ -147,6 +147,7 @@ def _first(machine: Row) -> dict[str, Row]:
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
+        "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],
