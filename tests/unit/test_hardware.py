@@ -136,3 +136,18 @@ def test_a_constant_without_its_source_is_refused(entry):
 def test_values_out_of_range_are_refused(path, values, words):
     for value in values:
         refused(changed(path, constant(value)), f"{path} = {value!r}", words)
+
+
+def test_constants_are_replaced_by_name_and_keep_their_sources():
+    spec = HardwareSpec.from_mapping("mine", SYSTEM)
+    assert spec.constants["scale_up.ranks"] == 8
+    assert spec.constants["flops_per_s.float32"] == 2e13
+    assert set(spec.constants) == set(spec.sources)
+    changed_spec = spec.replaced({"scale_up.latency_s": 3e-6, "flops_per_s.bfloat16": 1e14, "step_s": 0.5}, "fitted")
+    assert changed_spec.scale_up == Link(3e-6, 450e9, 8)
+    assert (changed_spec.flops_per_s, changed_spec.step_s) == ({"float32": 2e13, "bfloat16": 1e14}, 0.5)
+    assert changed_spec.sources == {
+        **spec.sources,
+        **dict.fromkeys(("scale_up.latency_s", "flops_per_s.bfloat16", "step_s"), "fitted"),
+    }
+    assert changed_spec.replaced(spec.constants, "again") == spec

@@ -9,7 +9,7 @@ import pytest
 
 from longhelix import presets
 from longhelix.errors import UserError
-from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names
+from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
 from longhelix.spec import BYTES
 
 pytestmark = pytest.mark.unit
@@ -167,6 +167,30 @@ def test_a_file_of_a_system_is_read_or_refused(tmp_path):
     path.write_text("memory_bytes_per_s = 5")
     refused(load_system, path, "invalid_system", "mine", "where it comes from")
     refused(load_system, tmp_path / "none.toml", "unknown_system", "none.toml")
+
+
+@pytest.mark.parametrize("name", system_names())
+def test_a_system_that_is_written_is_read_back(name, tmp_path):
+    system, path = load_system(name), tmp_path / "new" / f"{name}.toml"
+    write_system(system, path)
+    again = load_system(str(path))
+    assert again == system
+    assert again.sources == system.sources
+
+
+def test_sources_are_written_whatever_they_say(tmp_path):
+    source = 'a "quoted" back\\slash, a\nline, \u00fc and \U0001f600'
+    write_system(load_system("h100").replaced({"step_s": 1.5e-3}, source), tmp_path / "x.toml")
+    assert load_system(str(tmp_path / "x.toml")).sources["step_s"] == source
+
+
+def test_a_system_that_cannot_be_written_is_refused(tmp_path):
+    def write(path):
+        write_system(load_system("h100"), Path(path))
+
+    (tmp_path / "file").write_text("")
+    refused(write, tmp_path / "file" / "x.toml", "invalid_argument", "cannot be written", "choose another file")
+    refused(write, tmp_path, "invalid_argument", "Is a directory")
 
 
 def test_presets_load_neither_torch_nor_numpy():

@@ -22,7 +22,7 @@ def environment(date: str) -> dict[str, object]:
         "cpu": _cpu_model(),
         "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
         "cores": os.cpu_count(),
-        "last_level_cache_bytes": _last_level_cache_bytes(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
         "memory_bytes": memory.total,
         "available_memory_bytes": memory.available,
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -43,7 +43,7 @@ def _cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _last_level_cache_bytes() -> int | None:
+def last_level_cache_bytes() -> int | None:
     """The largest cache of the first core, where the system tells."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((1024 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=None)

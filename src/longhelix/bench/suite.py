@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longhelix.bench import collectives, decode, kernels, planner, prefill
+from longhelix.bench import calibration, collectives, decode, kernels, planner, predictions, prefill
 from longhelix.bench.environment import environment
 from longhelix.bench.memory import check_native
 from longhelix.bench.peers import Peers
@@ -16,7 +16,7 @@ from longhelix.engine.config import EngineConfig, resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
-from longhelix.spec import KV_DTYPES
+from longhelix.spec import KV_DTYPES, HardwareSpec
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,29 @@ class Suite:
         self.collectives(extent.ranks, extent.sizes_bytes, extent.collective_repeats)
         self.planner(extent.planner_repeats)
 
+    def calibrate(self, short: bool) -> HardwareSpec:
+        """The system "local", fitted to runs of the built-in model; `short`: to shorter ones."""
+        extent = calibration.SHORT if short else calibration.FULL
+        return self._predict(extent, extent, [_builtin(extent, Layout(), "bfloat16")])
+
+    def predict(self) -> None:
+        """As a calibration, with more lengths, layouts and dtypes, to which nothing is fitted."""
+        extent = predictions.EXTENT
+        configs = [_builtin(extent, layout, "bfloat16") for layout in predictions.LAYOUTS]
+        self._predict(extent, calibration.FULL, [*configs, _builtin(extent, Layout(), "int8")])
+
+    def _predict(
+        self, extent: calibration.Extent, fitted: calibration.Extent, configs: Sequence[EngineConfig]
+    ) -> HardwareSpec:
+        measured = calibration.Measured.by(extent, configs, self._on_point)
+        system = measured.system(configs[0], fitted)
+        dtypes = {(config.weight_dtype, config.kv_dtype): config for config in configs}
+        rows: list[Row] = []
+        for config in dtypes.values():
+            rows += predictions.predicted(system, config, measured.runs, fitted)
+        self._report.sections += predictions.sections(system, rows)
+        return system
+
     def finish(self) -> Report:
         """The report, with what the peers had to say."""
         if self._peers:
@@ -146,6 +169,10 @@ class Suite:
             self._tell(f"{name}: {', '.join(f'{key} {row[key]}' for key in shown)}")
 
         return on_point
+
+
+def _builtin(extent: calibration.Extent, layout: Layout, dtype: str) -> EngineConfig:
+    return configure("builtin", layout, (*extent.contexts, *extent.prompts), weight_dtype=dtype, kv_dtype=dtype)
 
 
 def configure(

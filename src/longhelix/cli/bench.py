@@ -16,6 +16,7 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 
 if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
+    from longhelix.bench.report import Report
     from longhelix.bench.suite import Suite
     from longhelix.engine.config import EngineConfig
 
@@ -27,6 +28,25 @@ Numbers = Annotated[tuple[int, ...], _many]
 Names = Annotated[tuple[str, ...], _many]
 
 _TABLE_WIDTH = 200  # where standard output is no terminal
+
+
+def check_out(out: Path, kind: str, example: str) -> None:
+    """Make the folder of a file to be written. Raises UserError where it cannot be, or is named unlike `example`."""
+    if out.suffix != Path(example).suffix or out.is_dir():
+        raise UserError(f"--out is {out}: give the name of a {kind} file, such as {example}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be made: {error.strerror}") from error
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"{out.parent} cannot be written to: set --out to a file elsewhere")
+
+
+def show(report: "Report") -> None:
+    """Print a report's tables."""
+    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+    for shown in report.shown():
+        console.print(shown, "", markup=False)
 
 
 @Parameter(name="*", group="Peers")
@@ -56,7 +76,8 @@ class OutputOptions:
 
     def start(self, peers: Path | None) -> "Suite":
         """A suite with the peers found in a directory. Raises UserError, before all work, for a bad --out."""
-        self._check_out()
+        if self.out is not None:
+            check_out(self.out, "Markdown", "report.md")
         from longhelix.bench.suite import Suite
 
         date = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -70,21 +91,7 @@ class OutputOptions:
         if self.json:
             print(report.as_json())
             return
-        console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
-        for shown in report.shown():
-            console.print(shown, "", markup=False)
-
-    def _check_out(self) -> None:
-        if self.out is None:
-            return
-        if self.out.suffix != ".md" or self.out.is_dir():
-            raise UserError(f"--out is {self.out}: give the name of a Markdown file, such as report.md")
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.out.parent} cannot be made: {error.strerror}") from error
-        if not os.access(self.out.parent, os.W_OK):
-            raise UserError(f"{self.out.parent} cannot be written to: set --out to a file elsewhere")
+        show(report)
 
 
 @Parameter(name="*", group="Model and layout")
@@ -226,6 +233,14 @@ def collectives(
     """
     suite = output.start(peers=None)
     suite.collectives(ranks, sizes_bytes, repeats)
+    output.finish(suite)
+
+
+@app.command
+def predictions(*, output: OutputOptions = OutputOptions()) -> None:
+    """Calibrate, and measure beside its predictions other lengths and layouts than it was fitted to: ten minutes."""
+    suite = output.start(peers=None)
+    suite.predict()
     output.finish(suite)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from longhelix.errors import UserError
 from longhelix.spec import HardwareSpec, ModelSpec
 
-__all__ = ["load_model", "load_system", "local_system_path", "model_names", "system_names"]
+__all__ = ["load_model", "load_system", "local_system_path", "model_names", "system_names", "write_system"]
 
 _FOLDER = Path(__file__).parent
 _BUILTIN = "smollm2-135m"
@@ -82,6 +82,20 @@ def local_system_path() -> Path:
     """Where calibration writes the system "local" (XDG base directories: data of the user's)."""
     data_home = os.environ.get("XDG_DATA_HOME")
     return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "longhelix" / "local.toml"
+
+
+def write_system(system: HardwareSpec, path: Path) -> None:
+    """Write a system as a file that `load_system` reads, folders included. Raises UserError where that cannot be."""
+    # A string, a number or a truth value is the same in TOML as in JSON.
+    lines = [
+        f"{key} = {{ value = {json.dumps(value)}, source = {json.dumps(system.sources[key], ensure_ascii=False)} }}\n"
+        for key, value in system.constants.items()
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another file") from error
 
 
 def _names(folder: str, suffix: str) -> tuple[str, ...]:

@@ -85,6 +85,27 @@ class HardwareSpec:
             if not holds(value):
                 raise _invalid(f"the system {name} has {key} = {value!r}: set it to {words}")
             values[key], sources[key] = value, source
+        return cls._of(name, values, sources)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The value of every constant by dotted name, in the order of `sources`."""
+        return {key: self._value(key) for key in self.sources}
+
+    def replaced(self, values: Mapping[str, Any], source: str) -> "HardwareSpec":
+        """The same system with other values, by dotted name, that all come from `source`."""
+        sources = {**self.sources, **dict.fromkeys(values, source)}
+        return self._of(self.name, {**self.constants, **values}, sources)
+
+    def _value(self, key: str) -> Any:
+        table, _, name = key.rpartition(".")
+        if table == "flops_per_s":
+            return self.flops_per_s[name]
+        return getattr(getattr(self, table) if table else self, name)
+
+    @classmethod
+    def _of(cls, name: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> "HardwareSpec":
+        """From values by dotted name; raises UserError where one is missing."""
         rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in BYTES}
         flops_per_s = {dtype: rate for dtype, rate in rates.items() if rate is not None}
         missing = [key for key in _KINDS if key not in values and not key.startswith("flops_per_s.")]

@@ -1,0 +1,132 @@
+"""Calibration's fit: the constants of a system with which predictions come nearest to what was measured on it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longhelix.layout import Layout
+from longhelix.perf import collectives
+from longhelix.perf.collectives import Group
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.prefill import prefill_seconds
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_seconds
+from longhelix.spec import HardwareSpec
+
+RUN_CONSTANTS = ("memory_efficiency", "compute_efficiency", "attention_efficiency")
+COLLECTIVE_CONSTANTS = ("collective_s", "scale_up.latency_s", "scale_up.bytes_per_s")
+
+_COSTS = {
+    "all-reduce": collectives.all_reduce,
+    "all-to-all": collectives.all_to_all,
+    "all-gather": collectives.all_gather,
+    "reduce-scatter": collectives.all_gather,
+}
+_MOST_ROUNDS = 40
+_NUDGE = 1e-4
+_CONVERGED = 1e-9
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured of one request: its prefill of `tokens` in chunks of `chunk`, or (None) one decode step.
+
+    tokens: of the prompt, or of the KV that the step reads. seconds: what it took.
+    """
+
+    layout: Layout
+    tokens: int
+    chunk: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that was measured, by name: over `ranks`, of a tensor of `size_bytes`; it took `seconds`."""
+
+    name: str
+    ranks: int
+    size_bytes: int
+    seconds: float
+
+
+def run_seconds(setting: Setting, runs: Sequence[Run]) -> Array:
+    """Predicted seconds of each run. Nothing overlaps: so the engine runs them."""
+    layouts = Layouts.of([run.layout for run in runs], hop_b=False)
+    tokens = np.array([run.tokens for run in runs], dtype=np.float64)
+    chunks = np.array([run.chunk or 0 for run in runs], dtype=np.float64)
+    step = chunks == 0
+    seconds = np.empty(len(runs))
+    seconds[step] = decode_seconds(setting, layouts.take(step), 1.0, tokens[step])
+    seconds[~step] = prefill_seconds(setting, layouts.take(~step), tokens[~step], chunks[~step])
+    return seconds
+
+
+def call_seconds(system: HardwareSpec, calls: Sequence[Call]) -> Array:
+    """Predicted seconds of each collective."""
+    sent = [
+        _COSTS[call.name](system, Group(np.array([float(call.ranks)]), np.ones(1)), np.array([float(call.size_bytes)]))
+        for call in calls
+    ]
+    return np.concatenate([each.seconds for each in sent])
+
+
+def fit_runs(setting: Setting, runs: Sequence[Run]) -> HardwareSpec:
+    """The setting's system with the fractions of its peaks that the runs reach."""
+    return fit(
+        setting.system,
+        RUN_CONSTANTS,
+        lambda system: run_seconds(replace(setting, system=system), runs),
+        np.array([run.seconds for run in runs]),
+        f"fitted: {len(runs)} decode steps and prefills",
+    )
+
+
+def fit_calls(system: HardwareSpec, calls: Sequence[Call]) -> HardwareSpec:
+    """The system with what collectives cost in it."""
+    return fit(
+        system,
+        COLLECTIVE_CONSTANTS,
+        lambda tried: call_seconds(tried, calls),
+        np.array([call.seconds for call in calls]),
+        f"fitted: {len(calls)} collectives",
+    )
+
+
+def fit(
+    system: HardwareSpec,
+    names: Sequence[str],
+    predict: Callable[[HardwareSpec], Array],
+    measured_s: Array,
+    source: str,
+) -> HardwareSpec:
+    """The system with the named constants, all above 0, that make `predict` of it meet `measured_s`.
+
+    Least squares of the logarithms, so that a short time weighs as much as a long one, over the logarithms of the
+    constants (Levenberg-Marquardt). A constant that no measurement depends on stays as it was; fractions stay below 1.
+    """
+    constants = system.constants
+    most = np.array([0.0 if name.endswith("_efficiency") else np.inf for name in names])
+
+    def with_constants(logs: Array) -> HardwareSpec:
+        return system.replaced(dict(zip(names, np.exp(logs).tolist(), strict=True)), source)
+
+    def errors_of(logs: Array) -> Array:
+        return np.log(predict(with_constants(logs)) / measured_s)
+
+    logs = np.log([constants[name] for name in names])
+    errors, damping = errors_of(logs), 1e-2
+    for _ in range(_MOST_ROUNDS):
+        nudged = [errors_of(logs + _NUDGE * unit) for unit in np.eye(len(names))]
+        slopes = (np.stack(nudged, axis=1) - errors[:, None]) / _NUDGE
+        move = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(names)), -slopes.T @ errors)
+        tried = np.minimum(logs + move, most)
+        tried_errors = errors_of(tried)
+        gained = errors @ errors - tried_errors @ tried_errors
+        damping *= 0.25 if gained > 0 else 4.0
+        if gained > 0:
+            logs, errors = tried, tried_errors
+        if 0 <= gained < _CONVERGED:
+            break
+    return with_constants(logs)

@@ -1,0 +1,103 @@
+"""The fit of a system's constants: from times that the model made itself it finds what they were made with."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longhelix.layout import Layout
+from longhelix.perf import fit
+from longhelix.perf.fit import COLLECTIVE_CONSTANTS, RUN_CONSTANTS, Call, Run
+from longhelix.perf.setting import Setting
+from longhelix.presets import load_model, load_system
+
+pytestmark = pytest.mark.unit
+
+# A machine of a few cores.
+TRUTH = load_system("h100").replaced(
+    {
+        "memory_bytes_per_s": 35e9,
+        "flops_per_s.bfloat16": 420e9,
+        "memory_efficiency": 0.83,
+        "compute_efficiency": 0.71,
+        "attention_efficiency": 0.64,
+        "kernel_s": 1e-6,
+        "step_s": 1e-3,
+        "shared": True,
+        "in_switch_reduction": False,
+        "collective_s": 2e-6,
+        "scale_up.latency_s": 6e-6,
+        "scale_up.bytes_per_s": 5e9,
+        "scale_up.ranks": 64,
+    },
+    "made up",
+)
+RUNS = [
+    *(Run(Layout(), context, None, 0.0) for context in (2048, 32768)),
+    *(Run(Layout(), prompt, 512, 0.0) for prompt in (512, 4096)),
+]
+CALLS = [
+    Call(name, ranks, size_bytes, 0.0)
+    for name in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter")
+    for ranks in (2, 4)
+    for size_bytes in (2048, 32768, 524288)
+]
+
+
+def setting(system=TRUTH):
+    return Setting(load_model("builtin"), system, "bfloat16", "bfloat16")
+
+
+def timed(points, seconds, noise=0.0):
+    factors = np.exp(noise * np.random.default_rng(7).standard_normal(len(points)))
+    return [replace(point, seconds=float(each)) for point, each in zip(points, seconds * factors, strict=True)]
+
+
+def guessed(names):
+    """The machine with other values for what is to be found."""
+    return TRUTH.replaced({name: TRUTH.constants[name] / 3 for name in names}, "guess")
+
+
+def distance(found, names):
+    return max(abs(found.constants[name] / TRUTH.constants[name] - 1) for name in names)
+
+
+def test_runs_give_back_the_fractions_that_they_were_made_with():
+    runs = timed(RUNS, fit.run_seconds(setting(), RUNS))
+    found = fit.fit_runs(setting(guessed(RUN_CONSTANTS)), runs)
+    assert distance(found, RUN_CONSTANTS) < 1e-3
+    assert found.sources["memory_efficiency"] == "fitted: 4 decode steps and prefills"
+    assert found.sources["step_s"] == "made up"
+
+
+def test_calls_give_back_the_costs_that_they_were_made_with():
+    calls = timed(CALLS, fit.call_seconds(TRUTH, CALLS))
+    assert distance(fit.fit_calls(guessed(COLLECTIVE_CONSTANTS), calls), COLLECTIVE_CONSTANTS) < 1e-3
+
+
+def test_noise_moves_constants_no_further_than_itself():
+    runs = timed(RUNS, fit.run_seconds(setting(), RUNS), noise=0.03)
+    assert distance(fit.fit_runs(setting(guessed(RUN_CONSTANTS)), runs), RUN_CONSTANTS) < 0.1
+    calls = timed(CALLS, fit.call_seconds(TRUTH, CALLS), noise=0.03)
+    found = fit.fit_calls(guessed(COLLECTIVE_CONSTANTS), calls)
+    assert distance(found, ("scale_up.latency_s", "scale_up.bytes_per_s")) < 0.1
+
+
+def test_a_constant_on_which_nothing_depends_stays():
+    steps = [run for run in timed(RUNS, fit.run_seconds(setting(), RUNS)) if run.chunk is None]
+    found = fit.fit_runs(setting(guessed(RUN_CONSTANTS)), steps)
+    assert distance(found, ("memory_efficiency",)) < 1e-3
+    assert found.attention_efficiency == pytest.approx(TRUTH.attention_efficiency / 3)
+
+
+def test_no_fraction_goes_beyond_one():
+    runs = timed(RUNS, fit.run_seconds(setting(), RUNS) / 2)
+    found = fit.fit_runs(setting(), runs)
+    assert found.memory_efficiency == found.compute_efficiency == found.attention_efficiency == 1.0
+
+
+def test_runs_are_predicted_in_their_order_with_nothing_overlapped():
+    mixed = [RUNS[2], RUNS[0], Run(Layout(kvp=2), 2048, None, 0.0), RUNS[3]]
+    seconds = fit.run_seconds(setting(), mixed)
+    assert [fit.run_seconds(setting(), [run])[0] for run in mixed] == pytest.approx(list(seconds))
+    assert seconds[2] > seconds[1]  # the same bytes and more, and collectives
