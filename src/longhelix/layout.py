@@ -129,7 +129,9 @@ class Layout:
     def ffn_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that share one copy of the FFN."""
         size = self.tpf * self.ep
-        return tuple(stage[start : start + size] for stage in self.stage_groups() for start in range(0, len(stage), size))
+        return tuple(
+            stage[start : start + size] for stage in self.stage_groups() for start in range(0, len(stage), size)
+        )
 
     def check(self, heads: HeadShape) -> None:
         """Refuse a model whose heads this layout cannot spread."""

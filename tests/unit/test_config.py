@@ -11,7 +11,6 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.presets import load_model
-from longhelix.spec import ARCHITECTURES
 
 pytestmark = pytest.mark.unit
 
@@ -55,11 +54,15 @@ def refused(folder, config, code: str, *words: str) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("quantisation", [None, {"quant_method": "fp8"}])
-def test_an_architecture_that_is_only_planned_is_refused(tmp_path, quantisation):
-    config = MIXTRAL | {"quantization_config": quantisation}
-    refused(tmp_path, config, "unknown_architecture", "'mixtral'", "longhelix plan", *ARCHITECTURES)
+def test_a_quantised_checkpoint_can_be_planned_for(tmp_path):
+    refused(tmp_path, MIXTRAL | {"quantization_config": {"quant_method": "fp8"}}, "invalid_model", "quantised")
     assert load_model(str(tmp_path)).moe is not None
+
+
+def test_biases_beside_experts_are_refused(tmp_path):
+    config = MIXTRAL | {"model_type": "deepseek_v2", "mlp_bias": True, "n_routed_experts": 8, "kv_lora_rank": 8}
+    config |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 8}
+    refused(tmp_path, config, "invalid_argument", "mlp_bias")
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):

@@ -140,8 +140,10 @@ def test_ffn_columns_and_experts_are_owned_once(size):
             for expert_rank in range(layout.ep):
                 group = [rank for rank in range(num_ranks) if layout.ep_rank(rank) == expert_rank]
                 assert len(group) == layout.tpf
-                assert flat(layout.ffn_columns(size, rank) for rank in group) == list(range(size))
+                assert flat(layout.expert_columns(size, rank) for rank in group) == list(range(size))
                 assert len({layout.experts(size, rank) for rank in group}) == 1
+            for group in layout.ffn_groups():
+                assert flat(layout.ffn_columns(size, rank) for rank in group) == list(range(size))
             for column_rank in range(layout.tpf):
                 column = [rank for rank in range(num_ranks) if layout.tpf_rank(rank) == column_rank]
                 assert flat(layout.experts(size, rank) for rank in column) == list(range(size))

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
-from longhelix.models.parameters import Source, check, declare
+from longhelix.models.parameter import Source
+from longhelix.models.parameters import check, declare
 from longhelix.spec import ModelSpec
 
 pytestmark = pytest.mark.unit

@@ -25,7 +25,6 @@ from longhelix.spec import (
     BYTES,
     KV_DTYPES,
     MLA,
-    PLANNED_ARCHITECTURES,
     ROPE_KINDS,
     WEIGHT_DTYPES,
     ModelSpec,
@@ -189,7 +188,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(architecture):
         MINIMAL | {"model_type": architecture},
         repr(architecture),
         *ARCHITECTURES,
-        *PLANNED_ARCHITECTURES,
         code="unknown_architecture",
     )
 
@@ -481,10 +479,12 @@ def test_parameters_are_as_many_as_the_engine_declares(family, biased):
 
 def test_experts_are_read_by_architecture():
     assert planned_spec("mixtral").moe == MoE(5, 2, 200)
-    assert planned_spec("qwen2_moe").moe == MoE(5, 2, 40, shared_size=70, shared_gate=True)
-    assert planned_spec("qwen3_moe").moe == MoE(5, 2, 40)
-    assert planned_spec("deepseek_v2").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1)
-    assert planned_spec("deepseek_v3").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True)
+    assert planned_spec("qwen2_moe").moe == MoE(5, 2, 40, shared_size=70, shared_gate=True, normalised=False)
+    assert planned_spec("qwen3_moe").moe == MoE(5, 2, 40, normalised=False)
+    assert planned_spec("deepseek_v2").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, normalised=False)
+    assert planned_spec("deepseek_v3").moe == MoE(
+        5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True, scale=2.5
+    )
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])

@@ -49,10 +49,15 @@ class EngineConfig:
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
 
     def weight_bytes_read(self, rank: int) -> int:
-        """Bytes of weights that one decode step reads: all but an embedding that is not the head as well."""
+        """Bytes of weights that one row's decode step reads: all but an embedding that is not the head as well, and of
+        the experts the share that it takes."""
         parameters = declare(self.spec, self.layout, rank)
-        read = (p for p in parameters if p.name != "embedding" or self.spec.tied_embeddings)
-        return weight_bytes(sum(parameter.num_elements for parameter in read), self.weight_dtype)
+        read = [p for p in parameters if p.name != "embedding" or self.spec.tied_embeddings]
+        experts = sum(parameter.num_elements for parameter in read if ".experts." in parameter.name)
+        others = sum(parameter.num_elements for parameter in read) - experts
+        moe = self.spec.moe
+        taken = 0 if moe is None else experts * moe.experts_per_token // moe.num_experts
+        return weight_bytes(others + taken, self.weight_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
@@ -81,7 +86,9 @@ def resolve(
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
     if rope_scaling is not None:
-        rope = RopeSpec.from_config({"rope_theta": spec.rope.theta, **rope_scaling}, spec.rotated_size, spec.max_positions)
+        rope = RopeSpec.from_config(
+            {"rope_theta": spec.rope.theta, **rope_scaling}, spec.rotated_size, spec.max_positions
+        )
         spec = replace(spec, rope=rope)
     dtype = _known("dtype", dtype or spec.dtype, DTYPES)
     weight_dtype = _known("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
@@ -90,6 +97,12 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    execution = _execution(spec, execution, device)
+    if batch_invariant and (spec.moe is not None or spec.mla is not None):
+        raise UserError(
+            "batch_invariant is not kept by models with experts or latent attention, which use torch's own products: "
+            "leave it out"
+        )
     if _known("attention", attention, ATTENTIONS) == "flashinfer" and (device == "cpu" or execution == "eager"):
         raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
     if device == "cpu" and not has_native_kernels():
@@ -131,7 +144,7 @@ def resolve(
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
         device=device,
-        execution=_known("execution", execution, EXECUTIONS),
+        execution=execution,
         attention=attention,
     )
 
@@ -180,6 +193,16 @@ def _device(asked: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dty
     return device
 
 
+def _execution(spec: ModelSpec, asked: str, device: str) -> str:
+    """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it."""
+    execution = _known("execution", asked, EXECUTIONS)
+    if spec.moe is None:
+        return execution
+    if execution == "compiled":
+        raise UserError("execution compiled does not run models with experts: leave it out")
+    return "eager" if device == "cuda" else execution
+
+
 def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
     max_model_len = spec.max_positions if asked is None else asked
     if max_model_len < 1:
@@ -207,7 +230,9 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     num_experts = 1 if spec.moe is None else spec.moe.num_experts
     if layout.ep > num_experts:
         has = "no experts" if spec.moe is None else f"{num_experts} experts"
-        raise UserError(f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout")
+        raise UserError(
+            f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout"
+        )
     if layout.ffn_replicas > 1:
         raise UserError(
             f"ffn_replicas is {layout.ffn_replicas}: the tied layout does not run yet, set it to 1", "invalid_layout"

@@ -56,9 +56,7 @@ def _latent(spec: ModelSpec, mla: MLA, layout: Layout, rank: int, to: str, at: s
     total = spec.num_query_heads * size
     yield matrix(to + "latent_up", at + "kv_b_proj.weight", total, _rows(held, size), range(mla.kv_lora_rank))
     merged = _rows(layout.merged_query_heads(heads, rank), mla.value_size)
-    yield sliced(
-        to + "output", at + "o_proj.weight", spec.hidden_size, spec.num_query_heads * mla.value_size, merged
-    )
+    yield sliced(to + "output", at + "o_proj.weight", spec.hidden_size, spec.num_query_heads * mla.value_size, merged)
 
 
 def _rows(heads: range, head_size: int) -> range:

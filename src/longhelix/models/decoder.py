@@ -38,9 +38,7 @@ class Decoder(nn.Module):
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
-        self.layers = nn.ModuleList(
-            Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers)
-        )
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers))
         self.norm = weights.pop("norm")
         embedding_vH = weights.pop("embedding")
         self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of one layer (MLA), absorbed, sharded as GQA is: local attention, one exchange, TP = N."""
+"""Multi-head latent attention of one layer (MLA), absorbed, and sharded as GQA is."""
 
 import torch
 from torch import Tensor, nn

@@ -66,8 +66,8 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """Tensors that some exporters write although the model derives or shares them, and heads that look further ahead
-    (MTP, as layers after the last)."""
+    (DeepSeek's MTP, as layers after the last)."""
     layer = name.removeprefix("model.layers.").split(".")[0]
-    if name.startswith("model.layers.") and layer.isdigit() and int(layer) >= spec.num_layers:
+    if spec.mla is not None and name.startswith("model.layers.") and layer.isdigit() and int(layer) >= spec.num_layers:
         return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")

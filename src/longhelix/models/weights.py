@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longhelix.models.checkpoint import Checkpoint
-from longhelix.models.parameters import Parameter
+from longhelix.models.parameter import Parameter
 
 
 def load(

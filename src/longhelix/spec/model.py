@@ -126,7 +126,7 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
     def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
-        """Bytes that the engine keeps of one token's K and V, or latent, all layers, for `num_kv_heads` of the KV heads.
+        """Bytes that the engine keeps of one token's K and V, or latent, all layers, for some of the KV heads.
 
         Narrow numbers have a 16-bit scale for each token's key and value of a head.
         """

@@ -1,0 +1,45 @@
+"""Routing by hand: which experts, with what weights."""
+
+import pytest
+import torch
+
+from longhelix.errors import UserError
+from longhelix.models.routing import route
+from longhelix.spec import MoE
+
+pytestmark = pytest.mark.unit
+
+LOGITS_TE = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.5, 3.0, 2.5]])
+
+
+def test_softmax_weights_of_the_best_sum_to_one_where_normalised():
+    weights_TX, experts_TX = route(LOGITS_TE, None, MoE(4, 2, 8))
+    assert experts_TX.tolist() == [[0, 1], [2, 3]]
+    assert torch.allclose(weights_TX.sum(1), torch.ones(2))
+    assert weights_TX[0, 0] / weights_TX[0, 1] == pytest.approx(torch.tensor(1.0).exp().item())
+    plain_TX, _ = route(LOGITS_TE, None, MoE(4, 2, 8, normalised=False, scale=2.0))
+    assert torch.allclose(plain_TX, 2 * LOGITS_TE.softmax(1).gather(1, experts_TX))
+
+
+def test_a_bias_chooses_and_does_not_weigh():
+    moe = MoE(4, 1, 8, sigmoid=True, normalised=False, routing_bias=True)
+    weights_TX, experts_TX = route(LOGITS_TE, torch.tensor([0.0, 0.0, 0.0, 5.0]), moe)
+    assert experts_TX.tolist() == [[3], [3]]
+    assert torch.allclose(weights_TX[:, 0], LOGITS_TE[:, 3].sigmoid())
+
+
+def test_only_experts_of_the_best_groups_are_taken():
+    """By the best score of a group, and, with sigmoid, by the sum of its two best."""
+    logits_TE = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
+    softmax = route(logits_TE, None, MoE(4, 2, 8, num_groups=2, groups_per_token=1))[1]
+    sigmoid = route(logits_TE, None, MoE(4, 2, 8, num_groups=2, groups_per_token=1, sigmoid=True))[1]
+    assert sorted(softmax[0].tolist()) == [0, 1]
+    assert sorted(sigmoid[0].tolist()) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_groups": 3}, {"num_groups": 2, "groups_per_token": 3}, {"num_groups": 4, "groups_per_token": 1}]
+)
+def test_groups_that_cannot_be(wrong):
+    with pytest.raises(UserError, match="topk_group in the model's config"):
+        MoE(4, 2, 8, **wrong)
