@@ -170,6 +170,12 @@ class Layout:
         """Query heads that this rank holds whole after the exchange: its rows of Wo."""
         return _part(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
+    def output_heads(self, heads: HeadShape, rank: int) -> range:
+        """Query heads of this rank's rows of Wo: those it holds whole, or, beside a copy of the FFN, all of its own."""
+        if self.ffn_replicas > 1:
+            return self.query_heads(heads, rank)
+        return self.merged_query_heads(heads, rank)
+
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
         return split(ffn_size, self.tpf * self.ep)[self.stage_rank(rank) % (self.tpf * self.ep)]

@@ -61,7 +61,8 @@ class RecordingRunner(ModelRunner):
 
 
 def build(case, rank, meshes):
-    layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1))
+    replicas = case["kvp"] if case.get("tied") else 1
+    layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1), ffn_replicas=replicas)
     if layout not in meshes:
         meshes[layout] = Mesh.build(layout, rank)
     torch.compiler.reset()  # what cases before compiled counts as recompilations of this one

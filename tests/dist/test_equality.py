@@ -129,6 +129,14 @@ def test_experts_and_latent_attention_equal_transformers(worlds, expert_oracles,
     assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep)))
 
 
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("family", ["llama-bias", "qwen2", "mixtral", "deepseek_v3"])
+def test_tied_layouts_equal_transformers(worlds, oracles, expert_oracles, family, kvp, tpa):
+    oracle = (oracles if family in FAMILIES else expert_oracles)(family)
+    ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, 16, "striped", tied=True))
+    assert_equal(oracle, ranks)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda value: str(value).replace(" ", ""))
 def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
     """Sizes that the packed kernels take, in KV blocks of 16 tokens; the families above have others on purpose."""

@@ -13,19 +13,19 @@ LOGITS_TE = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.5, 3.0, 2.5]])
 
 
 def test_softmax_weights_of_the_best_sum_to_one_where_normalised():
-    weights_TX, experts_TX = route(LOGITS_TE, None, MoE(4, 2, 8))
-    assert experts_TX.tolist() == [[0, 1], [2, 3]]
-    assert torch.allclose(weights_TX.sum(1), torch.ones(2))
-    assert weights_TX[0, 0] / weights_TX[0, 1] == pytest.approx(torch.tensor(1.0).exp().item())
-    plain_TX, _ = route(LOGITS_TE, None, MoE(4, 2, 8, normalised=False, scale=2.0))
-    assert torch.allclose(plain_TX, 2 * LOGITS_TE.softmax(1).gather(1, experts_TX))
+    weights_TY, experts_TY = route(LOGITS_TE, None, MoE(4, 2, 8))
+    assert experts_TY.tolist() == [[0, 1], [2, 3]]
+    assert torch.allclose(weights_TY.sum(1), torch.ones(2))
+    assert weights_TY[0, 0] / weights_TY[0, 1] == pytest.approx(torch.tensor(1.0).exp().item())
+    plain_TY, _ = route(LOGITS_TE, None, MoE(4, 2, 8, normalised=False, scale=2.0))
+    assert torch.allclose(plain_TY, 2 * LOGITS_TE.softmax(1).gather(1, experts_TY))
 
 
 def test_a_bias_chooses_and_does_not_weigh():
     moe = MoE(4, 1, 8, sigmoid=True, normalised=False, routing_bias=True)
-    weights_TX, experts_TX = route(LOGITS_TE, torch.tensor([0.0, 0.0, 0.0, 5.0]), moe)
-    assert experts_TX.tolist() == [[3], [3]]
-    assert torch.allclose(weights_TX[:, 0], LOGITS_TE[:, 3].sigmoid())
+    weights_TY, experts_TY = route(LOGITS_TE, torch.tensor([0.0, 0.0, 0.0, 5.0]), moe)
+    assert experts_TY.tolist() == [[3], [3]]
+    assert torch.allclose(weights_TY[:, 0], LOGITS_TE[:, 3].sigmoid())
 
 
 def test_only_experts_of_the_best_groups_are_taken():

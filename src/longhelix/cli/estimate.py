@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longhelix.cli.planning import PlannedModel, parse_layout, stdout
-from longhelix.cli.values import Flag, Size
+from longhelix.cli.values import Flag, Size, tied_layout
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.plan.estimate import Estimate
@@ -68,7 +68,7 @@ def estimate(
     if context < 1 or batch < 1 or chunk < 1:
         raise UserError("context, batch and chunk must be 1 or more")
     if compare is None:
-        layout = _layout(kvp, tpa, tpf, ep, pp, tied)
+        layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
         found = [estimate_layout(setting, layout, context=context, batch=batch, chunk=chunk,
                                  local=placement == "local", hop_b=hop_b and not tied)]  # fmt: skip
     else:
@@ -84,14 +84,6 @@ def estimate(
         show(each, stdout())
     if len(found) == 2:
         stdout().print(_compared(*found))
-
-
-def _layout(kvp: int, tpa: int, tpf: int | None, ep: int, pp: int, tied: bool) -> Layout:
-    if not tied:
-        return Layout(kvp, tpa, tpf, ep, pp)
-    if ep != 1 or tpf not in (None, tpa):
-        raise UserError(f"--tied means tpf = tpa = {tpa} and ep = 1: leave --tpf and --ep out", "invalid_layout")
-    return Layout(kvp, tpa, tpa, 1, pp, ffn_replicas=kvp)
 
 
 def _as_object(found: Estimate) -> dict[str, object]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from longhelix.cli.layout_file import read_layout
-from longhelix.cli.values import Flag, Size
+from longhelix.cli.values import Flag, Size, tied_layout
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.errors import UserError
@@ -41,6 +41,8 @@ class ModelOptions:
     "Ranks that share the experts. [default: 1]"
     pp: int | None = None
     "Pipeline stages. [default: 1]"
+    tied: Flag = False
+    "The FFN at TP = tpa, a copy on every KVP instance (Medha's layout, a baseline)."
     dtype: str | None = None
     "float32, bfloat16 or float16. [default: the checkpoint's; bfloat16 for GGUF]"
     weight_dtype: str | None = None
@@ -116,7 +118,7 @@ class ModelOptions:
         given = {name: degree for name, degree in given.items() if degree is not None}
         if self.layout == "auto" and given:
             raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(given))}", "invalid_layout")
-        return Layout(**given)
+        return tied_layout(**given) if self.tied else Layout(**given)
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         if self.rope_scaling is None:

@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
 
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
@@ -26,6 +29,13 @@ def seconds(type_: Any, tokens: tuple[Token, ...]) -> float:
     if match is None:
         raise ValueError(f'"{text}" is no time: give a number with its unit, such as 20ms or 30s')
     return float(match[1]) * _TIME_UNITS_S[match[2]]
+
+
+def tied_layout(kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1) -> Layout:
+    """The layout of --tied: TPF = TPA, KVP copies of the FFN. Raises UserError for other degrees of the FFN."""
+    if ep != 1 or tpf not in (None, tpa):
+        raise UserError(f"--tied means tpf = tpa = {tpa} and ep = 1: leave --tpf and --ep out", "invalid_layout")
+    return Layout(kvp, tpa, tpa, 1, pp, ffn_replicas=kvp)
 
 
 Size = Annotated[int, Parameter(converter=size, negative=())]

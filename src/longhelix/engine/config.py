@@ -233,9 +233,11 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
         raise UserError(
             f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout"
         )
-    if layout.ffn_replicas > 1:
+    if layout.ffn_replicas > 1 and (layout.ep > 1 or layout.ffn_replicas != layout.kvp):
         raise UserError(
-            f"ffn_replicas is {layout.ffn_replicas}: the tied layout does not run yet, set it to 1", "invalid_layout"
+            f"the tied layout has a copy of the FFN, experts and all, on each of {layout.kvp} KVP instances: leave ep "
+            f"out, and set ffn_replicas to {layout.kvp}",
+            "invalid_layout",
         )
     if layout.duplicates_kv(heads):
         copies = -(-layout.tpa // spec.num_kv_heads)

@@ -6,7 +6,7 @@ from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_atte
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import exchange
+from longhelix.parallel.exchange import exchange, gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -44,4 +44,6 @@ class Attention(nn.Module):
             q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale, batch.max_rows
         )
         out_TnC = exchange(out_TqC, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
-        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.stage)
+        if self.mesh.layout.ffn_replicas > 1:
+            out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
+        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)

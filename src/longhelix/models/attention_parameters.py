@@ -32,8 +32,8 @@ def _heads(spec: ModelSpec, layout: Layout, rank: int, to: str, at: str) -> Iter
     if spec.qk_norm:
         yield vector(to + "q_norm", at + "self_attn.q_norm.weight", size)
         yield vector(to + "k_norm", at + "self_attn.k_norm.weight", size)
-    merged = _rows(layout.merged_query_heads(heads, rank), size)
-    yield sliced(to + "output", at + "self_attn.o_proj.weight", spec.hidden_size, query_rows[0], merged)
+    output = _rows(layout.output_heads(heads, rank), size)
+    yield sliced(to + "output", at + "self_attn.o_proj.weight", spec.hidden_size, query_rows[0], output)
 
 
 def _latent(spec: ModelSpec, mla: MLA, layout: Layout, rank: int, to: str, at: str) -> Iterator[Parameter]:
@@ -55,8 +55,8 @@ def _latent(spec: ModelSpec, mla: MLA, layout: Layout, rank: int, to: str, at: s
     size = mla.nope_size + mla.value_size
     total = spec.num_query_heads * size
     yield matrix(to + "latent_up", at + "kv_b_proj.weight", total, _rows(held, size), range(mla.kv_lora_rank))
-    merged = _rows(layout.merged_query_heads(heads, rank), mla.value_size)
-    yield sliced(to + "output", at + "o_proj.weight", spec.hidden_size, spec.num_query_heads * mla.value_size, merged)
+    output = _rows(layout.output_heads(heads, rank), mla.value_size)
+    yield sliced(to + "output", at + "o_proj.weight", spec.hidden_size, spec.num_query_heads * mla.value_size, output)
 
 
 def _rows(heads: range, head_size: int) -> range:

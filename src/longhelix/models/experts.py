@@ -44,26 +44,26 @@ class ExpertFFN(nn.Module):
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """hidden_TH with the FFN's output added."""
         normed_TH = rms_norm(hidden_TH, self.norm, self.eps)
-        weights_TX, experts_TX = route(nn.functional.linear(normed_TH.float(), self.router_EH), self.bias_E, self.moe)
-        out_TH = self._routed(normed_TH, weights_TX, experts_TX)
+        weights_TY, experts_TY = route(nn.functional.linear(normed_TH.float(), self.router_EH), self.bias_E, self.moe)
+        out_TH = self._routed(normed_TH, weights_TY, experts_TY)
         if self.shared is not None:
             out_TH = out_TH + self._shared(normed_TH)
         return self.mesh.ffn.all_reduce_add(out_TH, hidden_TH)
 
-    def _routed(self, normed_TH: Tensor, weights_TX: Tensor, experts_TX: Tensor) -> Tensor:
+    def _routed(self, normed_TH: Tensor, weights_TY: Tensor, experts_TY: Tensor) -> Tensor:
         """This rank's experts on the rows that take them, sorted by expert: one product of all rows for each."""
         out_TH = torch.zeros_like(normed_TH)
-        order = experts_TX.flatten().argsort(stable=True)
-        per_expert_E = torch.bincount(experts_TX.flatten(), minlength=self.moe.num_experts)
+        order = experts_TY.flatten().argsort(stable=True)
+        per_expert_E = torch.bincount(experts_TY.flatten(), minlength=self.moe.num_experts)
         counts_e = per_expert_E[self.held.start : self.held.stop]
         self.rows_per_expert_e += counts_e.cpu()
         first = int(per_expert_E[: self.held.start].sum())
         for index, pairs in enumerate(order[first : first + int(counts_e.sum())].split(counts_e.tolist())):
             if not len(pairs):
                 continue
-            rows = pairs // experts_TX.shape[1]
+            rows = pairs // experts_TY.shape[1]
             inner = linear(normed_TH[rows], self.gate_up[index], swiglu=True)
-            weights_T1 = weights_TX.flatten()[pairs].unsqueeze(1)
+            weights_T1 = weights_TY.flatten()[pairs].unsqueeze(1)
             out_TH.index_add_(0, rows, (linear(inner, self.down[index]) * weights_T1).to(out_TH.dtype))
         return out_TH
 

@@ -7,7 +7,7 @@ from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_atte
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import exchange
+from longhelix.parallel.exchange import exchange, gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -46,11 +46,11 @@ class LatentAttention(nn.Module):
             query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)], weight_dtype
         )
         self.latent_norm = weights.pop(prefix + "latent_norm")
-        up_qXR = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
-        self.key_up_qCR, value_up_qCR = up_qXR.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
+        self.key_up_qCZ, value_up_qCZ = up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
         start = merged.start - held.start
-        self.value_up_qCR = value_up_qCR if self.values_first else value_up_qCR[start : start + len(merged)]
+        self.value_up_qCZ = value_up_qCZ if self.values_first else value_up_qCZ[start : start + len(merged)]
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
         self.output_bias = weights.pop(prefix + "output_bias", None)
 
@@ -63,15 +63,17 @@ class LatentAttention(nn.Module):
         down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX)
         self._write(latent_TX, batch, layer)
-        out_TqR, lse_Tq = partial_attention(
+        out_TqZ, lse_Tq = partial_attention(
             self._absorb(q_TqC, batch), layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale,
             batch.max_rows,
         )  # fmt: skip
         if self.values_first:
-            out_TnC = exchange(self._values(out_TqR), lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
+            out_TnC = exchange(self._values(out_TqZ), lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
         else:
-            out_TnC = self._values(exchange(out_TqR, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank))
-        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.stage)
+            out_TnC = self._values(exchange(out_TqZ, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank))
+        if self.mesh.layout.ffn_replicas > 1:
+            out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
+        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
 
     def _latents_and_queries(self, hidden_TH: Tensor, down_TX: Tensor) -> tuple[Tensor, Tensor]:
         """latent_TX: the token's latent and key, raw; q_TqC: queries, not rotated."""
@@ -83,19 +85,19 @@ class LatentAttention(nn.Module):
         return latent_TX, q_TX.unflatten(1, (-1, self.head_size))
 
     def _write(self, latent_TX: Tensor, batch: Batch, layer: KVLayer) -> None:
-        latent_TR, key_TC = latent_TX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
-        latent_TR = rms_norm(latent_TR, self.latent_norm, _LATENT_EPS)
+        latent_TZ, key_TC = latent_TX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
+        latent_TZ = rms_norm(latent_TZ, self.latent_norm, _LATENT_EPS)
         key_T1C = rotate_heads(key_TC.unsqueeze(1), batch.cos_TR, batch.sin_TR)
-        write_kv(torch.cat((latent_TR.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
+        write_kv(torch.cat((latent_TZ.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
 
     def _absorb(self, q_TqC: Tensor, batch: Batch) -> Tensor:
         """Queries for the cache entries: a latent and a rotated part."""
         plain_TqC, rotated_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        latent_TqR = torch.einsum("tqc,qcr->tqr", plain_TqC, self.key_up_qCR)
-        return torch.cat((latent_TqR, rotate_heads(rotated_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
+        latent_TqZ = torch.einsum("tqc,qcz->tqz", plain_TqC, self.key_up_qCZ)
+        return torch.cat((latent_TqZ, rotate_heads(rotated_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
 
-    def _values(self, out_TqR: Tensor) -> Tensor:
-        return torch.einsum("tqr,qcr->tqc", out_TqR, self.value_up_qCR)
+    def _values(self, out_TqZ: Tensor) -> Tensor:
+        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ)
 
 
 def _in_halves(num_heads: int, size: int, rope_size: int) -> Tensor:

@@ -7,7 +7,7 @@ from longhelix.spec import MoE
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
-    """The taken experts' weights and ids, weights_TX (float32) and experts_TX (int64), X experts per token.
+    """The taken experts' weights and ids, weights_TY (float32) and experts_TY (int64), Y experts per token.
 
     Softmax routing as in Mixtral (arXiv 2401.04088) and DeepSeek-V2 (arXiv 2405.04434, group-limited); sigmoid routing
     with a bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
@@ -16,11 +16,11 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, T
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if moe.groups_per_token < moe.num_groups:
         choice_TE = _limit_groups(choice_TE, moe)
-    experts_TX = choice_TE.topk(moe.experts_per_token, dim=-1).indices
-    weights_TX = scores_TE.gather(1, experts_TX)
+    experts_TY = choice_TE.topk(moe.experts_per_token, dim=-1).indices
+    weights_TY = scores_TE.gather(1, experts_TY)
     if moe.normalised:
-        weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
-    return weights_TX * moe.scale, experts_TX
+        weights_TY = weights_TY / weights_TY.sum(-1, keepdim=True)
+    return weights_TY * moe.scale, experts_TY
 
 
 def _limit_groups(choice_TE: Tensor, moe: MoE) -> Tensor:

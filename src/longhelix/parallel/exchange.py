@@ -13,6 +13,18 @@ from longhelix.parallel.collectives import Group
 _LSE_BYTES = 4
 
 
+def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
+    """All heads of the group, out_TqC, from the slices that its ranks hold whole: the tied layout's second exchange."""
+    if group.size == 1:
+        return out_TnC
+    rows, _, head_size = out_TnC.shape
+    sizes = [rows * heads * head_size for heads in heads_per_rank]
+    received = group.all_to_all(
+        out_TnC.reshape(-1).repeat(group.size), send_sizes=[out_TnC.numel()] * group.size, receive_sizes=sizes
+    )
+    return torch.cat([part.view(rows, -1, head_size) for part in received.split(sizes) if part.numel()], dim=1)
+
+
 def exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
     """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_TqC`.
 
