@@ -5,6 +5,7 @@ from longhelix.perf.setting import Setting
 from longhelix.plan.figures.claims import Claim, Reproduction, Table, constants
 from longhelix.plan.figures.medha_charts import charts
 from longhelix.plan.figures.sensitivity import on_system
+from longhelix.plan.figures.strategies import strategies
 from longhelix.plan.figures.tied import Deployment, gpus_for, growth, tokens_for
 
 M = 1e6
@@ -29,7 +30,7 @@ def medha(small: Setting, large: Setting) -> Reproduction:
         conditions=_CONDITIONS,
         claims=tuple(claims),
         constants=constants(small.system, small.weight_dtype),
-        tables=(_scaling(small, large), _batching(small), _sensitivity(small, large)),
+        tables=(strategies(small), _scaling(small, large), _batching(small), _sensitivity(small, large)),
         drawings=charts(small, large),
         left_out=_LEFT_OUT,
     )
@@ -52,7 +53,7 @@ _CONDITIONS = (
 _LEFT_OUT = (
     "Figure 13 (platform work against another engine of its day, 3.8x in decode, about 6x in small chunks) is not "
     "modelled: it compares the host's work of two engines, and the model has one measured constant for it.",
-    "Figures 2 to 4 and 10 to 12 and Table 1 are schematics and words, without numbers.",
+    "Figures 2 to 4 and 10 to 12 are schematics, without numbers.",
     "LARS and the later versions' scheduling are no matter of step times.",
 )
 
