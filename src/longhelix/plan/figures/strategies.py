@@ -32,9 +32,9 @@ def strategies(setting: Setting) -> Table:
         "Table 1: what each strategy parallelises (speed-up with so many more GPUs, 8B, 4M tokens)",
         ("strategy", "prefill (x)", "decode (x)", "batches with others", "preempted at the end of a"),
         rows,
-        "Speed-ups are the model's, with chunks of 4096; the last two columns are the paper's text (sections 2.3 to 4.5). "
-        "PP without chunks in flight together does not shorten one request's prefill; ring attention has no form for "
-        "decode. TP across servers divides a long prompt's attention too, but not a decode, whose KV heads it duplicates.",
+        "Speed-ups are the model's, with chunks of 4096; the last two columns are the paper's text (sections 2.3 to "
+        "4.5). PP without chunks in flight together does not shorten one request's prefill; ring attention has no form "
+        "for decode. TP across servers divides a long prompt's attention, but not a decode's: it duplicates KV heads.",
     )
 
 
