@@ -8,7 +8,9 @@ import pytest
 
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.main import main
+from longhelix.cli.options import ModelOptions
 from longhelix.errors import UserError
+from longhelix.layout import Layout
 
 pytestmark = pytest.mark.unit
 
@@ -147,6 +149,7 @@ def test_mistakes_as_json(capfd):
         ("kvp: two", "has kvp = 'two': set it to a whole number"),
         ("kvp: true", "has kvp = True: set it to a whole number"),
         ("kv_dtype: 8", "has kv_dtype = 8: set it to a word"),
+        ("tied: 1", "has tied = 1: set it to true or false"),
         ("- kvp", "holds no options"),
         ("{kvp", "is not YAML"),
     ],
@@ -156,6 +159,14 @@ def test_layout_files_that_are_none(tmp_path, content, words):
     file.write_text(content)
     with pytest.raises(UserError, match=words):
         read_layout(file)
+
+
+def test_a_layout_file_makes_the_layout_that_it_says_and_options_beside_it_win(tmp_path):
+    file = tmp_path / "layout.yaml"
+    file.write_text("kvp: 4\ntpa: 2\ntpf: 2\nep: 1\ntied: true\nkv_dtype: int8\nplacement: local\n")
+    composed = ModelOptions(model="builtin", layout=str(file), kv_dtype="bfloat16")._composed()
+    assert composed._layout() == Layout(4, 2, 2, ffn_replicas=4)
+    assert (composed.kv_dtype, composed.placement, composed.layout) == ("bfloat16", "local", None)
 
 
 def test_a_missing_layout_file(tmp_path):

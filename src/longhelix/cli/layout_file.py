@@ -9,6 +9,8 @@ from longhelix.errors import UserError
 
 _NUMBERS = ("kvp", "tpa", "tpf", "ep", "pp", "max_model_len", "kv_cache_tokens")
 _WORDS = ("placement", "weight_dtype", "kv_dtype")
+_KINDS = dict.fromkeys(_NUMBERS, (int, "a whole number")) | dict.fromkeys(_WORDS, (str, "a word"))
+_KINDS["tied"] = (bool, "true or false")
 
 
 def read_layout(path: Path) -> dict[str, Any]:
@@ -22,9 +24,9 @@ def read_layout(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"--layout {path} holds no options: write it as `longhelix plan --out` does")
     for key, value in found.items():
-        if key not in _NUMBERS + _WORDS:
-            raise UserError(f"--layout {path} sets {key!r}, which is not known: use {', '.join(_NUMBERS + _WORDS)}")
-        if type(value) is not (int if key in _NUMBERS else str):
-            wanted = "a whole number" if key in _NUMBERS else "a word"
-            raise UserError(f"--layout {path} has {key} = {value!r}: set it to {wanted}")
+        if key not in _KINDS:
+            raise UserError(f"--layout {path} sets {key!r}, which is not known: use {', '.join(_KINDS)}")
+        kind, words = _KINDS[key]
+        if type(value) is not kind:
+            raise UserError(f"--layout {path} has {key} = {value!r}: set it to {words}")
     return found

@@ -83,7 +83,8 @@ class ModelOptions:
         if self.layout in (None, "auto"):
             return self
         read = read_layout(Path(self.layout))
-        return replace(self, layout=None, **{key: value for key, value in read.items() if getattr(self, key) is None})
+        left_open = {key: value for key, value in read.items() if getattr(self, key) is None or key == "tied"}
+        return replace(self, layout=None, **left_open)
 
     def _start(self) -> LLM:
         with Progress(console=stderr, transient=True) as progress:

@@ -104,6 +104,7 @@ def as_yaml(plan: Plan, model_name: str) -> str:
         f"# {best.tokens_per_s_per_user:.1f} tokens/s/user, {best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, "
         f"{best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
         *(f"{name}: {best.layout[name]}" for name in ("kvp", "tpa", "tpf", "ep", "pp")),
+        *(["tied: true"] if best.layout["ffn_replicas"] != 1 else []),
         f"placement: {best.layout['placement']}",
         f"weight_dtype: {question.setting.weight_dtype}",
         f"kv_dtype: {question.setting.kv_dtype}",
