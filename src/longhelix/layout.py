@@ -17,6 +17,11 @@ def split(total: int, parts: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
+def widest_ep(num_ranks: int, num_experts: int) -> int:
+    """The most groups of experts on `num_ranks` ranks that are all equal: the default where nobody chooses."""
+    return max(ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and num_experts % ep == 0)
+
+
 def _part(items: range, parts: int, index: int) -> range:
     piece = split(len(items), parts)[index]
     return range(items.start + piece.start, items.start + piece.stop)

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from oracle import FAMILIES, greedy, make_oracle, save_tokenizer_files
+from oracle import FAMILIES, WITH_EXPERTS, greedy, make_oracle, save_tokenizer_files
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -193,6 +193,44 @@ MISTAKES = {
 def test_mistake_gets_one_sentence(capfd, oracle, mistake):
     arguments, words = MISTAKES[mistake]
     assert words in refusal(capfd, *generate(oracle.path, *arguments))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    made = make_oracle(WITH_EXPERTS["mixtral"], tmp_path_factory.mktemp("mixtral"), prompt_lengths=(1,))
+    save_tokenizer_files(made.path)
+    return made
+
+
+EXPERT_MISTAKES = {
+    "more groups than experts": (["--kvp", 6, "--ep", 6], "ep is 6, but the model has 5 experts: set ep to 5 or less"),
+    "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied means tpf = tpa = 1 and ep = 1"),
+    "a graph of experts": (["--execution", "compiled"], "execution compiled does not run models with experts"),
+    "bits that no batch changes": (["--batch-invariant"], "batch_invariant is not kept by models with experts"),
+}
+
+
+@pytest.mark.parametrize("mistake", EXPERT_MISTAKES)
+def test_mistakes_with_experts_get_one_sentence(capfd, experts, mistake):
+    arguments, words = EXPERT_MISTAKES[mistake]
+    assert words in refusal(capfd, *generate(experts.path, *arguments))
+
+
+def test_experts_that_the_config_does_not_name_are_refused(capfd, experts, tmp_path):
+    folder = shutil.copytree(experts.path, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for count in (4, 6):
+        (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": count}))
+        words = f"gate.weight' has shape [5, 90], but the model's config makes it [{count}, 90]"
+        assert words in refusal(capfd, *generate(folder))
+
+
+def test_experts_spread_over_as_many_ranks_as_divide_them(capfd, tmp_path):
+    made = make_oracle(WITH_EXPERTS["deepseek_v2"], tmp_path, prompt_lengths=(1,))
+    save_tokenizer_files(made.path)
+    status, out, _ = run(capfd, *generate(made.path, "--kvp", 2, "--json"))
+    assert status == 0
+    assert json.loads(out)["layout"] == {"kvp": 2, "tpa": 1, "tpf": 1, "ep": 2, "pp": 1}
 
 
 def test_mistake_in_json_form(capfd, oracle):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
-from longhelix.layout import HeadShape, Layout, split
+from longhelix.layout import HeadShape, Layout, split, widest_ep
 
 pytestmark = pytest.mark.unit
 
@@ -147,6 +147,11 @@ def test_ffn_columns_and_experts_are_owned_once(size):
             for column_rank in range(layout.tpf):
                 column = [rank for rank in range(num_ranks) if layout.tpf_rank(rank) == column_rank]
                 assert flat(layout.experts(size, rank) for rank in column) == list(range(size))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts", "ep"), [(1, 8, 1), (4, 8, 4), (6, 8, 2), (3, 8, 1), (6, 9, 3)])
+def test_the_widest_ep_divides_ranks_and_experts(num_ranks, num_experts, ep):
+    assert widest_ep(num_ranks, num_experts) == ep
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -15,7 +15,8 @@ from longhelix.cli.values import Flag, Size, tied_layout
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.errors import UserError
-from longhelix.layout import Layout
+from longhelix.layout import Layout, widest_ep
+from longhelix.presets import load_model
 from longhelix.request import SamplingParams
 
 stderr = Console(stderr=True)
@@ -38,7 +39,7 @@ class ModelOptions:
     tpf: int | None = None
     "Ranks that share an FFN's columns. [default: kvp * tpa / ep]"
     ep: int | None = None
-    "Ranks that share the experts. [default: 1]"
+    "Ranks that share the experts. [default: as many as divide both them and kvp * tpa]"
     pp: int | None = None
     "Pipeline stages. [default: 1]"
     tied: Flag = False
@@ -119,7 +120,13 @@ class ModelOptions:
         given = {name: degree for name, degree in given.items() if degree is not None}
         if self.layout == "auto" and given:
             raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(given))}", "invalid_layout")
-        return tied_layout(**given) if self.tied else Layout(**given)
+        if self.tied:
+            return tied_layout(**given)
+        num_ranks = Layout(**given).num_ranks
+        if num_ranks > 1 and not given.keys() & {"tpf", "ep"} and Path(self.model).is_dir():
+            moe = load_model(self.model).moe
+            given["ep"] = 1 if moe is None else widest_ep(num_ranks, moe.num_experts)
+        return Layout(**given)
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         if self.rope_scaling is None:
