@@ -63,8 +63,10 @@ class RecordingRunner(ModelRunner):
 def build(case, rank, meshes):
     replicas = case["kvp"] if case.get("tied") else 1
     layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1), ffn_replicas=replicas)
-    if layout not in meshes:
-        meshes[layout] = Mesh.build(layout, rank)
+    backend = case.get("backend")
+    if (layout, backend) not in meshes:
+        meshes[layout, backend] = Mesh.build(layout, rank, backend)
+    mesh = meshes[layout, backend]
     torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
     checkpoint = open_checkpoint(case["model"])
     config = resolve(
@@ -83,15 +85,16 @@ def build(case, rank, meshes):
         batch_invariant=case.get("batch_invariant", False),
         device="cpu",
         execution=case.get("execution", "recorded"),
+        hop_b=case.get("hop_b", 1),
     )
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
     pool = new_pool(config, rank, config.scheduler.num_blocks * len(case["prompts"]))
     for layer in pool.layers:
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
-    model = load_model(config, meshes[layout])
-    runner = RecordingRunner(config.spec, meshes[layout], model, pool, config.execution)
+    model = load_model(config, mesh)
+    runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
     if case.get("graphed"):
-        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), meshes[layout].kvp, capture=run_again)
+        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh.kvp, capture=run_again)
     runner.num_requests = len(case["prompts"])
     return config, runner
 

@@ -129,6 +129,19 @@ def test_experts_and_latent_attention_equal_transformers(worlds, expert_oracles,
     assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep)))
 
 
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("chunk_tokens", [16, 4096])
+def test_hop_b_gives_the_same_bits(worlds, oracles, expert_oracles, family, kvp, tpa, chunk_tokens):
+    """Parts of a batch exchanged while others attend, over gloo: equal to one exchange, bit for bit."""
+    oracle = (oracles if family in FAMILIES else expert_oracles)(family)
+    case = make_case(oracle, kvp, tpa, chunk_tokens, "striped", backend="gloo")
+    whole, parted = (worlds(kvp * tpa).run(case | {"hop_b": parts}) for parts in (1, 3))
+    assert_equal(oracle, parted)
+    for index in range(len(oracle.prompts)):
+        assert np.array_equal(whole[0][f"logits_{index}"], parted[0][f"logits_{index}"])
+
+
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("family", ["llama-bias", "qwen2", "mixtral", "deepseek_v3"])
 def test_tied_layouts_equal_transformers(worlds, oracles, expert_oracles, family, kvp, tpa):

@@ -74,6 +74,8 @@ class ModelOptions:
 
     attention: Literal["own", "flashinfer"] = "own"
     "On GPUs, whose decode attention: the package flashinfer-python has one as well."
+    hop_b: int = 1
+    "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1: one exchange."
 
     def start(self) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
@@ -108,6 +110,7 @@ class ModelOptions:
                 device=self.device,
                 execution=self.execution,
                 attention=self.attention,
+                hop_b=self.hop_b,
                 on_load=lambda share: progress.update(bar, completed=share),
                 on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
             )

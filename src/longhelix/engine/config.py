@@ -39,6 +39,7 @@ class EngineConfig:
     device: str
     execution: str
     attention: str
+    hop_b: int
 
     @property
     def heads(self) -> HeadShape:
@@ -82,6 +83,7 @@ def resolve(
     device: str = "auto",
     execution: str = "recorded",
     attention: str = "own",
+    hop_b: int = 1,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -97,6 +99,8 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    if hop_b < 1:
+        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts")
     execution = _execution(spec, execution, device)
     if batch_invariant and (spec.moe is not None or spec.mla is not None):
         raise UserError(
@@ -146,6 +150,7 @@ def resolve(
         device=device,
         execution=execution,
         attention=attention,
+        hop_b=hop_b,
     )
 
 

@@ -74,7 +74,8 @@ class LLM:
     the next one joins) or local. batch_invariant: refuse what would let a request's bits depend on its batch, its
     chunks or the number of threads. device: cpu, cuda, or auto: GPUs where there is one for each rank. execution:
     recorded (tapes on CPUs, CUDA graphs on GPUs), compiled (torch.compile) or eager. attention: own, or flashinfer on
-    GPUs. on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
+    GPUs. hop_b: the most parts of a batch, of which each is exchanged while the next attends, where ranks do not share
+    memory. on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
     Raises UserError for input that cannot work, EngineError if a rank fails.
     """
 
@@ -97,6 +98,7 @@ class LLM:
         device: str = "auto",
         execution: str = "recorded",
         attention: str = "own",
+        hop_b: int = 1,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -120,6 +122,7 @@ class LLM:
             device=device,
             execution=execution,
             attention=attention,
+            hop_b=hop_b,
         )
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)

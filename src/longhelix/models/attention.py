@@ -2,11 +2,12 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
+from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import exchange, gather_heads
+from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -15,10 +16,13 @@ class Attention(nn.Module):
     """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes the QKV of its TPA head shard (the same on all),
     writes only the KV that it owns, attends to its own shard, and exchanges partial outputs for whole heads."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str, hop_b: int
+    ) -> None:
         super().__init__()
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mesh = mesh
+        self.hop_b = hop_b
         self.scale = spec.head_size**-0.5
         self.eps = spec.rms_norm_eps
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -40,10 +44,9 @@ class Attention(nn.Module):
         q_TqC = rotate_and_write(
             qkv_TX, self.q_norm, self.k_norm, self.eps, batch.cos_TR, batch.sin_TR, layer, batch.slots_T
         )
-        out_TqC, lse_Tq = partial_attention(
-            q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale, batch.max_rows
+        out_TnC = attend_and_exchange(
+            q_TqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, self.hop_b
         )
-        out_TnC = exchange(out_TqC, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)

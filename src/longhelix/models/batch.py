@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from longhelix.layout import split
+
+_PART_ROWS = 64  # of one sequence: fewer rows attend in less time than an exchange takes to start
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -27,3 +31,36 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return len(self.blocks_BJ)
+
+    def cut(self, parts: int) -> "list[Attended]":
+        """The rows that attend, in at most `parts` runs: of sequences with one row each, or of one sequence's rows.
+
+        Other batches, and a sequence of few rows, stay whole.
+        """
+        rows = len(self.limits_T)
+        if self.max_rows == 1:
+            return [self._sequences(part) for part in split(rows, min(parts, rows))]
+        if self.num_sequences == 1:
+            return [self._rows(part) for part in split(rows, max(1, min(parts, rows // _PART_ROWS)))]
+        return [Attended(slice(0, rows), self.blocks_BJ, self.row_starts_B, self.limits_T, self.max_rows)]
+
+    def _sequences(self, part: range) -> "Attended":
+        rows = slice(part.start, part.stop)
+        starts_B = self.row_starts_B[part.start : part.stop + 1] - part.start
+        return Attended(rows, self.blocks_BJ[rows], starts_B, self.limits_T[rows], 1)
+
+    def _rows(self, part: range) -> "Attended":
+        rows = slice(part.start, part.stop)
+        starts_B = self.row_starts_B.clamp(max=len(part))
+        return Attended(rows, self.blocks_BJ, starts_B, self.limits_T[rows], len(part))
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Some rows of a batch, as attention takes them."""
+
+    rows: slice
+    blocks_BJ: Tensor
+    row_starts_B: Tensor
+    limits_T: Tensor
+    max_rows: int

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rms_norm, rotate_heads, write_kv
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, rms_norm, rotate_heads, write_kv
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
+from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import exchange, gather_heads
+from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -24,12 +25,15 @@ class LatentAttention(nn.Module):
     171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str, hop_b: int
+    ) -> None:
         super().__init__()
         assert spec.mla is not None
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
+        self.hop_b = hop_b
         self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
@@ -63,14 +67,15 @@ class LatentAttention(nn.Module):
         down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX)
         self._write(latent_TX, batch, layer)
-        out_TqZ, lse_Tq = partial_attention(
-            self._absorb(q_TqC, batch), layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, self.scale,
-            batch.max_rows,
-        )  # fmt: skip
+        exchanged = (self.mesh.kvp, self.merged_heads_per_rank, self.hop_b)
         if self.values_first:
-            out_TnC = exchange(self._values(out_TqZ), lse_Tq, self.mesh.kvp, self.merged_heads_per_rank)
+            out_TnC = attend_and_exchange(
+                self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged, finish=self._values
+            )
         else:
-            out_TnC = self._values(exchange(out_TqZ, lse_Tq, self.mesh.kvp, self.merged_heads_per_rank))
+            out_TnC = self._values(
+                attend_and_exchange(self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged)
+            )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)

@@ -1,5 +1,7 @@
 """Collectives of one group of ranks, counting what they send."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -30,6 +32,11 @@ class Group:
     def sums_in_rank_order(self) -> bool:
         """Whether sums are the same bits whatever the size of the message; gloo's are not, from three ranks on."""
         return self.size == 1 or self._channel is not None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether what is sent travels while this rank computes: not where ranks copy through their own memory."""
+        return self.size > 1 and self._channel is None
 
     @property
     def exchanged_bytes(self) -> int:
@@ -80,10 +87,19 @@ class Group:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
         if torch.compiler.is_compiling():
             return functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
-        received = send.new_empty(sum(receive_sizes))
-        self._run("alltoall_base", received, send, receive_sizes, send_sizes)
+        return self.start_all_to_all(send, send_sizes, receive_sizes)()
+
+    def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
+        """`all_to_all` under way: call what it returns to wait for what comes."""
+        name, received = "alltoall_base", send.new_empty(sum(receive_sizes))
+        work = self._call(self._handle.alltoall_base, received, send, receive_sizes, send_sizes, name=name)
         self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
-        return received
+
+        def finish() -> Tensor:
+            self._call(work.wait, name=name)
+            return received
+
+        return finish
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Equal shapes from every rank, in order, on the group's first rank; an empty list on the others."""

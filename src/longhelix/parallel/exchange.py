@@ -4,6 +4,8 @@ Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends every other
 and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,19 +36,32 @@ def exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list
         return out_TqC
     if (merged_TnC := group.exchange_states(out_TqC, lse_Tq, heads_per_rank)) is not None:
         return merged_TnC
-    rows, _, head_size = out_TqC.shape
-    out_bytes = head_size * out_TqC.element_size()
-    row_bytes = out_bytes + _LSE_BYTES
+    send, *sizes = _packed(out_TqC, lse_Tq, group, heads_per_rank)
+    return _merged(group.all_to_all(send, *sizes), out_TqC, group, heads_per_rank)
+
+
+def start_exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]) -> Callable[[], Tensor]:
+    """The exchange under way: call what it returns for its result. For groups that overlap."""
+    finish = group.start_all_to_all(*_packed(out_TqC, lse_Tq, group, heads_per_rank))
+    return lambda: _merged(finish(), out_TqC, group, heads_per_rank)
+
+
+def _packed(
+    out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]
+) -> tuple[Tensor, list[int], list[int]]:
+    """What is sent, outputs and LSEs as bytes, and how many bytes go to and come from each rank."""
+    rows, row_bytes = len(out_TqC), out_TqC.shape[2] * out_TqC.element_size() + _LSE_BYTES
     packed_qTX = torch.cat(
         (out_TqC.contiguous().view(torch.uint8), lse_Tq.unsqueeze(-1).contiguous().view(torch.uint8)), dim=-1
     ).transpose(0, 1)
-    own_heads = heads_per_rank[group.index]
-    received = group.all_to_all(
-        packed_qTX.reshape(-1),
-        send_sizes=[heads * rows * row_bytes for heads in heads_per_rank],
-        receive_sizes=[own_heads * rows * row_bytes] * group.size,
-    )
-    received_NnTX = received.view(group.size, own_heads, rows, row_bytes)
+    send_sizes = [heads * rows * row_bytes for heads in heads_per_rank]
+    return packed_qTX.reshape(-1), send_sizes, [send_sizes[group.index]] * group.size
+
+
+def _merged(received: Tensor, out_TqC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
+    rows, _, head_size = out_TqC.shape
+    out_bytes = head_size * out_TqC.element_size()
+    received_NnTX = received.view(group.size, heads_per_rank[group.index], rows, out_bytes + _LSE_BYTES)
     out_NnTC = received_NnTX[..., :out_bytes].contiguous().view(out_TqC.dtype)
     lse_NnT = received_NnTX[..., out_bytes:].contiguous().view(torch.float32).squeeze(-1)
     merged_nTC, _ = merge_states(out_NnTC, lse_NnT)

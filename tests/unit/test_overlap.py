@@ -1,0 +1,112 @@
+"""HOP-B: which parts a batch has, and that a part attends while the one before is exchanged."""
+
+import pytest
+import torch
+
+from longhelix.kernels import KVFormat, partial_attention, write_kv
+from longhelix.models import overlap
+from longhelix.models.batch import Batch
+from longhelix.models.overlap import attend_and_exchange
+
+pytestmark = pytest.mark.unit
+
+HEADS, SIZE, BLOCK = 4, 16, 4
+CPU = torch.device("cpu")
+
+
+def batch_of(rows_per_sequence, local_length):
+    """A batch whose sequences keep `local_length` tokens each, in blocks of their own."""
+    rows, sequences = sum(rows_per_sequence), len(rows_per_sequence)
+    blocks = -(-local_length // BLOCK)
+    starts = torch.tensor([0, *rows_per_sequence]).cumsum(0)
+    nothing = torch.zeros(rows, 1)
+    return Batch(
+        token_ids_T=torch.zeros(rows, dtype=torch.int64),
+        cos_TR=nothing,
+        sin_TR=nothing,
+        slots_T=torch.full((rows,), -1),
+        limits_T=torch.full((rows,), local_length) - torch.arange(rows) % 3,
+        row_starts_B=starts,
+        blocks_BJ=torch.arange(sequences * blocks).view(sequences, blocks),
+        max_rows=max(rows_per_sequence),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows_per_sequence", "parts", "expected"),
+    [
+        ([1, 1, 1, 1, 1], 2, [3, 2]),
+        ([1, 1], 8, [1, 1]),
+        ([1], 4, [1]),
+        ([300], 4, [75, 75, 75, 75]),
+        ([150], 4, [75, 75]),
+        ([100], 4, [100]),
+        ([100, 1], 4, [101]),
+    ],
+)
+def test_a_batch_is_cut_by_sequence_or_by_rows(rows_per_sequence, parts, expected):
+    batch = batch_of(rows_per_sequence, 10)
+    pieces = batch.cut(parts)
+    assert [piece.rows.stop - piece.rows.start for piece in pieces] == expected
+    assert torch.equal(torch.cat([piece.limits_T for piece in pieces]), batch.limits_T)
+    for piece in pieces:
+        assert len(piece.row_starts_B) == len(piece.blocks_BJ) + 1
+        assert piece.row_starts_B.tolist()[0] == 0
+        assert piece.row_starts_B.tolist()[-1] == len(piece.limits_T)
+
+
+class LateGroup:
+    """Two ranks, of which the other has no KV; what is sent arrives when it is waited for."""
+
+    size, index, overlaps = 2, 0, True
+
+    def __init__(self, events):
+        self.events = events
+        self.started = 0
+
+    def exchange_states(self, *arguments):
+        return None
+
+    def start_all_to_all(self, send, send_sizes, receive_sizes):
+        number = self.started
+        self.started += 1
+        self.events.append(f"send {number}")
+        own = send[: send_sizes[0]]
+        other = torch.zeros(receive_sizes[1], dtype=torch.uint8)
+        heads_rows = own.view(-1, SIZE * 4 + 4)
+        other.view(-1, SIZE * 4 + 4)[: len(heads_rows), SIZE * 4 :] = torch.tensor([-torch.inf]).view(torch.uint8)
+
+        def finish():
+            self.events.append(f"receive {number}")
+            return torch.cat((own, other))
+
+        return finish
+
+    def all_to_all(self, *arguments):
+        return self.start_all_to_all(*arguments)()
+
+
+@pytest.mark.parametrize("rows_per_sequence", [[1, 1, 1, 1, 1], [200]])
+def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_sequence):
+    torch.manual_seed(0)
+    batch = batch_of(rows_per_sequence, 10)
+    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_BJ.numel(), CPU)
+    tokens = batch.blocks_BJ.numel() * BLOCK
+    write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
+    q_TqC = torch.randn(len(batch.limits_T), HEADS, SIZE)
+    events = []
+
+    def attend(*arguments):
+        events.append("attend")
+        return partial_attention(*arguments)
+
+    monkeypatch.setattr(overlap, "partial_attention", attend)
+    arguments = (q_TqC, layer, batch, SIZE**-0.5, LateGroup(events), [2, 2])
+    parted = attend_and_exchange(*arguments, parts=2)
+    assert events == ["attend", "send 0", "attend", "send 1", "receive 0", "receive 1"]
+    events.clear()
+    whole = attend_and_exchange(*arguments, parts=1)
+    assert events == ["attend", "send 2", "receive 2"]
+    assert torch.equal(parted, whole)
+    alone, _ = partial_attention(q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, SIZE**-0.5)
+    assert torch.allclose(whole, alone[:, :2], atol=1e-6)
