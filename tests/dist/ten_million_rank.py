@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from longhelix.kernels import KVLayer
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape
-from longhelix.models import attention as attention_module
+from longhelix.models import overlap
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -123,8 +123,8 @@ class Watch:
     """
 
     def __init__(self):
-        self._attend, self._exchange = attention_module.partial_attention, attention_module.exchange
-        attention_module.partial_attention, attention_module.exchange = self.attend, self.exchange
+        self._attend, self._exchange = overlap.partial_attention, overlap.exchange
+        overlap.partial_attention, overlap.exchange = self.attend, self.exchange
         self.last = {}
         self.steps = []
 
