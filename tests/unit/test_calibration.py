@@ -19,6 +19,12 @@ pytestmark = [
 ]
 
 MACHINE = {"kernel_s": 1e-6, "flops_per_s.float32": 2e11}
+RATES = {"float32": 1e11, "bfloat16": 4e11, "int8": 3e11, "int4": 2e11}
+PRODUCTS = [
+    {"weight_dtype": dtype, "rows": rows, "flops_per_s": rate * min(1, rows / 128)}
+    for rows in (1, 16, 128, 512)
+    for dtype, rate in RATES.items()
+]
 CALLS = [
     {"collective": name, "ranks": ranks, "bytes": size_bytes, "shm_s": 7e-6 * (ranks - 1) + size_bytes / 4e9}
     for name in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter")
@@ -51,7 +57,7 @@ OTHERS = [run("decode", 2048, 0.013, ranks=2), run("decode", 4096, 0.014), run("
 @pytest.fixture
 def measured(monkeypatch):
     """Times of a real machine, in place of measuring this one."""
-    found = Measured(MACHINE, CALLS, FITTED)
+    found = Measured(MACHINE, PRODUCTS, CALLS, FITTED)
     monkeypatch.setattr(Measured, "by", lambda extent, configs, on_point: found)
     return found
 
@@ -68,6 +74,8 @@ def test_what_is_measured_is_written_and_read_as_the_system_local(measured, tmp_
     assert all(abs(row["error"]) < 0.1 for row in told["predictions"]["rows"])
     assert all(source.startswith(("measured: ", "fitted: ", "assumed: ")) for source in local.sources.values())
     assert (local.memory_bytes_per_s, local.kernel_s, local.step_s, local.shared) == (35e9, 1e-6, 1e-3, True)
+    assert (local.rate("int8"), local.rate("int4")) == (pytest.approx(3e11), pytest.approx(2e11))
+    assert [row["flops_per_s"] for row in told["products"]["rows"]] == [row["flops_per_s"] for row in PRODUCTS]
     assert 0.7 < local.memory_efficiency < 0.95
     assert local.scale_up.latency_s + local.collective_s == pytest.approx(7e-6, rel=0.3)
 
@@ -83,7 +91,7 @@ def test_tables_show_the_constants_and_how_well_they_fit(measured, tmp_path, cap
 
 
 def test_points_are_told_by_what_they_are_used_for(measured):
-    everything = Measured(MACHINE, CALLS, FITTED + OTHERS)
+    everything = Measured(MACHINE, PRODUCTS, CALLS, FITTED + OTHERS)
     configs = [
         configure("builtin", Layout(), [64], weight_dtype=dtype, kv_dtype=dtype) for dtype in ("bfloat16", "int8")
     ]

@@ -113,15 +113,19 @@ def test_shares_are_those_of_the_fullest_rank_of_the_layout(kvp, num_kv_heads, g
     assert layouts.merged_query_heads(heads)[0] == max(len(layout.merged_query_heads(heads, rank)) for rank in ranks)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("degrees", [{"kvp": 8}, {"kvp": 2, "tpa": 4}, {"kvp": 4, "tpa": 2, "pp": 2}])
-def test_kv_over_all_ranks_is_the_formula(name, degrees):
+def divisors(number, most=64):
+    return [divisor for divisor in range(1, most + 1) if number % divisor == 0]
+
+
+@given(st.data(), st.sampled_from(sorted(MODELS)), st.integers(1, 64), st.integers(1, 300), st.integers(1, 10**7))
+@settings(deadline=None, max_examples=60)
+def test_kv_over_all_ranks_is_the_formula(data, name, kvp, batch, context):
+    """Where heads and layers divide evenly, so that every rank is as full as the fullest."""
     model, how = MODELS[name], setting(name)
-    layout = Layout(**degrees)
-    if model.num_kv_heads % layout.tpa or model.num_layers % layout.pp:
-        pytest.skip("an uneven split has more on its fullest rank than on the others")
-    held = kv_bytes(how, Layouts.of([layout]), 6.0, 1e6)[0] * layout.world_size
-    assert held == pytest.approx(6 * 1e6 * model.kv_elements_per_token * 0.5)
+    tpa = data.draw(st.sampled_from(divisors(model.num_kv_heads)))
+    layout = Layout(kvp, tpa, pp=data.draw(st.sampled_from(divisors(model.num_layers))))
+    held = kv_bytes(how, Layouts.of([layout]), float(batch), float(context))[0] * layout.world_size
+    assert held == pytest.approx(batch * context * model.kv_elements_per_token * 0.5)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -166,17 +170,20 @@ def test_exchanged_bytes_do_not_depend_on_the_context(drawn, other):
     assert np.array_equal(*sent)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("tpa", [1, 4, 8])
-def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa):
-    """The sharded layouts, the tied one and the local one are the same where there is one KVP rank."""
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 300), st.integers(1, 10**7))
+@settings(deadline=None, max_examples=60)
+def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa, batch, context):
+    """With TPF = TPA: nothing is exchanged or merged, HOP-B changes nothing, and Wo takes the TPA share of heads."""
     how, layout = setting(name), Layout(1, tpa, tpa)
-    kinds = [Layouts.of([layout], local=local, hop_b=hop_b) for local in (False, True) for hop_b in (False, True)]
-    seconds = {float(decode_seconds(how, layouts, 8.0, 1e6)[0]) for layouts in kinds[:2]}
-    assert len(seconds) == 1
-    exchange = next(part for part in decode_parts(how, kinds[0], 8.0, 1e6) if part.name == "exchange")
-    assert exchange.seconds[0] == 0
-    assert exchange.net_bytes[0] == 0
+    on, off = (Layouts.of([layout], hop_b=hop_b) for hop_b in (True, False))
+    parts = {part.name: part for part in decode_parts(how, on, float(batch), float(context))}
+    assert (
+        decode_seconds(how, on, float(batch), float(context))[0]
+        == (decode_seconds(how, off, float(batch), float(context))[0])
+    )
+    for name in ("exchange", "merge"):
+        assert (parts[name].seconds[0], parts[name].net_bytes[0]) == (0, 0)
+    assert on.merged_query_heads(how.heads)[0] == on.query_heads(how.heads)[0]
 
 
 def test_duplicated_kv_heads_stop_dividing_the_read():

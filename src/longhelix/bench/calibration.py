@@ -4,6 +4,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,11 @@ import torch
 
 from longhelix.bench import collectives, decode, memory, prefill
 from longhelix.bench.environment import last_level_cache_bytes
+from longhelix.bench.formulas import linear_flops
 from longhelix.bench.measure import interleave
 from longhelix.bench.world import Row, collect
 from longhelix.engine.config import EngineConfig
-from longhelix.kernels import linear, make_weight, native
+from longhelix.kernels import Weight, linear, make_weight, native
 from longhelix.kernels.tape import Tape
 from longhelix.layout import Layout
 from longhelix.perf.fit import Call, Run, fit_calls, fit_runs
@@ -26,6 +28,9 @@ RANKS = (2, 4)
 SIZES_BYTES = (2048, 32768, 524288)  # of collectives: those of a decode step are small, those of a chunk large
 MOST_RANKS = 64
 TINY_KERNELS = 256
+PRODUCT_DTYPES = ("float32", "bfloat16", "int8", "int4")
+PRODUCT_ROWS = (1, 16, 128, 512)  # a decode step's, and those of prefill chunks
+_PRODUCT_SIZE = 2048
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,31 @@ class MachineJob(msgspec.Struct, frozen=True, tag=True):
         }
 
 
+class ProductsJob(msgspec.Struct, frozen=True, tag=True):
+    """Rates of the engine's own products, by the weight's dtype and by rows, all threads."""
+
+    repeats: int
+
+    @torch.inference_mode()
+    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
+        native.set_num_threads(os.cpu_count() or 1)
+        weights = {dtype: _square(dtype) for dtype in PRODUCT_DTYPES}
+        for rows in PRODUCT_ROWS:
+            x_TX = torch.randn(rows, _PRODUCT_SIZE).bfloat16()
+            calls = {
+                dtype: partial(linear, x_TX.float() if dtype == "float32" else x_TX, weight)
+                for dtype, weight in weights.items()
+            }
+            for dtype, timing in interleave(calls, self.repeats).items():
+                flops = linear_flops(rows, _PRODUCT_SIZE, _PRODUCT_SIZE)
+                yield {"weight_dtype": dtype, "rows": rows, "flops_per_s": flops / timing.median_s}
+
+
+def _square(dtype: str) -> Weight:
+    values = torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE)
+    return make_weight(values if dtype == "float32" else values.bfloat16(), dtype)
+
+
 def _tiny_kernels() -> Callable[[], None]:
     """A tape of TINY_KERNELS products that compute next to nothing."""
     weight, x_TX, tape = make_weight(torch.randn(16, 32).bfloat16(), "bfloat16"), torch.randn(1, 32).bfloat16(), Tape()
@@ -79,6 +109,7 @@ class Measured:
     """What calibration is made of: the machine, its collectives, and runs of the model."""
 
     machine: Row
+    products: Sequence[Row]
     collectives: Sequence[Row]
     runs: Sequence[Row]
 
@@ -88,10 +119,11 @@ class Measured:
     ) -> "Measured":
         """Measure now; `on_point` gives, for each part's name, what is told of its points."""
         ((machine,),) = collect(MachineJob(extent.machine_repeats), 1, on_point("machine"))
+        (products,) = collect(ProductsJob(extent.machine_repeats), 1, on_point("products"))
         calls = collectives.section(RANKS, SIZES_BYTES, extent.collective_repeats, on_point("collectives")).rows
         # What depends on bandwidth, which may change from minute to minute, is measured together.
         steps = _steps(extent, configs, on_point("decode"))
-        return cls(machine, calls, steps + _prefills(extent, configs, on_point("prefill")))
+        return cls(machine, products, calls, steps + _prefills(extent, configs, on_point("prefill")))
 
     def system(self, config: EngineConfig, fitted: Extent) -> HardwareSpec:
         """The system "local": what was measured, and what is fitted to collectives and to the runs of `fitted`."""
@@ -101,6 +133,7 @@ class Measured:
             "memory_bytes_per_s": _median(runs, "memory_bytes_per_s", "decode"),
             "flops_per_s.bfloat16": _median(runs, "matmul_flops_per_s", "prefill"),
         }
+        machine |= _narrow_rates(self.products, machine["flops_per_s.bfloat16"])
         started = HardwareSpec.from_mapping("local", _first(machine))
         calls = [Call(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in self.collectives]
         setting = Setting(config.spec, fit_calls(started, calls), config.weight_dtype, config.kv_dtype)
@@ -109,6 +142,14 @@ class Measured:
 
 def _median(runs: Sequence[Row], key: str, work: str) -> float:
     return statistics.median(run[key] for run in runs if run["work"] == work)
+
+
+def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
+    """Peaks of narrow weights: that of bfloat16, as much slower as the engine's products of most rows are."""
+    rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
+    return {
+        f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in ("int8", "int4")
+    }
 
 
 def _steps(extent: Extent, configs: Sequence[EngineConfig], on_point: Callable[[Row], None]) -> list[Row]:
@@ -156,6 +197,13 @@ def _first(machine: Row) -> dict[str, Row]:
         "flops_per_s.float32": (machine["flops_per_s.float32"], "measured: torch.mm of 1024 x 1024, all threads"),
         "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: as float32, in which kernels compute it"),
         "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: as bfloat16, into which kernels turn it"),
+        **{
+            f"flops_per_s.{dtype}": (
+                machine[f"flops_per_s.{dtype}"],
+                f"measured: bfloat16's, by the engine's products of {max(PRODUCT_ROWS)} rows beside each other",
+            )
+            for dtype in ("int8", "int4")
+        },
         "scale_up.latency_s": (5e-6, "guess"),
         "scale_up.bytes_per_s": (4e9, "guess"),
         "scale_up.ranks": (MOST_RANKS, "assumed: the most processes of one machine"),

@@ -56,8 +56,16 @@ def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
     return {use: sum(errors) / len(errors) for use, errors in found.items()}
 
 
-def sections(system: HardwareSpec, rows: Sequence[Row]) -> list[Section]:
-    """The constants, and the predictions that they make."""
+PRODUCT_COLUMNS = (
+    Column("weight_dtype", "weights"),
+    Column("rows", "rows", "d"),
+    Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
+)
+PRODUCT_NOTE = "The engine's own products with a square weight of 2,048, all threads, dtypes in turn."
+
+
+def sections(system: HardwareSpec, products: Sequence[Row], rows: Sequence[Row]) -> list[Section]:
+    """The constants, rates of products by dtype and size, and the predictions that the constants make."""
     means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())
     constants = [
         {"constant": name, "value": value, "source": system.sources[name]} for name, value in system.constants.items()
@@ -65,5 +73,6 @@ def sections(system: HardwareSpec, rows: Sequence[Row]) -> list[Section]:
     columns = (Column("constant", "constant"), Column("value", "value", ".4g"), Column("source", "source"))
     return [
         Section("constants", "The system local", "Seconds, bytes and operations, each a second.", columns, constants),
+        Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, products),
         Section("predictions", "Predictions", f"{NOTE} Mean error: {means}.", COLUMNS, rows),
     ]

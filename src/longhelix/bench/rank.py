@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from longhelix.bench.calibration import MachineJob
+from longhelix.bench.calibration import MachineJob, ProductsJob
 from longhelix.bench.collectives import CollectivesJob
 from longhelix.bench.decode import DecodeJob
 from longhelix.bench.kernels import KernelsJob
@@ -22,7 +22,7 @@ from longhelix.bench.prefill import PrefillJob
 from longhelix.errors import UserError
 from longhelix.parallel.collectives import PeerLostError
 
-Job = KernelsJob | DecodeJob | PrefillJob | CollectivesJob | MachineJob
+Job = KernelsJob | DecodeJob | PrefillJob | CollectivesJob | MachineJob | ProductsJob
 
 
 def main() -> int:

@@ -154,7 +154,7 @@ class Suite:
         rows: list[Row] = []
         for config in dtypes.values():
             rows += predictions.predicted(system, config, measured.runs, fitted)
-        self._report.sections += predictions.sections(system, rows)
+        self._report.sections += predictions.sections(system, measured.products, rows)
         return system
 
     def finish(self) -> Report:
