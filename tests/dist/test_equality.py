@@ -35,19 +35,7 @@ def oracles(tmp_path_factory):
 
     def oracle(family):
         if family not in made:
-            made[family] = make_oracle(FAMILIES[family], tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return oracle
-
-
-@pytest.fixture(scope="session")
-def expert_oracles(tmp_path_factory):
-    made = {}
-
-    def oracle(family):
-        if family not in made:
-            made[family] = make_oracle(WITH_EXPERTS[family], tmp_path_factory.mktemp(family))
+            made[family] = make_oracle((FAMILIES | WITH_EXPERTS)[family], tmp_path_factory.mktemp(family))
         return made[family]
 
     return oracle
@@ -121,10 +109,10 @@ def test_logits_and_tokens_equal_transformers(worlds, oracles, family, layout):
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
-def test_experts_and_latent_attention_equal_transformers(worlds, expert_oracles, family, grid):
+def test_experts_and_latent_attention_equal_transformers(worlds, oracles, family, grid):
     """Every KVP x TPA with every TPF x EP; chunk sizes and placements in turn; a third of them in CI."""
     kvp, tpa, ep = grid
-    oracle = expert_oracles(family)
+    oracle = oracles(family)
     chunk_tokens, placement = VARIANTS[EXPERT_CASES.index((family, grid)) % len(VARIANTS)]
     assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep)))
 
@@ -132,9 +120,9 @@ def test_experts_and_latent_attention_equal_transformers(worlds, expert_oracles,
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("chunk_tokens", [16, 4096])
-def test_hop_b_gives_the_same_bits(worlds, oracles, expert_oracles, family, kvp, tpa, chunk_tokens):
+def test_hop_b_gives_the_same_bits(worlds, oracles, family, kvp, tpa, chunk_tokens):
     """Parts of a batch exchanged while others attend, over gloo: equal to one exchange, bit for bit."""
-    oracle = (oracles if family in FAMILIES else expert_oracles)(family)
+    oracle = oracles(family)
     case = make_case(oracle, kvp, tpa, chunk_tokens, "striped", backend="gloo")
     whole, parted = (worlds(kvp * tpa).run(case | {"hop_b": parts}) for parts in (1, 3))
     assert_equal(oracle, parted)
@@ -144,8 +132,8 @@ def test_hop_b_gives_the_same_bits(worlds, oracles, expert_oracles, family, kvp,
 
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("family", ["llama-bias", "qwen2", "mixtral", "deepseek_v3"])
-def test_tied_layouts_equal_transformers(worlds, oracles, expert_oracles, family, kvp, tpa):
-    oracle = (oracles if family in FAMILIES else expert_oracles)(family)
+def test_tied_layouts_equal_transformers(worlds, oracles, family, kvp, tpa):
+    oracle = oracles(family)
     ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, 16, "striped", tied=True))
     assert_equal(oracle, ranks)
 

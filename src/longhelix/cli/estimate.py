@@ -1,7 +1,7 @@
 """`longhelix estimate`: one configuration, each part of its step with seconds, work, bytes and where they come from."""
 
 import json as json_module
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -77,17 +77,13 @@ def estimate(
             for layout, local, overlap in map(parse_layout, compare)
         ]
     if json:
-        objects = [_as_object(each) for each in found]
+        objects = [asdict(each) for each in found]
         print(json_module.dumps(objects[0] if compare is None else {"compared": objects}))
         return
     for each in found:
         show(each, stdout())
     if len(found) == 2:
         stdout().print(_compared(*found))
-
-
-def _as_object(found: Estimate) -> dict[str, object]:
-    return asdict(replace(found))
 
 
 def show(found: Estimate, console: Console) -> None:

@@ -143,12 +143,8 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[Part]
     late = after.seconds + latents.seconds < before.seconds + values.seconds
     return (
         [before.where(~late), after.where(late)],
-        Sent(*(np.where(late, x, y) for x, y in zip(_fields(latents), _fields(values), strict=True))),
+        latents.where(late, values),
     )
-
-
-def _fields(sent: Sent) -> tuple[Array, Array, Array]:
-    return sent.seconds, sent.net_bytes, sent.fixed_s
 
 
 def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> Sent:
@@ -163,13 +159,7 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     shared = collectives.all_to_all(setting.system, group, partial_bytes)
     gathered = collectives.all_gather(setting.system, group, rows_heads * channels * ACTIVATION_BYTES)
     at_once = collectives.all_gather(setting.system, group, partial_bytes * layouts.kvp)
-    tied, once = layouts.ffn_replicas > 1, at_once.seconds < shared.seconds + gathered.seconds
-    return Sent(
-        *(
-            np.where(tied, np.where(once, all_once, to_all + gather), to_all)
-            for to_all, gather, all_once in zip(_fields(shared), _fields(gathered), _fields(at_once), strict=True)
-        )
-    )
+    return (shared + gathered).or_cheaper(at_once).where(layouts.ffn_replicas > 1, shared)
 
 
 def _exposed(setting: Setting, layouts: Layouts, own: Work, attention: Part, exchange: Sent) -> Part:

@@ -29,6 +29,21 @@ class Sent:
     net_bytes: Array
     fixed_s: Array
 
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.seconds + other.seconds, self.net_bytes + other.net_bytes, self.fixed_s + other.fixed_s)
+
+    def where(self, mask: Mask, otherwise: "Sent") -> "Sent":
+        """This where `mask` holds, the other elsewhere."""
+        return Sent(
+            np.where(mask, self.seconds, otherwise.seconds),
+            np.where(mask, self.net_bytes, otherwise.net_bytes),
+            np.where(mask, self.fixed_s, otherwise.fixed_s),
+        )
+
+    def or_cheaper(self, other: "Sent") -> "Sent":
+        """The faster of the two, entry by entry."""
+        return other.where(other.seconds < self.seconds, self)
+
 
 def all_reduce(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
     """Sum `size_bytes` on every rank; every rank gets the sum.
@@ -38,24 +53,25 @@ def all_reduce(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
     """
     inside, outside = _levels(system, group)
     one_shot = _inside(system, inside, 1.0, (inside - 1) * size_bytes)
-    best = _cheaper(one_shot, _inside(system, inside, 2.0, 2 * (inside - 1) / inside * size_bytes))
+    best = one_shot.or_cheaper(_inside(system, inside, 2.0, 2 * (inside - 1) / inside * size_bytes))
     if system.in_switch_reduction:
-        best = _cheaper(best, _inside(system, inside, 2.0, np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes))
-    return _plus(best, _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside))
+        in_switch = np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes
+        best = best.or_cheaper(_inside(system, inside, 2.0, in_switch))
+    return best + _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside)
 
 
 def all_gather(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
     """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
     inside, outside = _levels(system, group)
     across = _outside(system, outside, outside - 1, (outside - 1) / outside * size_bytes / inside)
-    return _plus(_inside(system, inside, 1.0, (inside - 1) / inside * size_bytes), across)
+    return _inside(system, inside, 1.0, (inside - 1) / inside * size_bytes) + across
 
 
 def all_to_all(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
     """Every rank sends another share of its `size_bytes` to each rank."""
     inside, outside = _levels(system, group)
     across = _outside(system, outside, np.minimum(outside - 1, 1.0), (outside - 1) / outside * size_bytes)
-    return _plus(_inside(system, inside, 1.0, (inside - 1) / group.size * size_bytes), across)
+    return _inside(system, inside, 1.0, (inside - 1) / group.size * size_bytes) + across
 
 
 def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
@@ -90,16 +106,3 @@ def _sent(happens: Mask, fixed_s: float | Array, size_bytes: Array, bytes_per_s:
     fixed_s = np.where(happens, fixed_s, 0.0)
     size_bytes = np.where(happens, size_bytes, 0.0)
     return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes, fixed_s)
-
-
-def _cheaper(first: Sent, second: Sent) -> Sent:
-    chosen = second.seconds < first.seconds
-    return Sent(
-        np.where(chosen, second.seconds, first.seconds),
-        np.where(chosen, second.net_bytes, first.net_bytes),
-        np.where(chosen, second.fixed_s, first.fixed_s),
-    )
-
-
-def _plus(first: Sent, second: Sent) -> Sent:
-    return Sent(first.seconds + second.seconds, first.net_bytes + second.net_bytes, first.fixed_s + second.fixed_s)

@@ -10,12 +10,15 @@ from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.perf.work import Work
 
+_BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
+
 
 def dense_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """One dense layer's parts. Ranks with requests of their own gather all rows before, and scatter sums after."""
     elements = weights.dense_ffn(setting, layouts)
     before, after = _gathered(setting, layouts, work)
-    return [before, product("dense FFN", setting, layouts, elements, work.rows, count=2.0), after]
+    product_part = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
+    return [_part(_BEFORE, before), product_part, _part(_AFTER, after)]
 
 
 def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
@@ -27,16 +30,15 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     router_bytes = weights.router(setting) * ACTIVATION_BYTES
     parts = [kernels("router", setting, layouts, flops=router_flops, hbm_bytes=router_bytes, count=2.0)]
     before, after = _gathered(setting, layouts, work)
-    dispatched = layouts.local & (layouts.tpf == 1)
-    there_and_back = _dispatched(setting, layouts, own)
-    parts.append(_either(dispatched, there_and_back, before))
+    dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
+    parts.append(_part(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
         rows = np.where(layouts.local, own.rows, work.rows)
         parts.append(
             product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
         )
     parts.append(_experts(setting, layouts, work))
-    parts.append(_either(dispatched, there_and_back, after))
+    parts.append(_part(_AFTER, one_way.where(dispatched, after)))
     return parts
 
 
@@ -69,7 +71,7 @@ def _experts(setting: Setting, layouts: Layouts, work: Work) -> Part:
     )
 
 
-def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Part, Part]:
+def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sent]:
     """Before and after an FFN over all its ranks: nothing and an all-reduce; local: an all-gather, a reduce-scatter."""
     system, ones = setting.system, layouts.ones
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
@@ -80,34 +82,18 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Part, Par
     # Where several ranks share a request, each needs its rows whole.
     regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
     summed = collectives.all_reduce(system, Group(layouts.tpf * layouts.ep, ones), hidden_bytes)
-    after = Sent(
-        np.where(layouts.local, scattered.seconds + regathered.seconds, summed.seconds),
-        np.where(layouts.local, scattered.net_bytes + regathered.net_bytes, summed.net_bytes),
-        np.where(layouts.local, scattered.fixed_s + regathered.fixed_s, summed.fixed_s),
-    )
-    return _part("gather before FFN", gathered), _part("all-reduce after FFN", after)
+    after = (scattered + regathered).where(layouts.local, summed)
+    return gathered, after
 
 
-def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Part:
+def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Sent:
     """One way between rows and experts: a row goes once to each rank that has one of its k experts."""
     moe = setting.model.moe
     assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
     group = Group(layouts.ep, layouts.ones)
-    return _part("dispatch", collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets))
-
-
-def _either(mask: Array, first: Part, second: Part) -> Part:
-    return Part(
-        second.name,
-        np.where(mask, first.seconds, second.seconds),
-        second.flops,
-        second.hbm_bytes,
-        np.where(mask, first.net_bytes, second.net_bytes),
-        np.where(mask, first.fixed_s, second.fixed_s),
-        second.compute_bound,
-    )
+    return collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets)
 
 
 def _part(name: str, sent: Sent) -> Part:

@@ -6,9 +6,7 @@ import numpy as np
 
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.setting import ACTIVATION_BYTES, Setting
-
-_LOGIT_BYTES = 4.0
+from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 
 
 @dataclass(frozen=True)
@@ -79,5 +77,5 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
     if model.moe is not None:
         columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
     widest = np.maximum(projected + exchanged, columns + model.hidden_size)
-    logits_bytes = sampled_rows * model.vocab_size * _LOGIT_BYTES
+    logits_bytes = sampled_rows * model.vocab_size * LOGIT_BYTES
     return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)

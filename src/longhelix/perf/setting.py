@@ -10,6 +10,7 @@ from longhelix.spec import BYTES, HardwareSpec, ModelSpec
 ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = BYTES[ACTIVATION_DTYPE]
 LSE_BYTES = 4.0
+LOGIT_BYTES = 4.0
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from longhelix.perf.ffn import dense_parts, moe_parts
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends, total_seconds
 from longhelix.perf.prefetch import prefetched
-from longhelix.perf.setting import ACTIVATION_BYTES, Setting
+from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.perf.work import Work
-
-_LOGIT_BYTES = 4.0
 
 
 def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
@@ -86,7 +84,7 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
-    logit_bytes = work.sampled_rows * setting.model.vocab_size * _LOGIT_BYTES + zeros
+    logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES + zeros
     gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
     wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
