@@ -119,7 +119,7 @@ class Measured:
     ) -> "Measured":
         """Measure now; `on_point` gives, for each part's name, what is told of its points."""
         ((machine,),) = collect(MachineJob(extent.machine_repeats), 1, on_point("machine"))
-        (products,) = collect(ProductsJob(extent.machine_repeats), 1, on_point("products"))
+        products = [row for (row,) in collect(ProductsJob(extent.machine_repeats), 1, on_point("products"))]
         calls = collectives.section(RANKS, SIZES_BYTES, extent.collective_repeats, on_point("collectives")).rows
         # What depends on bandwidth, which may change from minute to minute, is measured together.
         steps = _steps(extent, configs, on_point("decode"))
