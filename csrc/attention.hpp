@@ -14,6 +14,7 @@
 #include "kernels.hpp"
 #include "simd.hpp"
 #include "threads.hpp"
+#include "work.hpp"
 
 namespace longhelix::ISA {
 
@@ -423,6 +424,7 @@ struct Attend {
     void attend_span(const RowBlock& block, std::int64_t span, const Memory& memory) const {
         reset(memory.run, padded_rows(block.num_rows));
         std::int64_t stop = span_start(span + 1) < block.seen ? span_start(span + 1) : block.seen;
+        done.attended.fetch_add(block.num_rows * (stop - span_start(span)), std::memory_order_relaxed);
         for (std::int64_t start = span_start(span); start < stop; start += kPartTokens) {
             attend_part(block, start, start + kPartTokens < stop ? start + kPartTokens : stop, memory);
         }

@@ -207,8 +207,11 @@ void Channel::all_reduce_add(void* values, const void* residual, void* out, std:
     });
 }
 
-void Channel::exchange(const void* out, const float* lse, std::size_t rows, const std::vector<int>& heads,
-                       std::size_t head_size, Number number, void* merged) {
+void Channel::exchange(const void* out, const float* lse, std::size_t rows, const std::int64_t* places,
+                       const std::vector<int>& heads, std::size_t head_size, Number number, void* merged) {
+    auto place_of = [&](int rank, std::size_t row) {
+        return places ? places[rank * rows + row] : static_cast<std::int64_t>(row);
+    };
     dispatch(number, [&]<typename T>(T) {
         const T* from = static_cast<const T*>(out);
         T* to = static_cast<T*>(merged);
@@ -237,12 +240,14 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
                         std::size_t count = heads_of(rank), row_bytes = count * (head_bytes + sizeof(float));
                         if (rank != rank_) {
                             for (std::size_t row = 0; row < num_rows; ++row) {
-                                std::size_t at = (first_row + row) * all_heads + head;
+                                std::int64_t own_row = place_of(rank_, first_row + row);
+                                if (own_row < 0) continue;
+                                std::size_t at = own_row * all_heads + head;
                                 std::byte* place = slot + row * row_bytes;
                                 std::memcpy(place, from + at * head_size, count * head_bytes);
                                 std::memcpy(place + count * head_bytes, lse + at, count * sizeof(float));
+                                exchanged_bytes_ += row_bytes;
                             }
-                            exchanged_bytes_ += num_rows * row_bytes;
                         }
                         head += heads[rank];
                     }
@@ -251,19 +256,23 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
                     std::size_t count = heads_of(rank_), row_bytes = count * (head_bytes + sizeof(float));
                     for (std::size_t row = 0; row < num_rows; ++row) {
                         for (std::size_t head = 0; head < count; ++head) {
+                            int parts = 0;
                             for (int rank = 0; rank < size_; ++rank) {
-                                std::size_t own = (first_row + row) * all_heads + before + first_head + head;
+                                std::int64_t row_there = place_of(rank, first_row + row);
+                                if (row_there < 0) continue;
+                                std::size_t own = row_there * all_heads + before + first_head + head;
                                 const std::byte* place = slot(rank) + rank_ * window + row * row_bytes;
-                                states[rank] = rank == rank_
-                                                   ? from + own * head_size
-                                                   : reinterpret_cast<const T*>(place + head * head_bytes);
-                                std::memcpy(&seen[rank],
+                                states[parts] = rank == rank_
+                                                    ? from + own * head_size
+                                                    : reinterpret_cast<const T*>(place + head * head_bytes);
+                                std::memcpy(&seen[parts],
                                             rank == rank_ ? reinterpret_cast<const std::byte*>(lse + own)
                                                           : place + count * head_bytes + head * sizeof(float),
                                             sizeof(float));
+                                ++parts;
                             }
                             std::size_t at = (first_row + row) * heads[rank_] + first_head + head;
-                            merge(states.data(), seen.data(), size_, to + at * head_size, head_size);
+                            merge(states.data(), seen.data(), parts, to + at * head_size, head_size);
                         }
                     }
                 });

@@ -33,11 +33,12 @@ class Channel {
     void all_gather(const void* input, void* output, std::size_t bytes);
     void all_to_all(const std::byte* send, const std::vector<std::size_t>& send_bytes, std::byte* received,
                     const std::vector<std::size_t>& received_bytes);
-    // Helix's exchange: every rank sends each other one that one's query heads of its partial attention, `rows` x q x
+    // Helix's exchange: every rank sends each other one that one's query heads of its partial attention, its rows x q x
     // `head_size` of `number` and rows x q LSEs, and merges what it receives into (rows, own heads, head_size).
-    // `heads` is how the q heads fall to the ranks.
-    void exchange(const void* out, const float* lse, std::size_t rows, const std::vector<int>& heads,
-                         std::size_t head_size, Number number, void* merged);
+    // `heads` is how the q heads fall to the ranks. `places` (ranks x rows): where among its own rows a rank has a row,
+    // negative where it has no part of it, which then is neither sent nor merged; null: every rank has all rows.
+    void exchange(const void* out, const float* lse, std::size_t rows, const std::int64_t* places,
+                  const std::vector<int>& heads, std::size_t head_size, Number number, void* merged);
     void broadcast(void* values, std::size_t bytes, int root);
     void barrier();
 

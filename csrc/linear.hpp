@@ -206,6 +206,8 @@ struct Multiply {
             int count = threads();
             int first = static_cast<int>(static_cast<std::int64_t>(num_panels) * thread / count);
             int stop = static_cast<int>(static_cast<std::int64_t>(num_panels) * (thread + 1) / count);
+            done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
+                                      std::memory_order_relaxed);
             if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
             for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
                 int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;

@@ -2,6 +2,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
+#include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <vector>
@@ -9,6 +11,7 @@
 #include "collectives.hpp"
 #include "kernels.hpp"
 #include "threads.hpp"
+#include "work.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -90,11 +93,11 @@ void bind_collectives(nb::module_& module) {
             unlocked)
         .def(
             "exchange",
-            [](Channel& self, Address out, Address lse, std::size_t rows, const std::vector<int>& heads,
+            [](Channel& self, Address out, Address lse, std::size_t rows, Address places, const std::vector<int>& heads,
                std::size_t head_size, Number number, Address merged) {
-                perform([&self, out, lse, rows, heads, head_size, number, merged] {
-                    self.exchange(at<const void>(out), at<const float>(lse), rows, heads, head_size, number,
-                                  at<void>(merged));
+                perform([&self, out, lse, rows, places, heads, head_size, number, merged] {
+                    self.exchange(at<const void>(out), at<const float>(lse), rows, at<const std::int64_t>(places), heads,
+                                  head_size, number, at<void>(merged));
                 });
             },
             unlocked)
@@ -223,6 +226,20 @@ void bind_kernels(nb::module_& module) {
             perform([call] { longhelix::kernels().linear(call); });
         },
         unlocked);
+    module.def(
+        "take_rows",
+        [](Address from, std::int64_t stride_bytes, std::size_t row_bytes, Address rows, std::int64_t num_rows, Address to) {
+            perform([from, stride_bytes, row_bytes, rows, num_rows, to] {
+                for (std::int64_t row = 0; row < num_rows; ++row) {
+                    std::memcpy(at<std::byte>(to) + row * row_bytes,
+                                at<const std::byte>(from) + at<const std::int64_t>(rows)[row] * stride_bytes, row_bytes);
+                }
+            });
+        },
+        unlocked);
+    module.def("work", [] {
+        return nb::make_tuple(longhelix::done.multiplied.load(), longhelix::done.attended.load());
+    });
     module.def(
         "read", [](Address data, std::size_t bytes) { return longhelix::kernels().read(at<const void>(data), bytes); },
         unlocked);

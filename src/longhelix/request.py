@@ -74,13 +74,17 @@ class Request:
 
 @dataclass(frozen=True)
 class NewSequence:
-    """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE."""
+    """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
+
+    spread: every KVP rank takes part in its attention from the first row on; otherwise those that hold KV of it.
+    """
 
     id: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
+    spread: bool
 
 
 @dataclass(frozen=True)

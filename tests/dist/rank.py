@@ -33,13 +33,17 @@ from longhelix.scheduler.scheduler import Scheduler
 
 
 class RecordingRunner(ModelRunner):
-    """Keeps the logits of every row, by sequence and position; computes at `submit`, so that `collect` only returns."""
+    """Keeps the logits of every row, by sequence and position; computes at `submit`, so that `collect` only returns.
+
+    For every step: each request's rows and local length, and what kernels and transport counted meanwhile (products of
+    numbers, rows x heads x tokens of attention, bytes handed to other ranks).
+    """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.logits = {}
         self.local_lengths = {}
-        self.history = []
+        self.history, self.rows, self.counted = [], [], []
         self._results = []
 
     def submit(self, step):
@@ -49,7 +53,10 @@ class RecordingRunner(ModelRunner):
         return self._results.pop(0)
 
     def forward(self, step):
+        before = self.counts()
         hidden_TH = super().forward(step)
+        self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
+        self.rows.append([sum(work.num_tokens for work in step.work if work.id == i) for i in range(self.num_requests)])
         logits_TV = self._gather_logits(hidden_TH)
         rows = iter(logits_TV)
         for work in step.work:
@@ -58,6 +65,10 @@ class RecordingRunner(ModelRunner):
             self.local_lengths[work.id] = self.sequences[work.id].local_length
         self.history.append([self.local_lengths.get(i, -1) for i in range(self.num_requests)])
         return hidden_TH
+
+    def counts(self):
+        multiplied, attended = native.module.work() if native.module is not None else (0, 0)
+        return multiplied, attended, self.mesh.kvp.exchanged_bytes
 
 
 def build(case, rank, meshes):
@@ -82,6 +93,7 @@ def build(case, rank, meshes):
         block_tokens=case["block_tokens"],
         placement=case["placement"],
         growth_limit_tokens=case["growth_limit_tokens"],
+        kvp_threshold_tokens=case.get("kvp_threshold_tokens"),
         batch_invariant=case.get("batch_invariant", False),
         device="cpu",
         execution=case.get("execution", "recorded"),
@@ -126,7 +138,7 @@ def run(case, rank, meshes):
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
-    arrays["history"] = np.array(runner.history)
+    arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):
         arrays[f"tokens_{index}"] = np.array(tokens[index])
@@ -154,7 +166,7 @@ class mutation:  # noqa: N801 - reads as a statement
 
             def later_rows_see_less(runner, seq, work):
                 rows = advance(runner, seq, work)
-                return runner_module._Rows(rows.token_ids, rows.positions, rows.slots, np.maximum(rows.limits - 1, 0))
+                return runner_module._Rows(rows.positions, rows.slots, np.maximum(rows.limits - 1, 0))
 
             ModelRunner._advance = later_rows_see_less
         if self.kind == "owner":
@@ -170,7 +182,9 @@ class mutation:  # noqa: N801 - reads as a statement
             Group.exchange_states = lambda *arguments: None
         if self.kind == "exchange":
 
-            def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank):
+            def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank, places_NT):
+                if places_NT is not None:
+                    return None
                 first = sum(heads_per_rank[: group.index])
                 return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
 

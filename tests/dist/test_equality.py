@@ -19,7 +19,9 @@ BLOCK_TOKENS, GROWTH_LIMIT_TOKENS = 4, 8
 LAYOUTS = [(kvp, n // kvp) for n in (1, 2, 3, 4, 6) for kvp in range(1, n + 1) if n % kvp == 0]
 CHUNKS = (1, 7, 16, 64, 4096)
 PLACEMENTS = ("striped", "growing", "local")
-VARIANTS = list(itertools.product(CHUNKS, PLACEMENTS))
+# By their lengths the oracle's requests are then local (two), growing and striped, side by side in one step.
+THRESHOLD_TOKENS = 50
+VARIANTS = list(itertools.product(CHUNKS, (*PLACEMENTS, "auto")))
 # KVP, TPA, EP: every TPF x EP = N of at most as many expert groups as there are experts.
 GRIDS = [(kvp, tpa, ep) for kvp, tpa in LAYOUTS for ep in (1, 2, 3, 4, 6) if kvp * tpa % ep == 0 and ep <= 5]
 EXPERT_CASES = list(itertools.product(WITH_EXPERTS, GRIDS))
@@ -50,6 +52,7 @@ def make_case(oracle, kvp, tpa, chunk_tokens, placement, **more):
         "placement": placement,
         "block_tokens": BLOCK_TOKENS,
         "growth_limit_tokens": GROWTH_LIMIT_TOKENS,
+        "kvp_threshold_tokens": THRESHOLD_TOKENS,
         "prompts": oracle.prompts,
         "max_new_tokens": NEW_TOKENS,
     } | more
@@ -283,6 +286,54 @@ def test_exchange_sends_only_heads_and_lse(worlds, oracles, kvp, tpa):
     sent = [int(rank["exchanged_bytes"]) for rank in ranks]
     heads_by_rank = {(2, 1): [[0, 4], [5, 0]], (2, 2): [[0, 3], [0, 1], [3, 0], [2, 0]]}[kvp, tpa]
     assert sent == [rows * layers * head_bytes * sum(heads) for heads in heads_by_rank]
+
+
+@pytest.mark.skipif(native.module is None, reason="the native module, which counts, is not built here")
+@pytest.mark.parametrize("backend", [None, "gloo"])
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("chunk_tokens", [16, 4096])
+def test_ranks_work_and_send_for_requests_that_they_hold(worlds, tmp_path_factory, kvp, tpa, chunk_tokens, backend):
+    """Short requests beside long ones: no query, key, value, attention or byte on ranks that keep nothing of them.
+
+    Counted in the kernels and in the transport, against a formula of rows, heads and local lengths.
+    """
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    oracle, config = NATIVE["native"], NATIVE_SIZES
+    # 16 + 32 tokens stay on a rank; 32 + 32 do not; 41 are more than a rank takes.
+    lengths = [1, 3, 16, 32, 18, 41]
+    prompts = [oracle.prompts[3][:length] for length in lengths]
+    threshold = 40
+    kinds = ["local", "local", "growing", "growing", "growing", "striped"]
+    sizes = {"block_tokens": 16, "prompts": prompts, "kvp_threshold_tokens": threshold, "backend": backend}
+    # Over gloo nothing runs from tapes, and an attempt to record one would count as well.
+    execution = "recorded" if backend is None else "eager"
+    case = make_case(oracle, kvp, tpa, chunk_tokens, "auto", execution=execution, **sizes)
+    ranks = worlds(kvp * tpa).run(case)
+    layout, heads = Layout(kvp=kvp, tpa=tpa), HeadShape(config.num_attention_heads, config.num_key_value_heads)
+    rows_LB, layers, size = ranks[0]["rows"], config.num_hidden_layers, config.head_dim
+    idle = 0
+    for rank, found in enumerate(ranks):
+        local_LB = found["history"]
+        held_LB = (local_LB > 0) | (np.array(kinds) == "striped")
+        held_L, rows_L = (rows_LB * held_LB).sum(1), rows_LB.sum(1)
+        idle += int((rows_LB * ~held_LB).sum())
+        own, kept = len(layout.query_heads(heads, rank)), len(layout.kv_heads(heads, rank))
+        merged, columns = (
+            len(layout.merged_query_heads(heads, rank)),
+            len(layout.ffn_columns(config.intermediate_size, rank)),
+        )
+        per_held_row = (own + 2 * kept) * size
+        per_row = merged * size + 3 * columns
+        expected_L = layers * config.hidden_size * (held_L * per_held_row + rows_L * per_row)
+        assert found["counted"][:, 0].tolist() == expected_L.tolist()
+        decodes_L = (rows_LB <= 1).all(1)
+        attended_L = layers * own * (rows_LB * held_LB * local_LB).sum(1)
+        assert found["counted"][decodes_L, 1].tolist() == attended_L[decodes_L].tolist()
+        assert (found["counted"][:, 1] <= attended_L).all()
+        sent_L = layers * held_L * (own - merged) * (size * 4 + 4)
+        assert found["counted"][:, 2].tolist() == sent_L.tolist()
+    assert idle > 0
 
 
 def test_near_ties_are_rare():

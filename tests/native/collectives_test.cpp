@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <numeric>
@@ -82,8 +83,10 @@ void run_all_to_all(Channel& channel, int rank, int size, int idle) {
     check_all("all_to_all", out, [&](std::size_t i) { return expected[i]; });
 }
 
-// Helix's exchange; all ranks make all ranks' inputs, so each knows what it must get.
-void run_exchange(Channel& channel, int rank, Number number, int rows, int head_size, const std::vector<int>& heads) {
+// Helix's exchange; all ranks make all ranks' inputs, so each knows what it must get. `some`: a rank has a part of two
+// rows in three, and its own rows lie one after the other.
+void run_exchange(Channel& channel, int rank, Number number, int rows, int head_size, const std::vector<int>& heads,
+                  bool some) {
     Random random{};
     int size = static_cast<int>(heads.size()), all_heads = std::accumulate(heads.begin(), heads.end(), 0);
     int first = std::accumulate(heads.begin(), heads.begin() + rank, 0);
@@ -100,15 +103,33 @@ void run_exchange(Channel& channel, int rank, Number number, int rows, int head_
             }
         }
     }
+    auto has = [&](int peer, int row) { return !some || (row + peer) % 3; };
+    std::vector<std::int64_t> places;
+    for (int peer = 0; peer < size; ++peer) {
+        for (int row = 0, place = 0; row < rows; ++row) places.push_back(has(peer, row) ? place++ : -1);
+    }
+    std::int64_t own_rows = std::count_if(places.begin() + rank * rows, places.begin() + (rank + 1) * rows,
+                                          [](std::int64_t place) { return place >= 0; });
+    Matrix out(number, own_rows, static_cast<std::int64_t>(all_heads) * head_size), lse(Number::float32, own_rows, all_heads);
+    for (int row = 0; row < rows; ++row) {
+        std::int64_t place = places[rank * rows + row];
+        if (place < 0) continue;
+        for (int c = 0; c < all_heads * head_size; ++c) out.set(place, c, outs[rank].get(row, c));
+        for (int head = 0; head < all_heads; ++head) lse.set(place, head, lses[rank].get(row, head));
+    }
     Matrix merged(number, rows, static_cast<std::int64_t>(heads[rank]) * head_size);
-    channel.exchange(outs[rank].data(), lses[rank].floats(), rows, heads, head_size, number,
+    std::uint64_t before = channel.exchanged_bytes();
+    channel.exchange(out.data(), lse.floats(), rows, some ? places.data() : nullptr, heads, head_size, number,
                      merged.data());
+    std::uint64_t head_bytes = head_size * (number == Number::float32 ? 4 : 2) + 4;
+    check(channel.exchanged_bytes() - before == own_rows * (all_heads - heads[rank]) * head_bytes,
+          "the exchange sends what it should not");
     for (int row = 0; row < rows; ++row) {
         for (int c = 0; c < heads[rank] * head_size; ++c) {
             double sum = 0, total = 0;
             for (int peer = 0; peer < size; ++peer) {
                 double weight = std::exp(lses[peer].get(row, first + c / head_size));
-                if (weight > 0) sum += weight * outs[peer].get(row, first * head_size + c), total += weight;
+                if (weight > 0 && has(peer, row)) sum += weight * outs[peer].get(row, first * head_size + c), total += weight;
             }
             check_near(merged.get(row, c), total ? sum / total : 0.0, number == Number::float32 ? 1e-5 : 0x1p-7,
                        "the exchange gives a number that");
@@ -125,10 +146,12 @@ void run_all(Channel& channel, int rank, int size) {
     for (Number number : {Number::float32, Number::bfloat16, Number::float16}) {
         std::vector<int> few{1, 3, 0}, many{7, 0, 16}, most{140, 1, 140};  // whose state is larger than a window
         for (auto heads : {&few, &many, &most}) heads->resize(size);
-        run_exchange(channel, rank, number, 0, 16, few);
-        run_exchange(channel, rank, number, 5, 16, few);
-        run_exchange(channel, rank, number, 150, 64, many);
-        run_exchange(channel, rank, number, 2, 512, most);
+        for (bool some : {false, true}) {
+            run_exchange(channel, rank, number, 0, 16, few, some);
+            run_exchange(channel, rank, number, 5, 16, few, some);
+            run_exchange(channel, rank, number, 150, 64, many, some);
+            run_exchange(channel, rank, number, 2, 512, most, some);
+        }
     }
     channel.barrier();
 }

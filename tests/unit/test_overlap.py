@@ -18,17 +18,19 @@ def batch_of(rows_per_sequence, local_length):
     """A batch whose sequences keep `local_length` tokens each, in blocks of their own."""
     rows, sequences = sum(rows_per_sequence), len(rows_per_sequence)
     blocks = -(-local_length // BLOCK)
-    starts = torch.tensor([0, *rows_per_sequence]).cumsum(0)
+    starts_b = torch.tensor([0, *rows_per_sequence]).cumsum(0)
     nothing = torch.zeros(rows, 1)
     return Batch(
         token_ids_T=torch.zeros(rows, dtype=torch.int64),
-        cos_TR=nothing,
-        sin_TR=nothing,
-        slots_T=torch.full((rows,), -1),
-        limits_T=torch.full((rows,), local_length) - torch.arange(rows) % 3,
-        row_starts_B=starts,
-        blocks_BJ=torch.arange(sequences * blocks).view(sequences, blocks),
+        holders=None,
+        cos_tR=nothing,
+        sin_tR=nothing,
+        slots_t=torch.full((rows,), -1),
+        limits_t=torch.full((rows,), local_length) - torch.arange(rows) % 3,
+        row_starts_b=starts_b,
+        blocks_bJ=torch.arange(sequences * blocks).view(sequences, blocks),
         max_rows=max(rows_per_sequence),
+        decodes=max(rows_per_sequence) == 1,
     )
 
 
@@ -48,11 +50,11 @@ def test_a_batch_is_cut_by_sequence_or_by_rows(rows_per_sequence, parts, expecte
     batch = batch_of(rows_per_sequence, 10)
     pieces = batch.cut(parts)
     assert [piece.rows.stop - piece.rows.start for piece in pieces] == expected
-    assert torch.equal(torch.cat([piece.limits_T for piece in pieces]), batch.limits_T)
+    assert torch.equal(torch.cat([piece.limits_t for piece in pieces]), batch.limits_t)
     for piece in pieces:
-        assert len(piece.row_starts_B) == len(piece.blocks_BJ) + 1
-        assert piece.row_starts_B.tolist()[0] == 0
-        assert piece.row_starts_B.tolist()[-1] == len(piece.limits_T)
+        assert len(piece.row_starts_b) == len(piece.blocks_bJ) + 1
+        assert piece.row_starts_b.tolist()[0] == 0
+        assert piece.row_starts_b.tolist()[-1] == len(piece.limits_t)
 
 
 class LateGroup:
@@ -90,10 +92,10 @@ class LateGroup:
 def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10)
-    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_BJ.numel(), CPU)
-    tokens = batch.blocks_BJ.numel() * BLOCK
+    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_bJ.numel(), CPU)
+    tokens = batch.blocks_bJ.numel() * BLOCK
     write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
-    q_TqC = torch.randn(len(batch.limits_T), HEADS, SIZE)
+    q_TqC = torch.randn(len(batch.limits_t), HEADS, SIZE)
     events = []
 
     def attend(*arguments):
@@ -108,5 +110,5 @@ def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_s
     whole = attend_and_exchange(*arguments, parts=1)
     assert events == ["attend", "send 2", "receive 2"]
     assert torch.equal(parted, whole)
-    alone, _ = partial_attention(q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, SIZE**-0.5)
+    alone, _ = partial_attention(q_TqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, SIZE**-0.5)
     assert torch.allclose(whole, alone[:, :2], atol=1e-6)

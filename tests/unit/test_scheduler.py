@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
-from longhelix.kv.placement import PLACEMENTS
+from longhelix.kv.placement import PLACEMENTS, Placement
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -62,6 +62,7 @@ class FakeRunner:
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
         self.steps = []
         self.first_blocks: dict[int, int] = {}
+        self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
 
     def submit(self, step) -> None:
@@ -78,6 +79,7 @@ class FakeRunner:
         for new in step.new:
             assert new.id not in self.replicas
             self.replicas[new.id] = Replica(new, list(new.prompt_token_ids))
+            self.new[new.id] = new
         self.check_plan(step)
         for work in step.work:
             self.write(work)
@@ -92,18 +94,31 @@ class FakeRunner:
         return StepResult(step.id, tuple(sampled), step.num_tokens, 0)
 
     def check_plan(self, step) -> None:
-        """Every running sequence that can decode does; prompts fill the chunk budget, oldest first."""
+        """Every running sequence that can decode does; prompts fill the chunk budget, the oldest of each rank first."""
         decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
         assert [(work.id, work.num_tokens, work.sample) for work in step.work[: len(decodes)]] == [
             (sequence_id, 1, True) for sequence_id in decodes
         ]
-        budget, chunks = self.config.chunk_tokens, []
-        for seq in self.replicas.values():
-            num_tokens = min(seq.prompt_left, budget)
-            if num_tokens:
-                chunks.append((seq.new.id, num_tokens, num_tokens == seq.prompt_left))
-                budget -= num_tokens
-        assert [(work.id, work.num_tokens, work.sample) for work in step.work[len(decodes) :]] == chunks
+        chunks = step.work[len(decodes) :]
+        waiting = [seq for seq in self.replicas.values() if seq.prompt_left]
+        assert sum(work.num_tokens for work in chunks) == min(
+            self.config.chunk_tokens, sum(seq.prompt_left for seq in waiting)
+        )
+        order = [seq.new.id for seq in waiting]
+        assert [work.id for work in chunks] == sorted((work.id for work in chunks), key=order.index)
+        held_up: set[int | None] = set()
+        for work in chunks:
+            seq = self.replicas[work.id]
+            first = self.first_blocks.get(work.id, work.new_blocks[0].owner if work.new_blocks else None)
+            home = None if seq.new.spread else first
+            assert home not in held_up, "a prompt runs before an older one of the same rank has all its tokens"
+            assert 0 < work.num_tokens <= seq.prompt_left
+            assert work.sample == (work.num_tokens == seq.prompt_left)
+            if not work.sample:
+                held_up.add(home)
+        if all(seq.new.spread for seq in waiting):
+            assert len(held_up) <= 1
+            assert [work.id for work in chunks] == order[: len(chunks)]
         assert len(self.replicas) <= self.config.max_running
 
     def write(self, work) -> None:
@@ -122,13 +137,17 @@ class FakeRunner:
         assert len(seq.blocks) == -(-seq.length // block_tokens)
         self.first_blocks.setdefault(work.id, seq.blocks[0][0])
 
+    def place(self, sequence_id: int) -> Placement:
+        new = self.new[sequence_id]
+        return self.config.place(len(new.prompt_token_ids), new.capacity_tokens, self.first_blocks[sequence_id])
+
     def read(self, sequence_id: int) -> list[int]:
         """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
         seq, block_tokens = self.replicas[sequence_id], self.config.block_tokens
         found: dict[int, int] = {}
         for rank in range(self.config.kvp):
             local = [block_id for owner, block_id in seq.blocks if owner == rank]
-            placement = self.config.place(self.first_blocks[sequence_id])
+            placement = self.place(sequence_id)
             slots = [
                 local[index // block_tokens] * block_tokens + index % block_tokens
                 for index in range(placement.local_length(rank, seq.length))
@@ -241,7 +260,7 @@ def test_kv_tokens_at_the_end_follow_the_closed_form(placement, depth):
     for key, outcome in engine.drain().items():
         asked = BATCH[key]
         length = len(asked.prompt_token_ids) + len(outcome.token_ids) - 1
-        place = settings.place(engine.runner.first_blocks[key])
+        place = engine.runner.place(key)
         assert outcome.kv_tokens_per_rank == tuple(place.local_length(rank, length) for rank in range(3))
 
 
@@ -487,7 +506,7 @@ def test_a_setting_below_one_is_refused(name):
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones():
-    with pytest.raises(UserError, match="'random' is not known: use one of striped, growing, local"):
+    with pytest.raises(UserError, match="'random' is not known: use one of striped, growing, local, auto"):
         config(placement="random")
 
 
@@ -516,11 +535,13 @@ def workloads(draw):
         block_tokens=block_tokens,
         chunk_tokens=draw(st.sampled_from([1, 7, 16, WHOLE])),
         max_running=draw(st.integers(1, 4)),
-        placement=draw(st.sampled_from(PLACEMENTS)),
+        placement=draw(st.sampled_from((*PLACEMENTS, "auto"))),
         growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
+        kvp_threshold_tokens=draw(st.integers(0, 50)),
     )
     largest = max(one.capacity_tokens - 1 for one in asked)
-    longest = settings.place(start=0).local_length(0, largest)
+    places = [settings.place(len(one.prompt_token_ids), one.capacity_tokens, start=0) for one in asked]
+    longest = max(place.local_length(rank, largest) for place in places for rank in range(settings.kvp))
     num_blocks = max(-(-longest // block_tokens), 1) + draw(st.integers(0, 4))
     aborts = draw(st.dictionaries(st.integers(0, 40), st.integers(0, len(asked) - 1), max_size=3))
     return replace(settings, num_blocks=num_blocks), asked, aborts, draw(st.integers(1, 4))
@@ -548,3 +569,63 @@ def test_any_workload_gives_each_request_its_own_output_and_leaves_nothing(workl
             assert outcome.token_ids == expected
             stopped = len(expected) < one.sampling.max_new_tokens
             assert outcome.finish_reason == ("stop" if stopped else "length")
+
+
+def placed(settings, *asked):
+    """Each request's owners at its end, and whether all ranks took part from the start."""
+    engine = Engine(settings, depth=1)
+    engine.add(*asked)
+    held = {}
+    while engine.loop.has_work:
+        for seq in engine.runner.replicas.values():
+            held[seq.new.id] = {owner for owner, _ in seq.blocks}
+        engine.step()
+    return [(held[one.id], engine.runner.new[one.id].spread) for one in asked]
+
+
+def test_a_request_is_placed_by_its_lengths():
+    """Threshold 24: a short request stays on a rank, one that outgrows it takes one more, a long one has all."""
+    settings = config(kvp=3, placement="auto", kvp_threshold_tokens=24, num_blocks=64)
+    short, growing, long = request(0, 16, 8), request(1, 16, 20), request(2, 25, 4)
+    (short_ranks, short_spread), (growing_ranks, growing_spread), (long_ranks, long_spread) = placed(
+        settings, short, growing, long
+    )
+    assert (len(short_ranks), len(growing_ranks), len(long_ranks)) == (1, 2, 3)
+    assert (short_spread, growing_spread, long_spread) == (False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("threshold_tokens", "policy"), [(0, "striped"), (9, "striped"), (10, "growing"), (19, "growing"), (20, "local")]
+)
+def test_the_threshold_counts_the_prompt_and_what_may_come(threshold_tokens, policy):
+    settings = config(placement="auto", kvp_threshold_tokens=threshold_tokens)
+    assert settings.policy(prompt_tokens=10, capacity_tokens=20) == policy
+
+
+def test_short_requests_take_turns_over_the_ranks():
+    settings = config(kvp=3, placement="auto", kvp_threshold_tokens=1000, num_blocks=64)
+    ranks = [ranks for ranks, _ in placed(settings, *(request(index, 12, 4) for index in range(6)))]
+    assert sorted(rank for held in ranks for rank in held) == [0, 0, 1, 1, 2, 2]
+
+
+def test_ranks_prefill_their_own_prompts_side_by_side():
+    """Two prompts on two ranks and a spread one share a chunk's budget; what one leaves goes to the oldest."""
+    engine = Engine(config(kvp=2, placement="auto", kvp_threshold_tokens=40, chunk_tokens=30, num_blocks=64))
+    engine.add(request(0, 30, 4), request(1, 6, 4), request(2, 90, 4))
+    engine.step()
+    assert {work.id: work.num_tokens for work in engine.runner.steps[-1].work} == {0: 14, 1: 6, 2: 10}
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "auto"])
+@pytest.mark.parametrize("threshold_tokens", [0, 7, 100])
+def test_no_request_needs_more_of_a_rank_than_the_longest(placement, threshold_tokens):
+    settings = config(
+        kvp=3, placement=placement, kvp_threshold_tokens=threshold_tokens, growth_limit_tokens=8, max_model_len=60
+    )
+    needed = [
+        settings.place(prompt, capacity, start=0).local_length(rank, capacity)
+        for capacity in range(1, 61)
+        for prompt in range(1, capacity + 1)
+        for rank in range(3)
+    ]
+    assert settings.longest_local_tokens == max(needed)

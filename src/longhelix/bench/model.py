@@ -11,7 +11,7 @@ from longhelix.engine.rank import join, load_model, new_pool
 from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import write_kv
 from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Placement, make_placement
+from longhelix.kv.placement import Placement
 from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
 
 _FILL_BLOCKS = 1024
@@ -29,16 +29,13 @@ class RankModel:
     def kvp_rank(self) -> int:
         return self.config.layout.kvp_rank(self.mesh.rank)
 
-    @property
-    def placement(self) -> Placement:
-        scheduler = self.config.scheduler
-        return make_placement(
-            scheduler.placement, scheduler.kvp, scheduler.block_tokens, scheduler.growth_limit_tokens, start=0
-        )
+    def place(self, context: int) -> Placement:
+        """The placement of a request of `context` tokens."""
+        return self.config.scheduler.place(context, context, start=0)
 
     def local_length(self, context: int) -> int:
         """Tokens of a context's KV that this rank keeps."""
-        return self.placement.local_length(self.kvp_rank, context)
+        return self.place(context).local_length(self.kvp_rank, context)
 
     def runner(self, context: int) -> ModelRunner:
         """A runner whose pool has room for one request of `context` tokens; contents undefined."""
@@ -51,7 +48,7 @@ class RankModel:
         used = [0] * self.config.layout.kvp
         blocks = []
         for position in range(0, context, self.config.scheduler.block_tokens):
-            owner = self.placement.owner(position)
+            owner = self.place(context).owner(position)
             blocks.append(Block(owner, used[owner]))
             used[owner] += 1
         return tuple(blocks)
@@ -64,7 +61,9 @@ class LongRequest:
         self.runner = model.runner(context)
         self._before = context - 1, model.local_length(context - 1)
         fill(self.runner.pool)
-        new = NewSequence(0, (1,) * context, SamplingParams(), seed=0, capacity_tokens=context)
+        new = NewSequence(
+            0, (1,) * context, SamplingParams(), seed=0, capacity_tokens=context, spread=model.place(context).spread
+        )
         self.runner.admit(Step(0, new=(new,), work=(), ended=()))
         self._sequence = self.runner.sequences[0]
         self._sequence.add_blocks(model.blocks(context), model.kvp_rank, self.runner.table)
@@ -95,7 +94,8 @@ def fill(pool: KVPool) -> None:
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:
     """The steps of one prompt, in chunks; the last one samples. The request before it has ended."""
     chunk_tokens, length = model.config.scheduler.chunk_tokens, len(prompt)
-    new = (NewSequence(request_id, prompt, SamplingParams(), seed=0, capacity_tokens=length),)
+    spread = model.place(length).spread
+    new = (NewSequence(request_id, prompt, SamplingParams(), seed=0, capacity_tokens=length, spread=spread),)
     ended = (request_id - 1,) if request_id else ()
     blocks = model.blocks(length)
     for start in range(0, length, chunk_tokens):

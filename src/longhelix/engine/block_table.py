@@ -53,7 +53,7 @@ class BlockTable:
     def rows(self, rows: list[int]) -> Tensor:
         """blocks_BJ of a step, at the same address from step to step: the rows, or where they do not lie side by side a
         copy that the next call overwrites."""
-        first, count = rows[0], len(rows)
+        first, count = rows[0] if rows else 0, len(rows)
         if rows == list(range(first, first + count)):
             return self._device_BJ[first : first + count]
         indices = torch.tensor(rows, device=self._device_BJ.device)

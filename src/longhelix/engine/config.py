@@ -10,7 +10,6 @@ import psutil
 
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.errors import UserError
-from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
@@ -79,6 +78,7 @@ def resolve(
     block_tokens: int,
     placement: str,
     growth_limit_tokens: int,
+    kvp_threshold_tokens: int | None = None,
     batch_invariant: bool = False,
     device: str = "auto",
     execution: str = "recorded",
@@ -118,8 +118,6 @@ def resolve(
     cores = os.cpu_count() or 1
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
-    place = make_placement(placement, layout.kvp, block_tokens, growth_limit_tokens, start=0)
-    longest_tokens = max(place.local_length(rank, max_model_len) for rank in range(layout.kvp))
     ranks = range(layout.world_size)
     if device == "cuda":
         memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
@@ -130,14 +128,17 @@ def resolve(
     )
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
-        num_blocks=_num_blocks(kv_cache_tokens, longest_tokens, affordable, block_tokens, layout.kvp),
+        num_blocks=affordable,
         max_model_len=max_model_len,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         placement=placement,
         growth_limit_tokens=growth_limit_tokens,
+        kvp_threshold_tokens=kvp_threshold_tokens or 0,
         batch_invariant=batch_invariant,
     )
+    num_blocks = _num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
+    scheduler = replace(scheduler, num_blocks=num_blocks)
     return EngineConfig(
         model_path=str(checkpoint.path),
         spec=spec,

@@ -29,11 +29,11 @@ class Bucket(NamedTuple):
     def of(cls, batch: Batch) -> Self:
         """Decode steps have a row for each sequence, in the padding too; in others one more sequence takes all rows of
         the padding."""
-        sequences, table_blocks = batch.blocks_BJ.shape
+        sequences, table_blocks = batch.blocks_bJ.shape
         if batch.max_rows == 1:
             rows = _padded(sequences)
             return cls(rows, rows, 1, table_blocks)
-        rows = _padded(len(batch.slots_T))
+        rows = _padded(len(batch.slots_t))
         return cls(rows, _padded(sequences + 1), rows, table_blocks)
 
 
@@ -55,13 +55,15 @@ class _Inputs:
         rows, sequences, max_rows, table_blocks = bucket
         own = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(rows),
-            cos_TR=batch.cos_TR.new_zeros(rows, batch.cos_TR.shape[1]),
-            sin_TR=batch.sin_TR.new_zeros(rows, batch.sin_TR.shape[1]),
-            slots_T=batch.slots_T.new_empty(rows),
-            limits_T=batch.limits_T.new_empty(rows),
-            row_starts_B=batch.row_starts_B.new_empty(sequences + 1),
-            blocks_BJ=batch.blocks_BJ.new_zeros(sequences, table_blocks),
+            holders=None,
+            cos_tR=batch.cos_tR.new_zeros(rows, batch.cos_tR.shape[1]),
+            sin_tR=batch.sin_tR.new_zeros(rows, batch.sin_tR.shape[1]),
+            slots_t=batch.slots_t.new_empty(rows),
+            limits_t=batch.limits_t.new_empty(rows),
+            row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
+            blocks_bJ=batch.blocks_bJ.new_zeros(sequences, table_blocks),
             max_rows=max_rows,
+            decodes=max_rows == 1,
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
@@ -69,19 +71,19 @@ class _Inputs:
         """A step, then padding: rows that write no KV and see no token."""
         rows, sequences, own = len(hidden_TH), batch.num_sequences, self.batch
         self.hidden_TH[:rows] = hidden_TH
-        own.cos_TR[:rows] = batch.cos_TR
-        own.sin_TR[:rows] = batch.sin_TR
-        own.slots_T[:rows] = batch.slots_T
-        own.slots_T[rows:] = -1
-        own.limits_T[:rows] = batch.limits_T
-        own.limits_T[rows:] = 0
-        own.blocks_BJ[:sequences] = batch.blocks_BJ
-        own.row_starts_B[: sequences + 1] = batch.row_starts_B
-        ends = own.row_starts_B[sequences + 1 :]
+        own.cos_tR[:rows] = batch.cos_tR
+        own.sin_tR[:rows] = batch.sin_tR
+        own.slots_t[:rows] = batch.slots_t
+        own.slots_t[rows:] = -1
+        own.limits_t[:rows] = batch.limits_t
+        own.limits_t[rows:] = 0
+        own.blocks_bJ[:sequences] = batch.blocks_bJ
+        own.row_starts_b[: sequences + 1] = batch.row_starts_b
+        ends = own.row_starts_b[sequences + 1 :]
         if own.max_rows == 1:
-            torch.arange(rows + 1, len(own.slots_T) + 1, out=ends)
+            torch.arange(rows + 1, len(own.slots_t) + 1, out=ends)
         else:
-            ends.fill_(len(own.slots_T))
+            ends.fill_(len(own.slots_t))
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class _Graph:
 
 class GraphedLayers:
     """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay that on their inputs.
+
+    Steps of which ranks have different rows run as they are: what ranks send each other differs from step to step.
 
     `exchange`: the group that counts what layers send; a replay sends what its capture did, which nobody sees.
     `planner`: FlashInfer's, which wants to see a batch before its capture and before every replay.
@@ -114,6 +118,8 @@ class GraphedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
+        if batch.holders is not None:
+            return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.get(bucket)
         if graph is None:
@@ -128,7 +134,7 @@ class GraphedLayers:
         if len(self._graphs) == _MOST_GRAPHS:
             oldest = self._graphs.pop(next(iter(self._graphs)))
             if self._planner is not None:
-                self._planner.forget(oldest.inputs.batch.limits_T)
+                self._planner.forget(oldest.inputs.batch.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         sent_bytes = 0
@@ -146,7 +152,7 @@ class GraphedLayers:
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
         if self._planner is not None:
-            self._planner.prepare(inputs.batch.blocks_BJ, inputs.batch.limits_T, inputs.batch.max_rows)
+            self._planner.prepare(inputs.batch.blocks_bJ, inputs.batch.limits_t, inputs.batch.max_rows)
 
 
 class _CudaCapture:

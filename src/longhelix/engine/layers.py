@@ -32,11 +32,22 @@ def make_layers(model: Decoder, pool: KVPool, execution: str, planner: Planner |
         return layers
     if execution == "compiled":
         _check_compiler()
-        layers = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
+        layers = _Compiled(model, pool)
     if pool.device.type == "cuda":
         return GraphedLayers(layers, model.mesh.kvp, planner)
     # Kernels that the compiler made would be missing from a tape.
     return TapedLayers(layers) if execution == "recorded" and native.module is not None else layers
+
+
+class _Compiled:
+    """All layers as one graph; op by op for steps of which ranks have different rows, which would be many graphs."""
+
+    def __init__(self, model: Decoder, pool: KVPool) -> None:
+        self._layers = partial(model.run_layers, pool=pool)
+        self._graph = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
+
+    def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
+        return (self._graph if batch.holders is None else self._layers)(hidden_TH, batch)
 
 
 def _check_compiler() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
@@ -16,6 +16,7 @@ from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
+from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import NewSequence, SampledToken, SequenceWork, Step, StepResult
 from longhelix.spec import ModelSpec
@@ -32,9 +33,11 @@ class SequenceState:
     length: int = 0
     local_length: int = 0
     owners: list[int] = field(default_factory=list)
+    holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
 
     def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, table: BlockTable) -> None:
         self.owners += [block.owner for block in blocks]
+        self.holders.update(block.owner for block in blocks)
         table.append(self.row, [block.id for block in blocks if block.owner == kvp_rank])
 
 
@@ -42,10 +45,12 @@ class SequenceState:
 class _Rows:
     """One sequence's rows of a batch."""
 
-    token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     limits: np.ndarray
+
+
+_NO_ROWS = _Rows(*(np.zeros(0, dtype=np.int64),) * 3)
 
 
 class ModelRunner:
@@ -86,7 +91,9 @@ class ModelRunner:
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
-            self.sequences[new.id] = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
+            seq = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
+            seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
+            self.sequences[new.id] = seq
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -135,28 +142,46 @@ class ModelRunner:
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 
     def _batch(self, step: Step) -> Batch:
-        sequences, rows, starts = [], [], [0]
-        for work in step.work:
-            seq = self.sequences[work.id]
+        sequences = [self.sequences[work.id] for work in step.work]
+        token_ids: list[int] = []
+        rows: list[_Rows] = []
+        for seq, work in zip(sequences, step.work, strict=True):
+            token_ids += seq.token_ids[seq.length : seq.length + work.num_tokens]
             seq.add_blocks(work.new_blocks, self.kvp_rank, self.table)
-            rows.append(self._advance(seq, work))
-            sequences.append(seq)
-            starts.append(starts[-1] + work.num_tokens)
-        counts = torch.tensor([work.num_tokens for work in step.work])
-        frequencies_TR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts, dim=0)
-        positions_T = _join(part.positions for part in rows)
-        cos_TR, sin_TR = rotation(
-            positions_T.to(self.device), frequencies_TR.to(self.device), self.spec.rope.attention_factor
+            advanced = self._advance(seq, work)
+            rows.append(advanced if self.kvp_rank in seq.holders else _NO_ROWS)
+        held = [index for index, seq in enumerate(sequences) if self.kvp_rank in seq.holders]
+        counts_B = torch.tensor([len(part.positions) for part in rows])
+        frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
+        positions_t = _join(part.positions for part in rows)
+        cos_tR, sin_tR = rotation(
+            positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
         )
         return Batch(
-            token_ids_T=_join(part.token_ids for part in rows).to(self.device),
-            cos_TR=cos_TR,
-            sin_TR=sin_TR,
-            slots_T=_join(part.slots for part in rows).to(self.device),
-            limits_T=_join(part.limits for part in rows).to(self.device),
-            row_starts_B=torch.tensor(starts).to(self.device),
-            blocks_BJ=self.table.rows([seq.row for seq in sequences]),
-            max_rows=max(work.num_tokens for work in step.work),
+            token_ids_T=torch.tensor(token_ids).to(self.device),
+            holders=self._holders(step, sequences),
+            cos_tR=cos_tR,
+            sin_tR=sin_tR,
+            slots_t=_join(part.slots for part in rows).to(self.device),
+            limits_t=_join(part.limits for part in rows).to(self.device),
+            row_starts_b=nn.functional.pad(counts_B[held].cumsum(0), (1, 0)).to(self.device),
+            blocks_bJ=self.table.rows([sequences[index].row for index in held]),
+            max_rows=int(counts_B.max()),
+            decodes=all(work.num_tokens == 1 for work in step.work),
+        )
+
+    def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
+        """Which KVP ranks hold KV for the rows of the step; None where all do for all."""
+        kvp = self.mesh.layout.kvp
+        if all(len(seq.holders) == kvp for seq in sequences):
+            return None
+        held_NB = np.array([[rank in seq.holders for seq in sequences] for rank in range(kvp)])
+        held_NT = held_NB.repeat([work.num_tokens for work in step.work], axis=1)
+        places_NT = np.where(held_NT, held_NT.cumsum(axis=1) - 1, -1)
+        return Holders(
+            rows_t=torch.from_numpy(held_NT[self.kvp_rank].nonzero()[0]).to(self.device),
+            places_NT=torch.from_numpy(places_NT).to(self.device),
+            counts=tuple(held_NT.sum(axis=1).tolist()),
         )
 
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
@@ -173,9 +198,8 @@ class ModelRunner:
         blocks = self.table.blocks(seq.row)
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
-        token_ids = np.array(seq.token_ids[seq.length : stop])
         seq.length, seq.local_length = stop, int(limits[-1])
-        return _Rows(token_ids, positions, slots, limits)
+        return _Rows(positions, slots, limits)
 
 
 def _join(parts: Iterable[np.ndarray]) -> Tensor:

@@ -1,7 +1,7 @@
 """The decoder's layers for decode steps, on tapes: one for each number of rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -34,21 +34,21 @@ class TapedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
-        if not self._possible or batch.num_sequences != len(hidden_TH):
+        if not self._possible or not batch.decodes:
             return self._layers(hidden_TH, batch)
-        blocks = batch.blocks_BJ
-        key = (len(hidden_TH), blocks.data_ptr(), blocks.stride(0), blocks.shape[1])
+        blocks, counts = batch.blocks_bJ, () if batch.holders is None else batch.holders.counts
+        key = (len(hidden_TH), blocks.data_ptr(), *blocks.stride(), *blocks.shape, *counts)
         recorded = self._tapes.get(key)
         if recorded is None:
             return self._record(key, hidden_TH, batch)
         recorded.hidden_TH.copy_(hidden_TH)
-        for name in _VARYING:
-            getattr(recorded.batch, name).copy_(getattr(batch, name))
+        for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
+            own.copy_(given)
         recorded.tape.run()
         return recorded.result_TH
 
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:
-        own = replace(batch, **{name: getattr(batch, name).clone() for name in _VARYING})
+        own = _own(batch)
         own_TH, tape = hidden_TH.clone(), Tape()
         try:
             with tape:
@@ -63,4 +63,18 @@ class TapedLayers:
 
 
 # The blocks are those of the table, which stays where it is; all else is of this step.
-_VARYING = [field.name for field in fields(Batch) if field.name not in ("blocks_BJ", "token_ids_T", "max_rows")]
+_VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b")
+
+
+def _inputs(batch: Batch) -> list[Tensor]:
+    holders = () if batch.holders is None else (batch.holders.rows_t, batch.holders.places_NT)
+    return [*(getattr(batch, name) for name in _VARYING), *holders]
+
+
+def _own(batch: Batch) -> Batch:
+    """The same batch in memory of its own."""
+    own = replace(batch, **{name: getattr(batch, name).clone() for name in _VARYING})
+    if batch.holders is None:
+        return own
+    rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()
+    return replace(own, holders=replace(batch.holders, rows_t=rows_t, places_NT=places_NT))

@@ -18,7 +18,7 @@ def warm_up_steps(config: SchedulerConfig) -> list[Step]:
     for lengths in batches:
         ids = range(first, first + len(lengths))
         new = tuple(
-            NewSequence(id, (0,) * length, SamplingParams(), seed=0, capacity_tokens=length)
+            NewSequence(id, (0,) * length, SamplingParams(), seed=0, capacity_tokens=length, spread=True)
             for id, length in zip(ids, lengths, strict=True)
         )
         work = tuple(

@@ -1,7 +1,7 @@
 """Local kernels. One op = signature with shapes (ops), reference (the truth), fast forms, fake."""
 
 from longhelix.kernels.layer import KVFormat, KVLayer
-from longhelix.kernels.ops import linear, merge_states, partial_attention, rotate_and_write, write_kv
+from longhelix.kernels.ops import linear, merge_states, partial_attention, rotate_and_write, take_rows, write_kv
 from longhelix.kernels.reference import rms_norm, rotate_heads
 from longhelix.kernels.weight import Weight, make_weight
 
@@ -16,5 +16,6 @@ __all__ = [
     "rms_norm",
     "rotate_and_write",
     "rotate_heads",
+    "take_rows",
     "write_kv",
 ]

@@ -311,6 +311,40 @@ def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype,
     return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
 
 
+def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:
+    """Rows `rows_t` (int64) of x_TX, in that order: x_tX."""
+    if native.module is not None and not x_TX.is_cuda and not _is_compiling():
+        return _copy_rows(x_TX, rows_t)
+    return torch.ops.longhelix.take_rows(x_TX, rows_t)
+
+
+_library.define("take_rows(Tensor x_TX, Tensor rows_t) -> Tensor")
+
+
+def _take_rows(x_TX, rows_t):
+    return x_TX.index_select(0, rows_t)
+
+
+def _copy_rows(x_TX, rows_t):
+    x_TX = _dense_rows(x_TX)
+    x_tX = x_TX.new_empty(len(rows_t), x_TX.shape[1])
+    native.module.take_rows(
+        x_TX.data_ptr(),
+        x_TX.stride(0) * x_TX.element_size(),
+        x_TX.shape[1] * x_TX.element_size(),
+        rows_t.data_ptr(),
+        len(rows_t),
+        x_tX.data_ptr(),
+    )
+    return x_tX
+
+
+@torch.library.register_fake("longhelix::take_rows", lib=_library)
+def _(x_TX, rows_t):
+    return x_TX.new_empty(rows_t.shape[0], x_TX.shape[1])
+
+
+_library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 _library.impl("partial_attention", _partial_attention, "CompositeExplicitAutograd")
 _library.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 _library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")

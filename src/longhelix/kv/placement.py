@@ -6,13 +6,21 @@ over a set of keys may be split over any partition of that set (docs/architectur
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from longhelix.errors import UserError
 
 
 class Placement(Protocol):
-    """How one request's KV blocks spread over the KVP ranks of an attention group."""
+    """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
+
+    spread: they go to all ranks at once, so that all take part in the request from its first row on.
+    """
+
+    spread: ClassVar[bool]
+
+    @property
+    def start(self) -> int: ...
 
     def next_owner(self, owners: Sequence[int]) -> int:
         """The KVP rank of the next block, given the owners of all blocks so far."""
@@ -38,6 +46,7 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
 class Striped:
     """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
 
+    spread: ClassVar[bool] = True
     kvp: int
     block_tokens: int
     start: int = 0
@@ -59,6 +68,7 @@ class Growing:
     `limit_tokens` is a multiple of the block.
     """
 
+    spread: ClassVar[bool] = False
     kvp: int
     block_tokens: int
     limit_tokens: int
@@ -96,6 +106,7 @@ class Growing:
 class Local:
     """All blocks on one rank (data-parallel attention, for short requests)."""
 
+    spread: ClassVar[bool] = False
     kvp: int
     block_tokens: int
     start: int = 0
@@ -113,6 +124,14 @@ class Local:
 PLACEMENTS = ("striped", "growing", "local")
 
 
+def placement_by_length(prompt_tokens: int, capacity_tokens: int, threshold_tokens: int) -> str:
+    """The policy of a request by its length: local where it stays within the threshold, growing where its answer may
+    leave it, striped where its prompt does. A request's own lengths decide, never what runs beside it."""
+    if capacity_tokens <= threshold_tokens:
+        return "local"
+    return "growing" if prompt_tokens <= threshold_tokens else "striped"
+
+
 def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int) -> Placement:
     """The placement of one request by its policy's name; raises UserError for a name that is none of PLACEMENTS."""
     if block_tokens < 1:
@@ -124,4 +143,4 @@ def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: 
             return Growing(kvp, block_tokens, growth_limit_tokens, start)
         case "local":
             return Local(kvp, block_tokens, start)
-    raise UserError(f"placement {kind!r} is not known: use one of {', '.join(PLACEMENTS)}")
+    raise UserError(f"placement {kind!r} is not known: use one of {', '.join(PLACEMENTS)}, auto")

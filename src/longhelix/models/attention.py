@@ -13,8 +13,9 @@ from longhelix.spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes the QKV of its TPA head shard (the same on all),
-    writes only the KV that it owns, attends to its own shard, and exchanges partial outputs for whole heads."""
+    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes the QKV of its TPA head shard (the same on all that
+    keep KV of a request), writes only what it owns, attends to its own shard, and exchanges partial outputs for whole
+    heads."""
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str, hop_b: int
@@ -40,12 +41,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
-        qkv_TX = linear(hidden_TH, self.qkv, bias=self.qkv_bias, norm=self.norm, norm_eps=self.eps)
-        q_TqC = rotate_and_write(
-            qkv_TX, self.q_norm, self.k_norm, self.eps, batch.cos_TR, batch.sin_TR, layer, batch.slots_T
+        own_tH = batch.own_rows(hidden_TH)
+        qkv_tX = linear(own_tH, self.qkv, bias=self.qkv_bias, norm=self.norm, norm_eps=self.eps)
+        q_tqC = rotate_and_write(
+            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, layer, batch.slots_t
         )
         out_TnC = attend_and_exchange(
-            q_TqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, self.hop_b
+            q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, self.hop_b
         )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)

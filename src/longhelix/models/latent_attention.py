@@ -64,42 +64,43 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
-        down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
-        latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX)
-        self._write(latent_TX, batch, layer)
+        own_tH = batch.own_rows(hidden_TH)
+        down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
+        latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX)
+        self._write(latent_tX, batch, layer)
         exchanged = (self.mesh.kvp, self.merged_heads_per_rank, self.hop_b)
         if self.values_first:
             out_TnC = attend_and_exchange(
-                self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged, finish=self._values
+                self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, finish=self._values
             )
         else:
             out_TnC = self._values(
-                attend_and_exchange(self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged)
+                attend_and_exchange(self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged)
             )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
 
-    def _latents_and_queries(self, hidden_TH: Tensor, down_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """latent_TX: the token's latent and key, raw; q_TqC: queries, not rotated."""
+    def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor) -> tuple[Tensor, Tensor]:
+        """latent_tX: the token's latent and key, raw; q_tqC: queries, not rotated."""
         if self.mla.q_lora_rank is None:
-            q_TX = linear(hidden_TH, self.query_up, norm=self.norm, norm_eps=self.eps)
-            return down_TX, q_TX.unflatten(1, (-1, self.head_size))
-        query_TX, latent_TX = down_TX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
-        q_TX = linear(query_TX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
-        return latent_TX, q_TX.unflatten(1, (-1, self.head_size))
+            q_tX = linear(own_tH, self.query_up, norm=self.norm, norm_eps=self.eps)
+            return down_tX, q_tX.unflatten(1, (-1, self.head_size))
+        query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
+        q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
+        return latent_tX, q_tX.unflatten(1, (-1, self.head_size))
 
-    def _write(self, latent_TX: Tensor, batch: Batch, layer: KVLayer) -> None:
-        latent_TZ, key_TC = latent_TX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
-        latent_TZ = rms_norm(latent_TZ, self.latent_norm, _LATENT_EPS)
-        key_T1C = rotate_heads(key_TC.unsqueeze(1), batch.cos_TR, batch.sin_TR)
-        write_kv(torch.cat((latent_TZ.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
+    def _write(self, latent_tX: Tensor, batch: Batch, layer: KVLayer) -> None:
+        latent_tZ, key_tC = latent_tX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
+        latent_tZ = rms_norm(latent_tZ, self.latent_norm, _LATENT_EPS)
+        key_t1C = rotate_heads(key_tC.unsqueeze(1), batch.cos_tR, batch.sin_tR)
+        write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
 
-    def _absorb(self, q_TqC: Tensor, batch: Batch) -> Tensor:
+    def _absorb(self, q_tqC: Tensor, batch: Batch) -> Tensor:
         """Queries for the cache entries: a latent and a rotated part."""
-        plain_TqC, rotated_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        latent_TqZ = torch.einsum("tqc,qcz->tqz", plain_TqC, self.key_up_qCZ)
-        return torch.cat((latent_TqZ, rotate_heads(rotated_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
+        plain_tqC, rotated_tqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
+        latent_tqZ = torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ)
+        return torch.cat((latent_tqZ, rotate_heads(rotated_tqC, batch.cos_tR, batch.sin_tR)), dim=-1)
 
     def _values(self, out_TqZ: Tensor) -> Tensor:
         return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ)

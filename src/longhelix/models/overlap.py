@@ -12,14 +12,14 @@ from longhelix.parallel.exchange import exchange, start_exchange
 
 
 def attend_and_exchange(
-    q_TqC: Tensor,
+    q_tqC: Tensor,
     layer: KVLayer,
     batch: Batch,
     scale: float,
     group: Group,
     heads_per_rank: list[int],
     parts: int,
-    finish: Callable[[Tensor], Tensor] = lambda out_TqC: out_TqC,
+    finish: Callable[[Tensor], Tensor] = lambda out_tqC: out_tqC,
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
@@ -27,14 +27,14 @@ def attend_and_exchange(
     and the batch can be cut: the parts' exchanges run one after the other, while later parts attend.
     """
     if parts == 1 or not group.overlaps or torch.compiler.is_compiling():
-        out_TqC, lse_Tq = partial_attention(
-            q_TqC, layer, batch.blocks_BJ, batch.row_starts_B, batch.limits_T, scale, batch.max_rows
+        out_tqC, lse_tq = partial_attention(
+            q_tqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, scale, batch.max_rows
         )
-        return exchange(finish(out_TqC), lse_Tq, group, heads_per_rank)
+        return exchange(finish(out_tqC), lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
     for part in batch.cut(parts):
-        out_TqC, lse_Tq = partial_attention(
-            q_TqC[part.rows], layer, part.blocks_BJ, part.row_starts_B, part.limits_T, scale, part.max_rows
+        out_tqC, lse_tq = partial_attention(
+            q_tqC[part.rows], layer, part.blocks_bJ, part.row_starts_b, part.limits_t, scale, part.max_rows
         )
-        under_way.append(start_exchange(finish(out_TqC), lse_Tq, group, heads_per_rank))
+        under_way.append(start_exchange(finish(out_tqC), lse_tq, group, heads_per_rank, batch.holders))
     return torch.cat([result() for result in under_way])

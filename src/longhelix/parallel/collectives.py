@@ -64,33 +64,38 @@ class Group:
         self._call(self._channel.all_reduce_add, *addresses, values.numel(), native.NUMBERS[values.dtype])
         return total
 
-    def exchange_states(self, out_TqC: Tensor, lse_Tq: Tensor, heads_per_rank: list[int]) -> Tensor | None:
+    def exchange_states(
+        self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
+    ) -> Tensor | None:
         """The exchange and the merge as one call, for ranks that share memory; None for those that do not, and in
-        a graph that is compiled, where the two are seen apart."""
-        rows, _, head_size = out_TqC.shape
+        a graph that is compiled, where the two are seen apart. `places_NT` as in `exchange.Holders`."""
+        _, _, head_size = out_tqC.shape
+        rows = len(out_tqC) if places_NT is None else places_NT.shape[1]
         if self._channel is None or head_size > native.LONGEST_HEAD or torch.compiler.is_compiling():
             return None
-        merged_TnC = out_TqC.new_empty(rows, heads_per_rank[self.index], head_size)
+        merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
         self._call(
             self._channel.exchange,
-            out_TqC.data_ptr(),
-            lse_Tq.data_ptr(),
+            out_tqC.data_ptr(),
+            lse_tq.data_ptr(),
             rows,
+            0 if places_NT is None else places_NT.data_ptr(),
             heads_per_rank,
             head_size,
-            native.NUMBERS[out_TqC.dtype],
+            native.NUMBERS[out_tqC.dtype],
             merged_TnC.data_ptr(),
         )
         return merged_TnC
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
-        if torch.compiler.is_compiling():
-            return functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
         """`all_to_all` under way: call what it returns to wait for what comes."""
+        if torch.compiler.is_compiling():
+            received = functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
+            return lambda: received
         name, received = "alltoall_base", send.new_empty(sum(receive_sizes))
         work = self._call(self._handle.alltoall_base, received, send, receive_sizes, send_sizes, name=name)
         self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()

@@ -1,10 +1,12 @@
 """The exchange: one all-to-all over query heads that carries partial outputs and LSEs together, then the merge.
 
 Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends every other one that one's slice of query heads
-and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length.
+and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length. A rank that holds
+no KV of a row's request has nothing to send for it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +15,19 @@ from longhelix.kernels import merge_states
 from longhelix.parallel.collectives import Group
 
 _LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks of a KVP group hold KV for which of T rows, where not all of them do for all.
+
+    rows_t: the rows that this rank holds KV for, ascending. places_NT: where a row is among those of each rank, -1
+    where that one has no KV for it; every row has a rank. Both int64. counts: how many rows each rank has.
+    """
+
+    rows_t: Tensor
+    places_NT: Tensor
+    counts: tuple[int, ...]
 
 
 def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
@@ -27,42 +42,60 @@ def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Te
     return torch.cat([part.view(rows, -1, head_size) for part in received.split(sizes) if part.numel()], dim=1)
 
 
-def exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
-    """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_TqC`.
+def exchange(
+    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+) -> Tensor:
+    """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_tqC`.
 
-    `heads_per_rank`: how the q local query heads fall to the ranks of `group`; a rank may get none.
+    `heads_per_rank`: how the q local query heads fall to the ranks of `group`; a rank may get none. `holders`: None
+    where the t rows of every rank are all T.
     """
     if group.size == 1:
-        return out_TqC
-    if (merged_TnC := group.exchange_states(out_TqC, lse_Tq, heads_per_rank)) is not None:
+        return out_tqC
+    places_NT = None if holders is None else holders.places_NT
+    if (merged_TnC := group.exchange_states(out_tqC, lse_tq, heads_per_rank, places_NT)) is not None:
         return merged_TnC
-    send, *sizes = _packed(out_TqC, lse_Tq, group, heads_per_rank)
-    return _merged(group.all_to_all(send, *sizes), out_TqC, group, heads_per_rank)
+    return start_exchange(out_tqC, lse_tq, group, heads_per_rank, holders)()
 
 
-def start_exchange(out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]) -> Callable[[], Tensor]:
+def start_exchange(
+    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+) -> Callable[[], Tensor]:
     """The exchange under way: call what it returns for its result. For groups that overlap."""
-    finish = group.start_all_to_all(*_packed(out_TqC, lse_Tq, group, heads_per_rank))
-    return lambda: _merged(finish(), out_TqC, group, heads_per_rank)
-
-
-def _packed(
-    out_TqC: Tensor, lse_Tq: Tensor, group: Group, heads_per_rank: list[int]
-) -> tuple[Tensor, list[int], list[int]]:
-    """What is sent, outputs and LSEs as bytes, and how many bytes go to and come from each rank."""
-    rows, row_bytes = len(out_TqC), out_TqC.shape[2] * out_TqC.element_size() + _LSE_BYTES
-    packed_qTX = torch.cat(
-        (out_TqC.contiguous().view(torch.uint8), lse_Tq.unsqueeze(-1).contiguous().view(torch.uint8)), dim=-1
+    rows, _, head_size = out_tqC.shape
+    row_bytes, own_heads = head_size * out_tqC.element_size() + _LSE_BYTES, heads_per_rank[group.index]
+    counts = (rows,) * group.size if holders is None else holders.counts
+    packed_qtX = torch.cat(
+        (out_tqC.contiguous().view(torch.uint8), lse_tq.unsqueeze(-1).contiguous().view(torch.uint8)), dim=-1
     ).transpose(0, 1)
-    send_sizes = [heads * rows * row_bytes for heads in heads_per_rank]
-    return packed_qTX.reshape(-1), send_sizes, [send_sizes[group.index]] * group.size
+    finish = group.start_all_to_all(
+        packed_qtX.reshape(-1),
+        send_sizes=[heads * rows * row_bytes for heads in heads_per_rank],
+        receive_sizes=[own_heads * count * row_bytes for count in counts],
+    )
+    return lambda: _merged(finish(), out_tqC, own_heads, counts, holders)
 
 
-def _merged(received: Tensor, out_TqC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
-    rows, _, head_size = out_TqC.shape
-    out_bytes = head_size * out_TqC.element_size()
-    received_NnTX = received.view(group.size, heads_per_rank[group.index], rows, out_bytes + _LSE_BYTES)
-    out_NnTC = received_NnTX[..., :out_bytes].contiguous().view(out_TqC.dtype)
-    lse_NnT = received_NnTX[..., out_bytes:].contiguous().view(torch.float32).squeeze(-1)
+def _merged(
+    received: Tensor, out_tqC: Tensor, own_heads: int, counts: tuple[int, ...], holders: Holders | None
+) -> Tensor:
+    """The states that came from all ranks, in their order, as one: out_TnC."""
+    head_size = out_tqC.shape[2]
+    out_bytes = head_size * out_tqC.element_size()
+    received_RX = received.view(-1, out_bytes + _LSE_BYTES)
+    out_RC = received_RX[:, :out_bytes].contiguous().view(out_tqC.dtype)
+    lse_R = received_RX[:, out_bytes:].contiguous().view(torch.float32).squeeze(-1)
+    if holders is None:
+        out_NnTC = out_RC.view(len(counts), own_heads, counts[0], head_size)
+        lse_NnT = lse_R.view(len(counts), own_heads, counts[0])
+    else:
+        rows = holders.places_NT.shape[1]
+        out_NnTC = out_RC.new_zeros(len(counts), own_heads, rows, head_size)
+        lse_NnT = lse_R.new_full((len(counts), own_heads, rows), -torch.inf)
+        sizes = [own_heads * count for count in counts]
+        for rank, (out, lse) in enumerate(zip(out_RC.split(sizes), lse_R.split(sizes), strict=True)):
+            held_T = holders.places_NT[rank] >= 0
+            out_NnTC[rank, :, held_T] = out.view(own_heads, counts[rank], head_size)
+            lse_NnT[rank, :, held_T] = lse.view(own_heads, counts[rank])
     merged_nTC, _ = merge_states(out_NnTC, lse_NnT)
     return merged_nTC.transpose(0, 1)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, BlockAllocator
-from longhelix.kv.placement import Placement, make_placement
+from longhelix.kv.placement import Placement, make_placement, placement_by_length
 from longhelix.request import NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -20,7 +20,9 @@ FinishReason = Literal["stop", "length", "abort"]
 class SchedulerConfig:
     """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
 
-    `batch_invariant`: every request begins on rank 0, because its merges add up in the order of the ranks.
+    placement: the policy of all requests, or "auto": each one's by its length (`placement_by_length`), growing by
+    `kvp_threshold_tokens` a rank. `batch_invariant`: every request that may spread begins on rank 0, because its merges
+    add up in the order of the ranks.
     """
 
     kvp: int
@@ -31,17 +33,38 @@ class SchedulerConfig:
     max_running: int = 64
     placement: str = "striped"
     growth_limit_tokens: int = 4096
+    kvp_threshold_tokens: int = 0
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: set it to 1 or more")
-        self.place(start=0)  # refuses a policy that cannot be
+        if self.kvp_threshold_tokens < 0:
+            raise UserError(f"kvp_threshold_tokens is {self.kvp_threshold_tokens}: set it to 0 or more")
+        self.place(1, 1, start=0)  # refuses a policy that cannot be
 
-    def place(self, start: int) -> Placement:
+    def policy(self, prompt_tokens: int, capacity_tokens: int) -> str:
+        """The name of a request's policy."""
+        if self.placement != "auto":
+            return self.placement
+        return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
+
+    def place(self, prompt_tokens: int, capacity_tokens: int, start: int) -> Placement:
         """A request's placement, beginning on KVP rank `start`."""
-        return make_placement(self.placement, self.kvp, self.block_tokens, self.growth_limit_tokens, start)
+        limit_tokens = self.growth_limit_tokens
+        if self.placement == "auto":
+            limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
+        policy = self.policy(prompt_tokens, capacity_tokens)
+        return make_placement(policy, self.kvp, self.block_tokens, limit_tokens, start)
+
+    @property
+    def longest_local_tokens(self) -> int:
+        """The most tokens of one request that a KVP rank may have to hold."""
+        longest, short = self.max_model_len, min(self.kvp_threshold_tokens, self.max_model_len)
+        requests = [(1, longest), (longest, longest), (min(1, short), short)]
+        places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
+        return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))
 
 
 @dataclass(frozen=True)
@@ -73,6 +96,11 @@ class _Sequence:
     @property
     def prompt_left(self) -> int:
         return max(len(self.request.prompt_token_ids) - self.length, 0)
+
+    @property
+    def home(self) -> int | None:
+        """The rank that its prompt has to itself; None where all take part."""
+        return None if self.placement.spread else self.placement.start
 
     @property
     def decodes(self) -> bool:
@@ -107,7 +135,7 @@ class Scheduler:
                 + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
-        needed = self._blocks_needed(request, self.config.place(start=0))
+        needed = self._blocks_needed(request, self._place(request, start=0))
         if max(needed) > self.config.num_blocks:
             block_tokens = self.config.block_tokens
             raise UserError(
@@ -122,17 +150,33 @@ class Scheduler:
         """The next step, or None if there is nothing to run: all decodes, then prompt chunks, oldest first."""
         new = self._admit()
         work = [self._advance(seq, 1, sample=True) for seq in self._running.values() if seq.decodes]
-        budget = self.config.chunk_tokens
-        for seq in self._running.values():
-            num_tokens = min(seq.prompt_left, budget)
-            if num_tokens:
-                work.append(self._advance(seq, num_tokens, sample=num_tokens == seq.prompt_left))
-                budget -= num_tokens
+        for seq, num_tokens in self._chunks():
+            work.append(self._advance(seq, num_tokens, sample=num_tokens == seq.prompt_left))
         ended, self._ended = tuple(self._ended), []
         if not work and not ended:
             return None
         self._next_step_id += 1
         return Step(self._next_step_id, new, tuple(work), ended)
+
+    def _chunks(self) -> list[tuple[_Sequence, int]]:
+        """Prompt tokens of the next step, oldest first.
+
+        Ranks that have prompts to themselves get even shares of the budget, and so do all spread prompts together:
+        none waits while another computes. What a share leaves over goes to the oldest.
+        """
+        waiting = [seq for seq in self._running.values() if seq.prompt_left]
+        sharers = {seq.home for seq in waiting}
+        left = dict.fromkeys(sharers, self.config.chunk_tokens // max(len(sharers), 1))
+        chunks: dict[int, int] = {}
+        for seq in waiting:
+            chunks[seq.request.id] = min(seq.prompt_left, left[seq.home])
+            left[seq.home] -= chunks[seq.request.id]
+        over = self.config.chunk_tokens - sum(chunks.values())
+        for seq in waiting:
+            more = min(seq.prompt_left - chunks[seq.request.id], over)
+            chunks[seq.request.id] += more
+            over -= more
+        return [(seq, chunks[seq.request.id]) for seq in waiting if chunks[seq.request.id]]
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens; those of requests that have ended meanwhile are dropped."""
@@ -171,9 +215,13 @@ class Scheduler:
         lengths = (placement.local_length(rank, request.capacity_tokens - 1) for rank in range(self.config.kvp))
         return [-(-length // self.config.block_tokens) for length in lengths]
 
-    def _start(self) -> int:
-        """The KVP rank with most free: the tails of short requests spread over the ranks."""
-        if self.config.batch_invariant:
+    def _place(self, request: Request, start: int) -> Placement:
+        return self.config.place(len(request.prompt_token_ids), request.capacity_tokens, start)
+
+    def _start(self, request: Request) -> int:
+        """The KVP rank with most free: short requests, and the tails of long ones, spread over the ranks."""
+        policy = self.config.policy(len(request.prompt_token_ids), request.capacity_tokens)
+        if self.config.batch_invariant and policy != "local":
             return 0
         return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
 
@@ -181,7 +229,7 @@ class Scheduler:
         new = []
         while self._waiting and len(self._running) < self.config.max_running:
             request = self._waiting[0]
-            placement = self.config.place(self._start())
+            placement = self._place(request, self._start(request))
             needed = self._blocks_needed(request, placement)
             if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
                 break
@@ -191,7 +239,12 @@ class Scheduler:
             self._running[request.id] = _Sequence(request, placement, needed)
             new.append(
                 NewSequence(
-                    request.id, request.prompt_token_ids, request.sampling, request.seed, request.capacity_tokens
+                    request.id,
+                    request.prompt_token_ids,
+                    request.sampling,
+                    request.seed,
+                    request.capacity_tokens,
+                    placement.spread,
                 )
             )
         return tuple(new)
