@@ -9,13 +9,14 @@ from typing import Any
 import psutil
 
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
+from longhelix.engine.machine import machine
 from longhelix.errors import UserError
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
 from longhelix.scheduler.scheduler import SchedulerConfig
-from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
+from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -26,7 +27,10 @@ ATTENTIONS = ("own", "flashinfer")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`."""
+    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
+
+    `system`: the machine that the engine's own decisions are priced on.
+    """
 
     model_path: str
     spec: ModelSpec
@@ -37,6 +41,7 @@ class EngineConfig:
     threads_per_rank: int
     scheduler: SchedulerConfig
     device: str
+    system: HardwareSpec
     execution: str
     attention: str
     hop_b: int
@@ -148,6 +153,7 @@ def resolve(
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
         device=device,
+        system=machine(device),
         execution=execution,
         attention=attention,
         hop_b=hop_b,
