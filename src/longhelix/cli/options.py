@@ -74,8 +74,9 @@ class ModelOptions:
 
     attention: Literal["own", "flashinfer"] = "own"
     "On GPUs, whose decode attention: the package flashinfer-python has one as well."
-    hop_b: int = 1
-    "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1: one exchange."
+    hop_b: int | None = None
+    """HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for each
+    step as many as take the fewest seconds by the performance model]"""
 
     def start(self) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""

@@ -29,7 +29,8 @@ ATTENTIONS = ("own", "flashinfer")
 class EngineConfig:
     """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
 
-    `system`: the machine that the engine's own decisions are priced on.
+    `system`: the machine that the engine's own decisions are priced on. `hop_b`: the most parts of a batch, of which
+    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`.
     """
 
     model_path: str
@@ -44,7 +45,7 @@ class EngineConfig:
     system: HardwareSpec
     execution: str
     attention: str
-    hop_b: int
+    hop_b: int | None
 
     @property
     def heads(self) -> HeadShape:
@@ -88,7 +89,7 @@ def resolve(
     device: str = "auto",
     execution: str = "recorded",
     attention: str = "own",
-    hop_b: int = 1,
+    hop_b: int | None = None,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -104,8 +105,8 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
-    if hop_b < 1:
-        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts")
+    if hop_b is not None and hop_b < 1:
+        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts, or leave it out")
     execution = _execution(spec, execution, device)
     if batch_invariant and (spec.moe is not None or spec.mla is not None):
         raise UserError(

@@ -70,14 +70,18 @@ class ModelRunner:
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
         self.table = BlockTable(self.device)
+        # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
+        self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
-        sent_before = self.mesh.kvp.exchanged_bytes
+        kvp = self.mesh.kvp
+        sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         self.admit(step)
         sampled = self.sample(step, self.forward(step)) if step.work else ()
-        return StepResult(step.id, sampled, step.num_tokens, self.mesh.kvp.exchanged_bytes - sent_before)
+        sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
+        return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, waited_s if self._sees_waits else None)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""
@@ -157,6 +161,7 @@ class ModelRunner:
             row_starts_B=torch.tensor(starts).to(self.device),
             blocks_BJ=self.table.rows([seq.row for seq in sequences]),
             max_rows=max(work.num_tokens for work in step.work),
+            parts=step.parts,
         )
 
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:

@@ -63,4 +63,6 @@ class TapedLayers:
 
 
 # The blocks are those of the table, which stays where it is; all else is of this step.
-_VARYING = [field.name for field in fields(Batch) if field.name not in ("blocks_BJ", "token_ids_T", "max_rows")]
+_VARYING = [
+    field.name for field in fields(Batch) if field.name not in ("blocks_BJ", "token_ids_T", "max_rows", "parts")
+]

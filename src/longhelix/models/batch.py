@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longhelix.layout import split
-
-_PART_ROWS = 64  # of one sequence: fewer rows attend in less time than an exchange takes to start
+from longhelix.request import PART_ROWS
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Batch:
     token_ids_T, positions_T. cos_TR, sin_TR: rotation of each row (float32). slots_T: where the row's KV goes in
     this rank's pool, -1 if another rank owns it. limits_T: how many of its request's local tokens a row sees.
     row_starts_B: (B + 1) first rows. blocks_BJ: local KV blocks of each sequence, padded with 0.
-    max_rows: the most rows of one sequence.
+    max_rows: the most rows of one sequence. parts: in how many parts they attend (`Step.parts`).
     """
 
     token_ids_T: Tensor
@@ -27,6 +26,7 @@ class Batch:
     row_starts_B: Tensor
     blocks_BJ: Tensor
     max_rows: int
+    parts: int = 1
 
     @property
     def num_sequences(self) -> int:
@@ -41,7 +41,7 @@ class Batch:
         if self.max_rows == 1:
             return [self._sequences(part) for part in split(rows, min(parts, rows))]
         if self.num_sequences == 1:
-            return [self._rows(part) for part in split(rows, max(1, min(parts, rows // _PART_ROWS)))]
+            return [self._rows(part) for part in split(rows, max(1, min(parts, rows // PART_ROWS)))]
         return [Attended(slice(0, rows), self.blocks_BJ, self.row_starts_B, self.limits_T, self.max_rows)]
 
     def _sequences(self, part: range) -> "Attended":
