@@ -12,6 +12,8 @@ from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
 
 MAX_LOGPROBS = 100
+# HOP-B cuts a chunk into parts of at least so many rows: fewer attend in less time than an exchange takes to start.
+PART_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,17 @@ class SequenceWork:
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration of the engine over a mixed batch: prefill chunks and decodes alike."""
+    """One iteration of the engine over a mixed batch: prefill chunks and decodes alike.
+
+    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). It is chosen
+    once, and not by ranks, which would wait for each other forever if they disagreed.
+    """
 
     id: int
     new: tuple[NewSequence, ...]
     work: tuple[SequenceWork, ...]
     ended: tuple[int, ...]
+    parts: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -124,10 +131,13 @@ class SampledToken:
 class StepResult:
     """What a step gave: sampled tokens in the order of its work, rows that ran, bytes that ranks sent in the exchange.
 
-    A rank reports its own bytes, the runner over all ranks their sum.
+    A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that
+    a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
     """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
     num_tokens: int
     exchanged_bytes: int
+    parts: int = 1
+    exposed_s: float | None = None

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from longhelix.engine import runner as runner_module
 from longhelix.engine.config import resolve
 from longhelix.engine.graphed_layers import GraphedLayers
+from longhelix.engine.parts import Parts
 from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner, SequenceState
 from longhelix.kernels import native
@@ -47,7 +49,7 @@ class RecordingRunner(ModelRunner):
         self._results = []
 
     def submit(self, step):
-        self._results.append(self.execute(step))
+        self._results.append(self.execute(replace(step, parts=self.parts.of(step))))
 
     def collect(self):
         return self._results.pop(0)
@@ -105,6 +107,7 @@ def build(case, rank, meshes):
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
+    runner.parts = Parts(config, mesh.kvp.overlaps)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh.kvp, capture=run_again)
     runner.num_requests = len(case["prompts"])

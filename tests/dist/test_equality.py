@@ -122,11 +122,11 @@ def test_experts_and_latent_attention_equal_transformers(worlds, oracles, family
 
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("chunk_tokens", [16, 4096])
-def test_hop_b_gives_the_same_bits(worlds, oracles, family, kvp, tpa, chunk_tokens):
+@pytest.mark.parametrize(("chunk_tokens", "placement"), [(16, "striped"), (4096, "striped"), (16, "auto")])
+def test_hop_b_gives_the_same_bits(worlds, oracles, family, kvp, tpa, chunk_tokens, placement):
     """Parts of a batch exchanged while others attend, over gloo: equal to one exchange, bit for bit."""
     oracle = oracles(family)
-    case = make_case(oracle, kvp, tpa, chunk_tokens, "striped", backend="gloo")
+    case = make_case(oracle, kvp, tpa, chunk_tokens, placement, backend="gloo")
     whole, parted = (worlds(kvp * tpa).run(case | {"hop_b": parts}) for parts in (1, 3))
     assert_equal(oracle, parted)
     for index in range(len(oracle.prompts)):

@@ -6,7 +6,7 @@ import pytest
 
 from longhelix.engine import config as config_module
 from longhelix.engine.config import resolve
-from longhelix.engine.devices import free_gpu_bytes
+from longhelix.engine.devices import free_gpu_bytes, gpu_names
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.layout import Layout
@@ -37,6 +37,12 @@ def test_free_memory_is_that_of_the_visible_gpus(monkeypatch, tmp_path, cuda_bui
     for hidden in ("", "7"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert free_gpu_bytes() == []
+
+
+def test_names_are_those_that_the_driver_tells(monkeypatch, tmp_path, cuda_build):
+    install(monkeypatch, tmp_path, 'case "$*" in *gpu=name*) echo NVIDIA H200; echo NVIDIA H200;; esac')
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_names() == ["NVIDIA H200", "NVIDIA H200"]
 
 
 def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path):

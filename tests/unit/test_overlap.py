@@ -1,5 +1,7 @@
 """HOP-B: which parts a batch has, and that a part attends while the one before is exchanged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ HEADS, SIZE, BLOCK = 4, 16, 4
 CPU = torch.device("cpu")
 
 
-def batch_of(rows_per_sequence, local_length):
+def batch_of(rows_per_sequence, local_length, parts=1):
     """A batch whose sequences keep `local_length` tokens each, in blocks of their own."""
     rows, sequences = sum(rows_per_sequence), len(rows_per_sequence)
     blocks = -(-local_length // BLOCK)
@@ -30,7 +32,8 @@ def batch_of(rows_per_sequence, local_length):
         row_starts_b=starts_b,
         blocks_bJ=torch.arange(sequences * blocks).view(sequences, blocks),
         max_rows=max(rows_per_sequence),
-        decodes=max(rows_per_sequence) == 1,
+        num_sequences=len(rows_per_sequence),
+        parts=parts,
     )
 
 
@@ -91,7 +94,7 @@ class LateGroup:
 @pytest.mark.parametrize("rows_per_sequence", [[1, 1, 1, 1, 1], [200]])
 def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_sequence):
     torch.manual_seed(0)
-    batch = batch_of(rows_per_sequence, 10)
+    batch = batch_of(rows_per_sequence, 10, parts=2)
     layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_bJ.numel(), CPU)
     tokens = batch.blocks_bJ.numel() * BLOCK
     write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
@@ -103,11 +106,11 @@ def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_s
         return partial_attention(*arguments)
 
     monkeypatch.setattr(overlap, "partial_attention", attend)
-    arguments = (q_TqC, layer, batch, SIZE**-0.5, LateGroup(events), [2, 2])
-    parted = attend_and_exchange(*arguments, parts=2)
+    group = LateGroup(events)
+    parted = attend_and_exchange(q_TqC, layer, batch, SIZE**-0.5, group, [2, 2])
     assert events == ["attend", "send 0", "attend", "send 1", "receive 0", "receive 1"]
     events.clear()
-    whole = attend_and_exchange(*arguments, parts=1)
+    whole = attend_and_exchange(q_TqC, layer, replace(batch, parts=1), SIZE**-0.5, group, [2, 2])
     assert events == ["attend", "send 2", "receive 2"]
     assert torch.equal(parted, whole)
     alone, _ = partial_attention(q_TqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, SIZE**-0.5)

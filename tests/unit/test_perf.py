@@ -13,7 +13,7 @@ from longhelix.layout import HeadShape
 from longhelix.perf import collectives
 from longhelix.perf.collectives import Group
 from longhelix.perf.flops import active_parameters, attention_flops, model_flops
-from longhelix.perf.hop_b import overlapped_s, pipelined_s
+from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
 from longhelix.perf.part import total_seconds
@@ -21,6 +21,7 @@ from longhelix.perf.predictor import Predictor
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_parts, decode_seconds, step_parts, step_seconds
+from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.perf.work import Work
 from longhelix.presets import load_model, load_system
 from longhelix.request import NewSequence, SequenceWork, Step
@@ -199,23 +200,38 @@ def test_duplicated_kv_heads_stop_dividing_the_read():
 def test_figure_three_of_helix():
     assert pipelined_s(16.0, 9.6, 1) == pytest.approx(25.6)
     assert pipelined_s(2.0, 1.2, 8) == pytest.approx(17.2)
-    arrays = [np.array([value]) for value in (16.0, 0.0, 9.6, 0.0, 8.0)]
-    assert overlapped_s(*arrays, part_fixed_share=0.0)[0] == pytest.approx(17.2)
+    assert overlapping(16.0, 0.0, 9.6, 0.0, share=0.0).overlapped_s(8.0)[0] == pytest.approx(17.2)
+
+
+def overlapping(attention_s, attention_fixed_s, exchange_s, exchange_fixed_s, share):
+    arrays = [np.array([value]) for value in (attention_s, attention_fixed_s, exchange_s, exchange_fixed_s)]
+    return Overlap(*arrays, part_fixed_share=share)
 
 
 @given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 500), st.floats(0, 1))
 def test_overlap_never_costs_more_than_none_and_never_less_than_either(a, c, fixed_a, fixed_c, most, share):
-    arrays = [np.array([value]) for value in (a, a * fixed_a, c, c * fixed_c, float(most))]
-    together = overlapped_s(*arrays, part_fixed_share=share)[0]
+    together = overlapping(a, a * fixed_a, c, c * fixed_c, share).overlapped_s(float(most))[0]
     assert together <= (a + c) * (1 + 1e-12)
     assert together >= max(a, c) * (1 - 1e-12)
 
 
+@given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.floats(0, 1), st.floats(0, 1), st.integers(1, 64), st.floats(0, 1))
+def test_the_best_parts_are_few_enough_and_no_other_power_of_two_is_faster(a, c, fixed_a, fixed_c, most, share):
+    cut = overlapping(a, a * fixed_a, c, c * fixed_c, share)
+    (best,) = cut.best_parts(float(most))
+    assert 1 <= best <= most
+    assert best == int(best)
+    for parts in (1, 2, 4, 8, 16, 32, 64, most):
+        if parts <= most:
+            assert cut.seconds(best)[0] < cut.seconds(parts)[0] or parts >= best
+            assert cut.seconds(best)[0] <= cut.seconds(parts)[0]
+
+
 def test_parts_that_pay_their_fixed_costs_again_do_not_pay_off_where_latency_binds():
     a, c = 5e-6, 5e-6
-    arrays = [np.array([value]) for value in (a, 2e-6, c, c, 8.0)]
-    assert overlapped_s(*arrays, part_fixed_share=1.0)[0] == a + c
-    assert overlapped_s(*arrays, part_fixed_share=0.0)[0] < 0.7 * (a + c)
+    again, divided = (overlapping(a, 2e-6, c, c, share) for share in (1.0, 0.0))
+    assert (again.best_parts(8.0)[0], again.overlapped_s(8.0)[0]) == (1, a + c)
+    assert divided.overlapped_s(8.0)[0] < 0.7 * (a + c)
 
 
 SMALL, LARGE = np.array([4e3]), np.array([1e9])
@@ -353,6 +369,24 @@ def test_the_predictor_follows_lengths_from_steps():
     assert third == decode_seconds(how, layouts, 1.0, 1001.0)[0]
     again = Step(3, (), (SequenceWork(7, 600, block, False),), (7,))
     assert predictor.predict(again) == first
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])
+@pytest.mark.parametrize("kvp", [2, 4])
+def test_the_threshold_is_where_a_request_alone_loses_a_twentieth(model, kvp):
+    how, layout = setting(model, H100, "bfloat16"), Layout(kvp=kvp, tpa=1)
+    tokens = local_threshold_tokens(how, layout, 10_000_000)
+    layouts = Layouts.of([layout], hop_b=False)
+
+    def loss(length):
+        """What KVP times the attention adds, from the step's own parts."""
+        alone, spread = (decode_seconds(how, layouts, 1.0, float(n))[0] for n in (kvp * length, length))
+        return alone / spread - 1
+
+    assert 0 < tokens < 10_000_000
+    assert loss(tokens) <= 0.05 < loss(tokens + 1)
+    assert local_threshold_tokens(how, layout, tokens // 2) == tokens // 2
+    assert local_threshold_tokens(how, Layout(kvp=2 * kvp, tpa=1), 10_000_000) < tokens
 
 
 def test_fp4_on_hardware_without_it_is_refused():

@@ -10,7 +10,7 @@ import pytest
 from longhelix import presets
 from longhelix.errors import UserError
 from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
-from longhelix.spec import BYTES
+from longhelix.spec import BYTES, KV_DTYPES
 
 pytestmark = pytest.mark.unit
 
@@ -115,7 +115,7 @@ def test_a_config_that_is_no_object_is_refused(tmp_path):
 
 
 def test_systems_hold_the_vendors_figures():
-    assert system_names() == ("a100", "b200", "gb200", "gb300", "h100", "h200")
+    assert system_names() == ("a100", "b200", "cpu", "gb200", "gb300", "h100", "h200")
     gb200 = load_system("gb200")
     assert (gb200.memory_bytes_per_s, gb200.memory_bytes, gb200.rate("fp4")) == (8e12, 186e9, 10e15)
     assert (gb200.scale_up.ranks, gb200.scale_up.bytes_per_s, gb200.scale_out.bytes_per_s) == (72, 900e9, 100e9)
@@ -127,10 +127,24 @@ def test_systems_hold_the_vendors_figures():
 def test_every_constant_of_a_system_has_its_source(name):
     system = load_system(name)
     assert system.name == name
-    assert not system.shared
     assert {f"flops_per_s.{dtype}" for dtype in system.flops_per_s} < set(system.sources)
+
+
+@pytest.mark.parametrize("name", [name for name in system_names() if name != "cpu"])
+def test_gpus_have_memory_of_their_own_and_the_fitted_collectives(name):
+    system = load_system(name)
+    assert not system.shared
     assert system.scale_up.latency_s + system.collective_s == pytest.approx(5e-6)
     assert system.rate("float16") == system.rate("bfloat16")
+
+
+def test_the_system_of_cpus_runs_what_the_engine_does_and_says_that_it_is_another_machines():
+    system = load_system("cpu")
+    assert system.shared
+    assert set(KV_DTYPES) <= set(system.flops_per_s)
+    measured = [source for source in system.sources.values() if not source.startswith("assumed: ")]
+    assert measured
+    assert all("2 cores of a cloud machine" in source for source in measured)
 
 
 def test_a_dtype_that_a_system_lacks_is_refused():

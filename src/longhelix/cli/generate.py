@@ -102,6 +102,9 @@ def measurements(result: Result, config: EngineConfig) -> Table:
     for rank in ranks:
         row(f"KV on rank {rank}", f"{kv_tokens[rank]} tokens, {kv_bytes[rank]} bytes")
     row("exchanged", f"{result.exchanged_bytes_per_token:.0f} bytes/token, all ranks together")
+    if result.hop_b.parts > 1:
+        waited = "" if result.hop_b.exposed_s is None else f", {result.hop_b.exposed_s:.3f} s of them not hidden"
+        row("HOP-B", f"up to {result.hop_b.parts} parts, {result.hop_b.exchanges} exchanges of each layer{waited}")
     if result.tbt_s:
         weight_bytes = sum(config.weight_bytes_read(rank) for rank in ranks)
         read_bytes = weight_bytes + sum(kv_bytes)

@@ -60,8 +60,12 @@ class ModelOptions:
     "Prompt tokens that run in one step."
     block_tokens: int = 16
     "Tokens of a KV block."
-    placement: Literal["striped", "growing", "local"] | None = None
-    "Which KVP rank takes a request's next KV block. [default: striped]"
+    placement: Literal["striped", "growing", "local", "auto"] | None = None
+    """Which KVP rank takes a request's next KV block; `auto`: short requests are local, long ones striped, those that
+    may outgrow `--kvp-threshold` growing. [default: striped]"""
+    kvp_threshold: Size | None = None
+    """Tokens up to which a request stays on one KVP rank; implies `--placement auto`. [default with auto: as many as
+    cost it 5% of its speed by the cost model]"""
     growth_limit_tokens: Size = 4096
     "With growing placement: tokens on a rank before the next one joins."
     batch_invariant: Flag = False
@@ -74,8 +78,9 @@ class ModelOptions:
 
     attention: Literal["own", "flashinfer"] = "own"
     "On GPUs, whose decode attention: the package flashinfer-python has one as well."
-    hop_b: int = 1
-    "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1: one exchange."
+    hop_b: int | None = None
+    """HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for each
+    step as many as take the fewest seconds by the performance model]"""
 
     def start(self) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
@@ -104,7 +109,8 @@ class ModelOptions:
                 kv_cache_tokens=self.kv_cache_tokens,
                 chunk_tokens=self.chunk_tokens,
                 block_tokens=self.block_tokens,
-                placement=self.placement or "striped",
+                placement=self.placement or ("striped" if self.kvp_threshold is None else "auto"),
+                kvp_threshold_tokens=self.kvp_threshold,
                 growth_limit_tokens=self.growth_limit_tokens,
                 batch_invariant=self.batch_invariant,
                 device=self.device,
@@ -180,11 +186,14 @@ def describe(config: EngineConfig) -> list[str]:
     layout, scheduler = config.layout, config.scheduler
     held_tokens = scheduler.num_blocks * scheduler.block_tokens * layout.kvp
     where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
+    placement = scheduler.placement
+    if placement == "auto":
+        placement = f"auto: requests of up to {scheduler.kvp_threshold_tokens} tokens on one rank"
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
         f"weights {config.weight_dtype}, KV {config.kv_dtype}",
-        f"KV cache holds {held_tokens} tokens ({scheduler.placement}, blocks of {scheduler.block_tokens}); "
+        f"KV cache holds {held_tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "
         f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",
     ]

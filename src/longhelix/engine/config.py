@@ -9,12 +9,15 @@ from typing import Any
 import psutil
 
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
+from longhelix.engine.machine import machine
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
+from longhelix.perf.setting import Setting
+from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.scheduler import SchedulerConfig
-from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec, weight_bytes
+from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -25,7 +28,11 @@ ATTENTIONS = ("own", "flashinfer")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`."""
+    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
+
+    `system`: the machine that the engine's own decisions are priced on. `hop_b`: the most parts of a batch, of which
+    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`.
+    """
 
     model_path: str
     spec: ModelSpec
@@ -36,9 +43,10 @@ class EngineConfig:
     threads_per_rank: int
     scheduler: SchedulerConfig
     device: str
+    system: HardwareSpec
     execution: str
     attention: str
-    hop_b: int
+    hop_b: int | None
 
     @property
     def heads(self) -> HeadShape:
@@ -83,7 +91,7 @@ def resolve(
     device: str = "auto",
     execution: str = "recorded",
     attention: str = "own",
-    hop_b: int = 1,
+    hop_b: int | None = None,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -99,8 +107,8 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
-    if hop_b < 1:
-        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts")
+    if hop_b is not None and hop_b < 1:
+        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts, or leave it out")
     execution = _execution(spec, execution, device)
     if batch_invariant and (spec.moe is not None or spec.mla is not None):
         raise UserError(
@@ -126,6 +134,15 @@ def resolve(
     affordable = min(
         _affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
     )
+    system = machine(device)
+    if placement == "auto" and kvp_threshold_tokens is None:
+        setting = Setting(spec, system, weight_dtype, kv_dtype)
+        kvp_threshold_tokens = local_threshold_tokens(setting, layout, max_model_len)
+    elif placement != "auto" and kvp_threshold_tokens is not None:
+        raise UserError(
+            f"kvp_threshold chooses placements by length, but placement is {placement}: leave one of them out, or set "
+            "placement to auto"
+        )
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
         num_blocks=affordable,
@@ -149,6 +166,7 @@ def resolve(
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=scheduler,
         device=device,
+        system=system,
         execution=execution,
         attention=attention,
         hop_b=hop_b,

@@ -16,10 +16,19 @@ def has_native_kernels() -> bool:
 
 def free_gpu_bytes() -> list[int]:
     """Free memory of each GPU that this process may use, in torch's order; none if torch was built without CUDA."""
+    return [int(mebibytes) * 2**20 for mebibytes in _query("memory.free")]
+
+
+def gpu_names() -> list[str]:
+    """The name of each of these GPUs, such as "NVIDIA H100 80GB HBM3"."""
+    return _query("name")
+
+
+def _query(field: str) -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None or importlib.metadata.version("torch").endswith("+cpu"):
         return []
-    query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    query = [program, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -28,4 +37,4 @@ def free_gpu_bytes() -> list[int]:
     answer = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
     if answer.returncode:
         return []
-    return [int(mebibytes) * 2**20 for mebibytes in answer.stdout.split()]
+    return answer.stdout.splitlines()

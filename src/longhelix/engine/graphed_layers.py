@@ -24,6 +24,7 @@ class Bucket(NamedTuple):
     sequences: int
     max_rows: int
     table_blocks: int
+    parts: int
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
@@ -32,9 +33,9 @@ class Bucket(NamedTuple):
         sequences, table_blocks = batch.blocks_bJ.shape
         if batch.max_rows == 1:
             rows = _padded(sequences)
-            return cls(rows, rows, 1, table_blocks)
+            return cls(rows, rows, 1, table_blocks, batch.parts)
         rows = _padded(len(batch.slots_t))
-        return cls(rows, _padded(sequences + 1), rows, table_blocks)
+        return cls(rows, _padded(sequences + 1), rows, table_blocks, batch.parts)
 
 
 def _padded(count: int) -> int:
@@ -52,7 +53,7 @@ class _Inputs:
 
     @classmethod
     def new(cls, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> Self:
-        rows, sequences, max_rows, table_blocks = bucket
+        rows, sequences, max_rows, table_blocks, parts = bucket
         own = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(rows),
             holders=None,
@@ -63,7 +64,8 @@ class _Inputs:
             row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
             blocks_bJ=batch.blocks_bJ.new_zeros(sequences, table_blocks),
             max_rows=max_rows,
-            decodes=max_rows == 1,
+            num_sequences=sequences,
+            parts=parts,
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from longhelix.engine import torchrun
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.parts import Parts
 from longhelix.engine.transport import (
     Done,
     EngineSocket,
@@ -60,10 +61,11 @@ class WorkerPool:
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)
-            self._await_ready(config, on_loaded, on_warmed)
+            overlaps = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
+        self._parts = Parts(config, overlaps)
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -73,7 +75,7 @@ class WorkerPool:
     def submit(self, step: Step) -> None:
         self._check_open()
         self._results[step.id] = {}
-        self._socket.send(self._ranks, Run(step))
+        self._socket.send(self._ranks, Run(replace(step, parts=self._parts.of(step))))
 
     def collect(self) -> StepResult:
         """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""
@@ -88,7 +90,12 @@ class WorkerPool:
             self.close(grace_s=0)
             raise
         by_rank = self._results.pop(step_id)
-        return replace(by_rank[0], exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()))
+        exposed_s = [result.exposed_s for result in by_rank.values()]
+        return replace(
+            by_rank[0],
+            exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
+            exposed_s=None if None in exposed_s else max(exposed_s),
+        )
 
     def close(self, grace_s: float = _STOP_S) -> None:
         """End every process that this pool started and remove its sockets; does nothing the second time."""
@@ -117,8 +124,9 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> None:
-        ready: set[int] = set()
+    ) -> bool:
+        """Whether what all ranks exchange travels while they compute."""
+        ready: dict[int, bool] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             match message:
@@ -128,9 +136,10 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready():
-                    ready.add(rank)
+                case Ready(overlaps):
+                    ready[rank] = overlaps
                     self._patience_s[rank] = SILENCE_S
+        return all(ready.values())
 
     def _receive(self) -> tuple[int, ToEngine]:
         """The next message; raises the error that names the first rank to fail, and why."""

@@ -15,9 +15,29 @@ from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
-from longhelix.request import Request, SamplingParams
+from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
+
+
+@dataclass(frozen=True)
+class HopB:
+    """The exchanges of the steps that ran between a request's arrival and its end.
+
+    parts: the most that one of them attended in; 1 is one exchange. exchanges: those of each layer, over all steps; 0
+    with one KVP rank. exposed_s: seconds that the rank that waited longest in a step waited for exchanges with nothing
+    left to attend to, for peers that came late too, over all steps; None where that is not measured: ranks that share
+    memory, GPUs, compiled layers, one KVP rank.
+    """
+
+    parts: int = 1
+    exchanges: int = 0
+    exposed_s: float | None = 0.0
+
+    def after(self, step: StepResult, kvp: int) -> "HopB":
+        """These, and those of one more step, on `kvp` ranks."""
+        exposed_s = None if self.exposed_s is None or step.exposed_s is None else self.exposed_s + step.exposed_s
+        return HopB(max(self.parts, step.parts), self.exchanges + (step.parts if kvp > 1 else 0), exposed_s)
 
 
 @dataclass(frozen=True)
@@ -27,7 +47,8 @@ class Result:
     token_ids: the new tokens, without the end-of-sequence or stop token that ended them. ttft_s: from `add` to the
     first token. tbt_s: between tokens, one entry fewer than tokens. kv_tokens_per_rank: this request's tokens on
     each KVP rank at its end. exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of
-    prompt and output that ran. logprobs: per new token, token id to natural log (None if not asked for).
+    prompt and output that ran. hop_b: how attention and exchange overlapped. logprobs: per new token, token id to
+    natural log (None if not asked for).
     """
 
     text: str
@@ -39,6 +60,7 @@ class Result:
     layout: dict[str, int]
     kv_tokens_per_rank: list[int]
     exchanged_bytes_per_token: float
+    hop_b: HopB
     logprobs: list[dict[int, float]] | None
 
 
@@ -62,6 +84,7 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    hop_b: HopB = HopB()
 
 
 class LLM:
@@ -71,11 +94,14 @@ class LLM:
     for GGUF), weight_dtype (int8 and int4 quantise products) and kv_dtype to dtype, max_model_len to the model's
     positions. kv_cache_tokens: the pool's size over all KVP ranks (default: one request of max_model_len).
     chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
-    the next one joins) or local. batch_invariant: refuse what would let a request's bits depend on its batch, its
-    chunks or the number of threads. device: cpu, cuda, or auto: GPUs where there is one for each rank. execution:
-    recorded (tapes on CPUs, CUDA graphs on GPUs), compiled (torch.compile) or eager. attention: own, or flashinfer on
-    GPUs. hop_b: the most parts of a batch, of which each is exchanged while the next attends, where ranks do not share
-    memory. on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
+    the next one joins), local, or auto: a request that stays within kvp_threshold_tokens (default: by the cost
+    model) is local, one that may outgrow them growing, one whose prompt exceeds them striped. batch_invariant:
+    refuse what would let a request's bits depend on its batch, its chunks or the number of threads. device: cpu,
+    cuda, or auto: GPUs where there is one for each rank. execution: recorded (tapes on CPUs, CUDA graphs on GPUs),
+    compiled (torch.compile) or eager. attention: own, or flashinfer on GPUs. hop_b: the most parts of a batch, of
+    which each is exchanged while the next attends, where ranks do not share memory; 1 is off, None as many as take
+    the fewest seconds by the cost model. on_load and on_warm_up are told the share of the weights, then of the
+    warm-up, that is done, from 0 to 1.
     Raises UserError for input that cannot work, EngineError if a rank fails.
     """
 
@@ -94,11 +120,12 @@ class LLM:
         block_tokens: int = 16,
         placement: str = "striped",
         growth_limit_tokens: int = 4096,
+        kvp_threshold_tokens: int | None = None,
         batch_invariant: bool = False,
         device: str = "auto",
         execution: str = "recorded",
         attention: str = "own",
-        hop_b: int = 1,
+        hop_b: int | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -118,6 +145,7 @@ class LLM:
             block_tokens=block_tokens,
             placement=placement,
             growth_limit_tokens=growth_limit_tokens,
+            kvp_threshold_tokens=kvp_threshold_tokens,
             batch_invariant=batch_invariant,
             device=device,
             execution=execution,
@@ -192,6 +220,9 @@ class LLM:
         result, events = stepped
         self._exchanged_bytes += result.exchanged_bytes
         self._rows += result.num_tokens
+        if result.num_tokens:
+            for live in self._live.values():
+                live.hop_b = live.hop_b.after(result, self.config.layout.kvp)
         now_s = time.monotonic()
         return [self._deliver(event, now_s) for event in events]
 
@@ -261,6 +292,7 @@ class LLM:
             layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
             kv_tokens_per_rank=list(kv_tokens_per_rank),
             exchanged_bytes_per_token=self._exchanged_bytes / max(self._rows, 1),
+            hop_b=live.hop_b,
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
         )
 

@@ -44,7 +44,7 @@ def load_model(config: EngineConfig, mesh: Mesh, progress: Callable[[int], None]
         device_of(config, mesh.rank),
         progress,
     )
-    return Decoder(config.spec, mesh, weights, config.weight_dtype, config.hop_b)
+    return Decoder(config.spec, mesh, weights, config.weight_dtype)
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:

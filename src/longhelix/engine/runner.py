@@ -75,14 +75,18 @@ class ModelRunner:
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
         self.table = BlockTable(self.device)
+        # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
+        self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
-        sent_before = self.mesh.kvp.exchanged_bytes
+        kvp = self.mesh.kvp
+        sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         self.admit(step)
         sampled = self.sample(step, self.forward(step)) if step.work else ()
-        return StepResult(step.id, sampled, step.num_tokens, self.mesh.kvp.exchanged_bytes - sent_before)
+        sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
+        return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, waited_s if self._sees_waits else None)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""
@@ -167,7 +171,8 @@ class ModelRunner:
             row_starts_b=nn.functional.pad(counts_B[held].cumsum(0), (1, 0)).to(self.device),
             blocks_bJ=self.table.rows([sequences[index].row for index in held]),
             max_rows=int(counts_B.max()),
-            decodes=all(work.num_tokens == 1 for work in step.work),
+            num_sequences=len(step.work),
+            parts=step.parts,
         )
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
@@ -177,12 +182,7 @@ class ModelRunner:
             return None
         held_NB = np.array([[rank in seq.holders for seq in sequences] for rank in range(kvp)])
         held_NT = held_NB.repeat([work.num_tokens for work in step.work], axis=1)
-        places_NT = np.where(held_NT, held_NT.cumsum(axis=1) - 1, -1)
-        return Holders(
-            rows_t=torch.from_numpy(held_NT[self.kvp_rank].nonzero()[0]).to(self.device),
-            places_NT=torch.from_numpy(places_NT).to(self.device),
-            counts=tuple(held_NT.sum(axis=1).tolist()),
-        )
+        return Holders.of(held_NT, self.kvp_rank, self.device)
 
     def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
         """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""

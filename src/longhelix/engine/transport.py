@@ -50,7 +50,9 @@ class Warmed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps."""
+    """Worker: I take steps. `overlaps`: what I exchange travels while I compute."""
+
+    overlaps: bool
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

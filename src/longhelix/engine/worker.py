@@ -77,7 +77,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
             runner = _load(config, directory, rank, socket)
         case _:
             return
-    socket.send(Ready())
+    socket.send(Ready(runner.mesh.kvp.overlaps))
     while True:
         match socket.receive():
             case Run(step):

@@ -17,13 +17,10 @@ class Attention(nn.Module):
     keep KV of a request), writes only what it owns, attends to its own shard, and exchanges partial outputs for whole
     heads."""
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str, hop_b: int
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
         super().__init__()
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mesh = mesh
-        self.hop_b = hop_b
         self.scale = spec.head_size**-0.5
         self.eps = spec.rms_norm_eps
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -46,9 +43,7 @@ class Attention(nn.Module):
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, layer, batch.slots_t
         )
-        out_TnC = attend_and_exchange(
-            q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, self.hop_b
-        )
+        out_TnC = attend_and_exchange(q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank)
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)

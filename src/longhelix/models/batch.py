@@ -7,18 +7,18 @@ from torch import Tensor
 from longhelix.kernels import take_rows
 from longhelix.layout import split
 from longhelix.parallel.exchange import Holders
-
-_PART_ROWS = 64  # of one sequence: fewer rows attend in less time than an exchange takes to start
+from longhelix.request import PART_ROWS
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T rows of one sequence after the other, and for attention the t of them whose b sequences keep KV on this rank.
+    """T rows, one sequence after the other, and for attention the t of them whose b sequences keep KV on this rank.
 
     All integers are int64. token_ids_T. holders: which rows are whose; None where every rank has all. cos_tR, sin_tR:
     rotation of each row (float32). slots_t: where the row's KV goes in this rank's pool, -1 if another rank owns it.
     limits_t: how many of its request's local tokens a row sees. row_starts_b: (b + 1) first rows. blocks_bJ: local KV
-    blocks of each sequence, padded with 0. max_rows: the most rows of one sequence. decodes: every sequence has one.
+    blocks of each sequence, padded with 0. max_rows: the most rows of one sequence here. num_sequences: of all T rows.
+    parts: in how many parts they attend (`Step.parts`).
     """
 
     token_ids_T: Tensor
@@ -30,11 +30,13 @@ class Batch:
     row_starts_b: Tensor
     blocks_bJ: Tensor
     max_rows: int
-    decodes: bool
+    num_sequences: int
+    parts: int = 1
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.blocks_bJ)
+    def decodes(self) -> bool:
+        """Whether every sequence has one row."""
+        return self.num_sequences == len(self.token_ids_T)
 
     def own_rows(self, hidden_TH: Tensor) -> Tensor:
         """Rows whose queries, keys and values this rank computes, hidden_tH."""
@@ -43,24 +45,27 @@ class Batch:
     def cut(self, parts: int) -> "list[Attended]":
         """The rows that attend, in at most `parts` runs: of sequences with one row each, or of one sequence's rows.
 
-        Other batches, and a sequence of few rows, stay whole; so does a batch of which ranks have different rows.
+        Other batches, and a sequence of few rows, stay whole. The runs are those of all T rows, the same on every rank.
         """
-        rows = len(self.limits_t)
-        if self.holders is None and self.decodes:
-            return [self._sequences(part) for part in split(rows, min(parts, rows))]
-        if self.holders is None and self.num_sequences == 1:
-            return [self._rows(part) for part in split(rows, max(1, min(parts, rows // _PART_ROWS)))]
-        return [Attended(slice(0, rows), self.blocks_bJ, self.row_starts_b, self.limits_t, self.max_rows)]
+        rows = len(self.token_ids_T)
+        if self.decodes:
+            parts = min(parts, rows)
+        else:
+            parts = max(1, min(parts, rows // PART_ROWS)) if self.num_sequences == 1 else 1
+        return [self._attended(part, parts) for part in split(rows, parts)]
 
-    def _sequences(self, part: range) -> "Attended":
-        rows = slice(part.start, part.stop)
-        starts_b = self.row_starts_b[part.start : part.stop + 1] - part.start
-        return Attended(rows, self.blocks_bJ[rows], starts_b, self.limits_t[rows], 1)
-
-    def _rows(self, part: range) -> "Attended":
-        rows = slice(part.start, part.stop)
-        starts_b = self.row_starts_b.clamp(max=len(part))
-        return Attended(rows, self.blocks_bJ, starts_b, self.limits_t[rows], len(part))
+    def _attended(self, part: range, parts: int) -> "Attended":
+        if parts == 1:
+            rows = slice(0, len(self.limits_t))
+            return Attended(rows, self.holders, self.blocks_bJ, self.row_starts_b, self.limits_t, self.max_rows)
+        rows = slice(part.start, part.stop) if self.holders is None else self.holders.own(part)
+        holders = None if self.holders is None else self.holders.cut(part)
+        count = rows.stop - rows.start
+        if self.decodes:
+            starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
+            return Attended(rows, holders, self.blocks_bJ[rows], starts_b, self.limits_t[rows], 1)
+        starts_b = self.row_starts_b.clamp(max=count)
+        return Attended(rows, holders, self.blocks_bJ, starts_b, self.limits_t[rows], count)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Attended:
     """Some rows of a batch, as attention takes them."""
 
     rows: slice
+    holders: Holders | None
     blocks_bJ: Tensor
     row_starts_b: Tensor
     limits_t: Tensor

@@ -17,13 +17,11 @@ from longhelix.spec import ModelSpec
 class Layer(nn.Module):
     """Pre-norm attention and FFN, each added to the residual."""
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str, hop_b: int
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
         super().__init__()
         prefix = f"layers.{index}."
         attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, weight_dtype, hop_b)
+        self.attention = attention(spec, mesh, weights, prefix, weight_dtype)
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
@@ -33,19 +31,14 @@ class Layer(nn.Module):
 
 class Decoder(nn.Module):
     """This rank's part of the model. `weights` are those of `parameters.declare` for the same layout and rank; they are
-    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists. `hop_b`: the
-    most parts of a batch whose exchanges overlap attention."""
+    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists."""
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str, hop_b: int = 1
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str) -> None:
         super().__init__()
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
-        self.layers = nn.ModuleList(
-            Layer(spec, mesh, weights, index, weight_dtype, hop_b) for index in range(spec.num_layers)
-        )
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers))
         self.norm = weights.pop("norm")
         embedding_vH = weights.pop("embedding")
         self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)

@@ -25,15 +25,12 @@ class LatentAttention(nn.Module):
     171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
     """
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str, hop_b: int
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
         super().__init__()
         assert spec.mla is not None
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
-        self.hop_b = hop_b
         self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
@@ -68,7 +65,7 @@ class LatentAttention(nn.Module):
         down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX)
         self._write(latent_tX, batch, layer)
-        exchanged = (self.mesh.kvp, self.merged_heads_per_rank, self.hop_b)
+        exchanged = (self.mesh.kvp, self.merged_heads_per_rank)
         if self.values_first:
             out_TnC = attend_and_exchange(
                 self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, finish=self._values

@@ -1,5 +1,6 @@
 """Collectives of one group of ranks, counting what they send."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> None:
         self.ranks = ranks
         self.index = ranks.index(rank)
+        self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
         self._sent_bytes = 0
         self._handle = handle
         self._channel = getattr(handle, "channel", None)  # of ranks that share memory
@@ -101,7 +103,9 @@ class Group:
         self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
 
         def finish() -> Tensor:
+            before_s = time.perf_counter()
             self._call(work.wait, name=name)
+            self.waited_s += time.perf_counter() - before_s
             return received
 
         return finish

@@ -8,7 +8,9 @@ no KV of a row's request has nothing to send for it.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.kernels import merge_states
@@ -21,13 +23,34 @@ _LSE_BYTES = 4
 class Holders:
     """Which ranks of a KVP group hold KV for which of T rows, where not all of them do for all.
 
-    rows_t: the rows that this rank holds KV for, ascending. places_NT: where a row is among those of each rank, -1
-    where that one has no KV for it; every row has a rank. Both int64. counts: how many rows each rank has.
+    index: this rank's. held_NT: whether a rank has KV for a row; every row has a rank. rows_t: this rank's rows,
+    ascending. places_NT: where a row is among those of each rank, -1 where that one has no KV for it. Both int64.
     """
 
+    index: int
+    held_NT: NDArray[np.bool_]
     rows_t: Tensor
     places_NT: Tensor
-    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, held_NT: NDArray[np.bool_], index: int, device: torch.device) -> "Holders":
+        places_NT = np.where(held_NT, held_NT.cumsum(axis=1) - 1, -1)
+        rows_t = torch.from_numpy(held_NT[index].nonzero()[0])
+        return cls(index, held_NT, rows_t.to(device), torch.from_numpy(places_NT).to(device))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        return tuple(self.held_NT.sum(axis=1).tolist())
+
+    def own(self, part: range) -> slice:
+        """Which of this rank's rows lie in a part of all T."""
+        start = int(self.held_NT[self.index, : part.start].sum())
+        return slice(start, start + int(self.held_NT[self.index, part.start : part.stop].sum()))
+
+    def cut(self, part: range) -> "Holders":
+        """The holders of a part of the T rows."""
+        return self.of(self.held_NT[:, part.start : part.stop], self.index, self.rows_t.device)
 
 
 def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:

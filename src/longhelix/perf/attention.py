@@ -4,14 +4,12 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.collectives import Group, Sent
-from longhelix.perf.hop_b import overlapped_s
+from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.perf.work import Work
-
-# A chunk's rows are exchanged in groups of at least so many.
-_CHUNK_PART_ROWS = 64
+from longhelix.request import PART_ROWS
 
 
 def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
@@ -26,11 +24,17 @@ def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part
         *_projections(setting, layouts, own),
         attention,
         *value,
-        _exposed(setting, layouts, own, attention, exchange),
+        _exposed(layouts, own, _overlap(setting, attention, exchange), exchange),
         _merge(setting, layouts, own),
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
+
+
+def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
+    """What one layer attends and exchanges, to be cut into parts."""
+    own = work.of_rank(layouts)
+    return _overlap(setting, _attention(setting, layouts, own), _exchange(setting, layouts, own)[1])
 
 
 def product(
@@ -162,18 +166,16 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     return (shared + gathered).or_cheaper(at_once).where(layouts.ffn_replicas > 1, shared)
 
 
-def _exposed(setting: Setting, layouts: Layouts, own: Work, attention: Part, exchange: Sent) -> Part:
+def _overlap(setting: Setting, attention: Part, exchange: Sent) -> Overlap:
+    fixed_share = setting.system.part_fixed_share
+    return Overlap(attention.seconds, attention.fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
+
+
+def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> Part:
     """What of the exchange is not hidden behind attention."""
-    most_parts = own.decode_rows + np.ceil(own.chunk_rows / _CHUNK_PART_ROWS)
-    together_s = overlapped_s(
-        attention.seconds,
-        attention.fixed_s,
-        exchange.seconds,
-        exchange.fixed_s,
-        np.where(layouts.hop_b, most_parts, 1.0),
-        setting.system.part_fixed_share,
-    )
-    seconds = np.maximum(together_s - attention.seconds, 0.0)  # rounding may leave less than nothing
+    most_parts = own.decode_rows + np.ceil(own.chunk_rows / PART_ROWS)
+    together_s = cut.overlapped_s(np.where(layouts.hop_b, most_parts, 1.0))
+    seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 

@@ -1,5 +1,7 @@
 """HOP-B: the exchange of one part of a batch while the next part's attention computes (Helix, section 2.1.3)."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from longhelix.perf.layouts import Array
@@ -15,23 +17,41 @@ def pipelined_s(attention_s: float | Array, exchange_s: float | Array, parts: fl
     return np.asarray(attention_s + (parts - 1) * np.maximum(attention_s, exchange_s) + exchange_s)
 
 
-def overlapped_s(
-    attention_s: Array, attention_fixed_s: Array, exchange_s: Array, exchange_fixed_s: Array, most_parts: Array,
-    part_fixed_share: float,
-) -> Array:  # fmt: skip
-    """Seconds of attention and exchange with the best number of parts, 1 to `most_parts`.
+@dataclass(frozen=True)
+class Overlap:
+    """What attends and what is exchanged, arrays over layouts or steps, before it is cut into parts.
 
-    Fixed costs, which are parts of `attention_s` and `exchange_s`: a part of n pays the n-th of them, and for
-    `part_fixed_share` of them the whole.
+    attention_s, exchange_s: their seconds; attention_fixed_s, exchange_fixed_s: how much of that are fixed costs, of
+    which a part of n pays the n-th, and for `part_fixed_share` of them the whole.
     """
-    best = attention_s + exchange_s
-    # Where parts divide the fixed costs too, more parts never take longer.
-    counts = [np.maximum(most_parts, 1.0)]
-    if part_fixed_share > 0:
-        counts += [np.clip(2.0**halving, 1.0, counts[0]) for halving in range(1, _MOST_HALVINGS)]
-    for parts in counts:
-        again = part_fixed_share * (1 - 1 / parts)
-        attention_part_s = attention_s / parts + attention_fixed_s * again
-        exchange_part_s = exchange_s / parts + exchange_fixed_s * again
-        best = np.minimum(best, pipelined_s(attention_part_s, exchange_part_s, parts))
-    return np.asarray(best)
+
+    attention_s: Array
+    attention_fixed_s: Array
+    exchange_s: Array
+    exchange_fixed_s: Array
+    part_fixed_share: float
+
+    def seconds(self, parts: float | Array) -> Array:
+        """Seconds of attention and exchange in `parts` equal parts."""
+        again = self.part_fixed_share * (1 - 1 / parts)
+        attention_part_s = self.attention_s / parts + self.attention_fixed_s * again
+        exchange_part_s = self.exchange_s / parts + self.exchange_fixed_s * again
+        return pipelined_s(attention_part_s, exchange_part_s, parts)
+
+    def overlapped_s(self, most_parts: float | Array) -> Array:
+        """Seconds with the best number of parts."""
+        return self.seconds(self.best_parts(most_parts))
+
+    def best_parts(self, most_parts: float | Array) -> Array:
+        """The number of parts, 1 to `most_parts`, that takes the fewest seconds, the smaller of two that take the same:
+        of 1, the powers of two and `most_parts`."""
+        most = np.maximum(most_parts, 1.0)
+        best = np.ones_like(self.attention_s + most)
+        best_s = self.seconds(best)
+        # Where parts divide the fixed costs too, more parts never take longer.
+        halvings = range(1, _MOST_HALVINGS) if self.part_fixed_share > 0 else ()
+        for parts in (*(np.minimum(2.0**halving, most) for halving in halvings), most):
+            seconds = self.seconds(parts)
+            best = np.where(seconds < best_s, parts, best)
+            best_s = np.minimum(seconds, best_s)
+        return best

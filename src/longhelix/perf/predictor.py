@@ -8,16 +8,14 @@ from longhelix.perf.work import Work
 from longhelix.request import Step
 
 
-class Predictor:
-    """Follows every sequence's length from steps, as workers do, and prices each step."""
+class Lengths:
+    """Every sequence's length, followed from steps, as workers do."""
 
-    def __init__(self, setting: Setting, layout: Layout, *, hop_b: bool = True) -> None:
-        self._setting = setting
-        self._layouts = Layouts.of([layout], hop_b=hop_b)
+    def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
 
-    def predict(self, step: Step) -> float:
-        """Seconds that `step` takes; steps must come in order."""
+    def advance(self, step: Step) -> Work:
+        """What `step` computes; steps must come in order."""
         for ended in step.ended:
             self._lengths.pop(ended, None)
         work = Work()
@@ -25,7 +23,20 @@ class Predictor:
             prefix = self._lengths.get(piece.id, 0)
             self._lengths[piece.id] = prefix + piece.num_tokens
             work = work + _of_sequence(piece.num_tokens, prefix, piece.sample)
-        return float(step_seconds(self._setting, self._layouts, work)[0])
+        return work
+
+
+class Predictor:
+    """Prices steps, which must come in order."""
+
+    def __init__(self, setting: Setting, layout: Layout, *, hop_b: bool = True) -> None:
+        self._setting = setting
+        self._layouts = Layouts.of([layout], hop_b=hop_b)
+        self._lengths = Lengths()
+
+    def predict(self, step: Step) -> float:
+        """Seconds that `step` takes."""
+        return float(step_seconds(self._setting, self._layouts, self._lengths.advance(step))[0])
 
 
 def _of_sequence(rows: int, prefix: int, sample: bool) -> Work:
