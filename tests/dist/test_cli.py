@@ -164,6 +164,11 @@ MISTAKES = {
     "kvp is 0": (["--kvp", 0], "kvp is 0: set it to a whole number of 1 or more"),
     "tpa above the query heads": (["--tpa", 10], "tpa is 10, but the model has 9 query heads: set tpa to 9 or less"),
     "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
+    "a threshold beside a placement": (
+        ["--kvp", 2, "--placement", "local", "--kvp-threshold", 100],
+        "leave one of them out, or set placement to auto",
+    ),
+    "a threshold that is no size": (["--kvp-threshold", "-1"], "is no size"),
     "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
     "pipeline stages": (["--pp", 2], "set pp to 1"),
     "auto beside a degree": (["--layout", "auto", "--kvp", 2], "leave out --kvp"),

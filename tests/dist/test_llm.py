@@ -138,6 +138,20 @@ def test_requests_come_and_go_and_others_do_not_notice(llm, oracle):
     assert llm.abort(next(iter(ids))) is None
 
 
+def test_requests_are_placed_by_their_lengths(oracle):
+    """Side by side: short ones on a rank each, one that outgrows the threshold on two, a long one striped."""
+    with LLM(str(oracle.path), Layout(kvp=2), placement="auto", kvp_threshold_tokens=40, chunk_tokens=16) as llm:
+        assert [len(prompt) for prompt in oracle.prompts] == [1, 3, 18, 41]
+        results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=32))
+    assert [result.token_ids for result in results] == oracle.tokens
+    short, other, growing, long = [result.kv_tokens_per_rank for result in results]
+    assert sorted(short) == [0, 1 + 31]
+    assert sorted(other) == [0, 3 + 31]
+    assert short.index(0) != other.index(0)
+    assert sorted(growing) == [18 + 31 - 32, 32]  # 40 tokens a rank, in blocks of 16
+    assert sorted(long) == [32, 41 + 31 - 32]
+
+
 def test_more_requests_than_the_pool_holds_wait_and_finish(oracle):
     with LLM(str(oracle.path), Layout(kvp=2), kv_cache_tokens=160) as llm:
         results = llm.generate([oracle.prompts[3]] * 5, SamplingParams(max_new_tokens=32))

@@ -18,7 +18,7 @@ from longhelix.bench.clock import PARTS, Clock
 from longhelix.bench.collectives import CollectivesJob
 from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops, prefill_flops
 from longhelix.bench.measure import Timing, interleave
-from longhelix.bench.model import LongRequest, RankModel, fill, prefill_steps
+from longhelix.bench.model import LongRequests, RankModel, fill, prefill_steps
 from longhelix.bench.peers import Peers, beside
 from longhelix.bench.report import Column, Plot, Report, Section
 from longhelix.bench.suite import configure
@@ -109,7 +109,7 @@ def test_the_clock_sees_a_prefill_in_its_parts_and_a_decode_on_its_tape(config):
         for step in prefill_steps(rank, 0, (1,) * 48):
             runner.execute(step)
     assert clock.seconds["attention_s"] > 0 < clock.seconds["products_s"]
-    request = LongRequest(rank, 48)
+    request = LongRequests(rank, 48)
     request.step()
     with Clock() as clock:
         start = time.perf_counter()
@@ -125,7 +125,7 @@ def test_the_clock_sees_a_prefill_in_its_parts_and_a_decode_on_its_tape(config):
 
 def test_a_long_request_takes_the_same_step_again_and_again(config):
     rank = RankModel(config, 0, Path())
-    request = LongRequest(rank, 50)
+    request = LongRequests(rank, 50)
     sequence = request.runner.sequences[0]
     for _ in range(2):
         request.step()
@@ -250,6 +250,8 @@ def make_python(environment, script):
         (["kernels", "--group", "0"], "group is 0"),
         (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
         (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
+        (["layouts", "--ranks", "0"], "ranks is 0"),
+        (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give as many"),
         (["all", "--out", "report.txt"], "give the name of a Markdown file"),
         (["all", "--out", "/proc/nowhere/report.md"], "cannot be made"),
         (["fast"], "fast"),
@@ -317,6 +319,21 @@ def test_collectives(capfd):
     rows = run(capfd, "collectives", "--ranks", "2", "--bytes", "2048", "--repeats", "3")["collectives"]["rows"]
     assert [row["collective"] for row in rows] == ["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
     assert all(row["shm_s"] > 0 < row["gloo_s"] for row in rows)
+
+
+@pytest.mark.dist
+def test_layouts(capfd):
+    """Bytes of the exchange, counted in the transport: 9 heads of 64 numbers of 2 bytes and an LSE, 30 layers."""
+    found = run(capfd, "layouts", "--requests", "2", "--contexts", "64", "--repeats", "1")
+    rows = {row["strategy"]: row for row in found["layouts"]["rows"]}
+    assert list(rows) == ["Helix", "local", "TP", "tied"]
+    row_bytes = 30 * 9 * (64 * 2 + 4)  # of one row: each rank sends the heads that it does not keep
+    assert rows["Helix"]["exchanged_bytes"] == 2 * row_bytes
+    assert rows["local"]["exchanged_bytes"] == row_bytes  # each rank has one of the rows
+    assert rows["TP"]["exchanged_bytes"] == 0
+    assert rows["tied"]["exchanged_bytes"] == 2 * row_bytes + 2 * 30 * 9 * 64 * 2
+    assert rows["Helix"]["over_helix"] == rows["Helix"]["prefill_over_helix"] == 1
+    assert all(row["step_s"] > 0 < row["prefill_s"] for row in rows.values())
 
 
 ENDLESS = CollectivesJob(ranks=2, bytes=(2048,), repeats=10**9)

@@ -8,7 +8,7 @@ import msgspec
 from longhelix.bench import memory
 from longhelix.bench.clock import Clock
 from longhelix.bench.measure import forget_peak, interleave, resident_bytes, seconds
-from longhelix.bench.model import LongRequest, RankModel
+from longhelix.bench.model import LongRequests, RankModel
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.engine.config import EngineConfig
@@ -57,7 +57,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True):
     def _point(self, model: RankModel, context: int, start_bytes: int) -> Row:
         config, rank = self.config, model.mesh.rank
         forget_peak()
-        request = LongRequest(model, context)
+        request = LongRequests(model, context)
         request.step()
         peak_rss_bytes = resident_bytes(peak=True) - start_bytes
         buffer_bytes = memory.READ_BYTES // config.layout.world_size

@@ -29,49 +29,58 @@ class RankModel:
     def kvp_rank(self) -> int:
         return self.config.layout.kvp_rank(self.mesh.rank)
 
-    def place(self, context: int) -> Placement:
-        """The placement of a request of `context` tokens."""
-        return self.config.scheduler.place(context, context, start=0)
+    def place(self, context: int, index: int = 0) -> Placement:
+        """The placement of a request of `context` tokens, the `index`-th that runs: they begin on ranks in turn."""
+        return self.config.scheduler.place(context, context, start=index % self.config.layout.kvp)
 
-    def local_length(self, context: int) -> int:
+    def local_length(self, context: int, index: int = 0) -> int:
         """Tokens of a context's KV that this rank keeps."""
-        return self.place(context).local_length(self.kvp_rank, context)
+        return self.place(context, index).local_length(self.kvp_rank, context)
 
-    def runner(self, context: int) -> ModelRunner:
-        """A runner whose pool has room for one request of `context` tokens; contents undefined."""
-        num_blocks = -(-self.local_length(context) // self.config.scheduler.block_tokens)
-        pool = new_pool(self.config, self.mesh.rank, max(num_blocks, 1))
+    def runner(self, *contexts: int) -> ModelRunner:
+        """A runner whose pool has room for requests of `contexts` tokens; contents undefined."""
+        block_tokens = self.config.scheduler.block_tokens
+        needed = [-(-self.local_length(context, index) // block_tokens) for index, context in enumerate(contexts)]
+        pool = new_pool(self.config, self.mesh.rank, max(sum(needed), 1))
         return ModelRunner(self.config.spec, self.mesh, self.decoder, pool, self.config.execution)
 
-    def blocks(self, context: int) -> tuple[Block, ...]:
-        """The KV blocks of a request of `context` tokens that is alone: on each rank from 0 on."""
+    def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
+        """The KV blocks of requests of `contexts` tokens that have the ranks to themselves: on each from 0 on."""
         used = [0] * self.config.layout.kvp
-        blocks = []
-        for position in range(0, context, self.config.scheduler.block_tokens):
-            owner = self.place(context).owner(position)
-            blocks.append(Block(owner, used[owner]))
-            used[owner] += 1
-        return tuple(blocks)
+        requests = []
+        for index, context in enumerate(contexts):
+            blocks = []
+            for position in range(0, context, self.config.scheduler.block_tokens):
+                owner = self.place(context, index).owner(position)
+                blocks.append(Block(owner, used[owner]))
+                used[owner] += 1
+            requests.append(tuple(blocks))
+        return requests
 
 
-class LongRequest:
-    """A request in the middle of its answer: `context` tokens, whose keys and values are random numbers."""
+class LongRequests:
+    """Requests in the middle of their answers: `contexts` tokens, whose keys and values are random numbers."""
 
-    def __init__(self, model: RankModel, context: int) -> None:
-        self.runner = model.runner(context)
-        self._before = context - 1, model.local_length(context - 1)
+    def __init__(self, model: RankModel, *contexts: int) -> None:
+        self.runner = model.runner(*contexts)
         fill(self.runner.pool)
-        new = NewSequence(
-            0, (1,) * context, SamplingParams(), seed=0, capacity_tokens=context, spread=model.place(context).spread
+        self._before = [(context - 1, model.local_length(context - 1, index)) for index, context in enumerate(contexts)]
+        new = tuple(
+            NewSequence(index, (1,) * context, SamplingParams(), 0, context, model.place(context).spread)
+            for index, context in enumerate(contexts)
         )
-        self.runner.admit(Step(0, new=(new,), work=(), ended=()))
-        self._sequence = self.runner.sequences[0]
-        self._sequence.add_blocks(model.blocks(context), model.kvp_rank, self.runner.table)
+        self.runner.admit(Step(0, new=new, work=(), ended=()))
+        for index, blocks in enumerate(model.blocks(*contexts)):
+            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank, self.runner.table)
+        work = tuple(SequenceWork(index, 1, (), sample=True) for index in range(len(contexts)))
+        self._step = Step(0, new=(), work=work, ended=())
 
     def step(self) -> None:
-        """Write the KV of the last of `context` tokens and sample the next one; always the same step."""
-        self._sequence.length, self._sequence.local_length = self._before
-        self.runner.execute(Step(0, new=(), work=(SequenceWork(0, 1, (), sample=True),), ended=()))
+        """Write the KV of the last of each one's tokens and sample the next one; always the same step."""
+        for index, (length, local_length) in enumerate(self._before):
+            seq = self.runner.sequences[index]
+            seq.length, seq.local_length = length, local_length
+        self.runner.execute(self._step)
 
 
 def fill(pool: KVPool) -> None:
@@ -97,7 +106,7 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
     spread = model.place(length).spread
     new = (NewSequence(request_id, prompt, SamplingParams(), seed=0, capacity_tokens=length, spread=spread),)
     ended = (request_id - 1,) if request_id else ()
-    blocks = model.blocks(length)
+    (blocks,) = model.blocks(length)
     for start in range(0, length, chunk_tokens):
         num_tokens = min(chunk_tokens, length - start)
         work = SequenceWork(request_id, num_tokens, blocks, sample=start + num_tokens == length)

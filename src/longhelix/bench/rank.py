@@ -18,11 +18,12 @@ from longhelix.bench.calibration import MachineJob, ProductsJob
 from longhelix.bench.collectives import CollectivesJob
 from longhelix.bench.decode import DecodeJob
 from longhelix.bench.kernels import KernelsJob
+from longhelix.bench.layouts import LayoutsJob
 from longhelix.bench.prefill import PrefillJob
 from longhelix.errors import UserError
 from longhelix.parallel.collectives import PeerLostError
 
-Job = KernelsJob | DecodeJob | PrefillJob | CollectivesJob | MachineJob | ProductsJob
+Job = KernelsJob | DecodeJob | LayoutsJob | PrefillJob | CollectivesJob | MachineJob | ProductsJob
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longhelix.bench import calibration, collectives, decode, kernels, planner, predictions, prefill
+from longhelix.bench import calibration, collectives, decode, kernels, layouts, planner, predictions, prefill
 from longhelix.bench.environment import environment
 from longhelix.bench.memory import check_native
 from longhelix.bench.peers import Peers
@@ -105,6 +105,19 @@ class Suite:
         self._report.sections.append(section)
         if self._peers:
             self._report.sections += self._peers.models("prefill", configs[0], sorted(prompts), section.rows)
+
+    def layouts(self, model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int) -> None:
+        """Decode and prefill of several requests, with the strategies that `ranks` ranks can take in turn."""
+        _check_positive("ranks", ranks)
+        _check_positive("repeats", repeats)
+        _check_positive("a number of requests", *(requests for requests, _ in points))
+        longest = max(requests * context for requests, context in points)
+
+        def configured(layout: Layout) -> EngineConfig:
+            return configure(model, layout, (longest,), weight_dtype=None, kv_dtype=None)
+
+        job = layouts.LayoutsJob(layouts.strategies(ranks, configured), tuple(points), repeats)
+        self._report.sections.append(layouts.section(job, self._on_point("layouts")))
 
     def collectives(self, ranks: Sequence[int], sizes_bytes: Sequence[int], repeats: int) -> None:
         """Every collective at every size, in a world of each number of ranks."""

@@ -213,6 +213,38 @@ def prefill(
 
 
 @app.command
+def layouts(
+    *,
+    model: str = "builtin",
+    ranks: int = 2,
+    requests: Numbers = (8, 1),
+    contexts: Sizes = (1024, 32768),
+    repeats: int = 21,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure Helix, local placement, tensor parallelism and the tied layout on the same ranks, in turn.
+
+    Parameters
+    ----------
+    model
+        A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+    ranks
+        Ranks of each layout.
+    requests
+        Requests that decode together, one number for each context.
+    contexts
+        Tokens that each of them has.
+    repeats
+        Steps that count, after the warm-up.
+    """
+    if len(requests) != len(contexts):
+        raise UserError(f"--requests has {len(requests)} numbers for {len(contexts)} of --contexts: give as many")
+    suite = output.start(peers=None)
+    suite.layouts(model, ranks, list(zip(requests, contexts, strict=True)), repeats)
+    output.finish(suite)
+
+
+@app.command
 def collectives(
     *,
     ranks: Numbers = (2, 4),

@@ -19,12 +19,12 @@ from longhelix.parallel.mesh import Mesh
 
 
 def join(config: EngineConfig, rank: int, directory: Path) -> Mesh:
-    """Meet the other ranks, in a directory that all of them know."""
+    """Meet the other ranks, in a directory that all of them know; those that have met make the layout's groups."""
     native.set_num_threads(config.threads_per_rank)
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if config.layout.world_size > 1:
+    if config.layout.world_size > 1 and not dist.is_initialized():
         meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
     return Mesh.build(config.layout, rank)
 
