@@ -16,6 +16,7 @@ import pytest
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from longhelix.cli.generate import measurements
 from longhelix.request import SequenceWork, Step
 
 pytestmark = pytest.mark.dist
@@ -82,6 +83,8 @@ def test_parts_over_gloo_are_the_engines_choice_and_give_the_same_tokens(strange
     assert [result.token_ids for result in results] == oracle.tokens
     assert max(result.hop_b.parts for result in results) == parts
     assert all(result.hop_b.exposed_s > 0 for result in results)
+    names = list(measurements(results[-1], llm.config).columns[0].cells)
+    assert ("HOP-B" in names) == (parts > 1)
     exchanges = [event for event in json.loads(trace.read_text()) if event["cat"] == "exchange"]
     layers = 2
     last = results[-1].hop_b.exchanges  # it ends last, and came with the others
