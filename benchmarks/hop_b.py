@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def main() -> int:
     if (missing := _missing()) is not None:
         print(f"error: {missing}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces do not stay behind
     with tempfile.TemporaryDirectory(prefix="longhelix-hop-b-") as directory:
         _write_model(Path(directory))
         with namespaces(arguments.rate_mbit) as names:

@@ -42,10 +42,13 @@ class RecordingRunner(ModelRunner):
         self.logits = {}
         self.local_lengths = {}
         self.history = []
+        self.most_parts = 0
         self._results = []
 
     def submit(self, step):
-        self._results.append(self.execute(replace(step, parts=self.parts.of(step))))
+        step = replace(step, parts=self.parts.of(step))
+        self.most_parts = max(self.most_parts, step.parts)
+        self._results.append(self.execute(step))
 
     def collect(self):
         return self._results.pop(0)
@@ -129,6 +132,7 @@ def run(case, rank, meshes):
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
+    arrays["parts"] = np.array(runner.most_parts)
     arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):

@@ -35,8 +35,9 @@ class Parts:
 
     def of(self, step: Step) -> int:
         """In how many parts `step` attends, 1 or more."""
-        work = self._lengths.advance(step)
-        most = self._most(step)
+        if not self._overlaps:
+            return 1
+        work, most = self._lengths.advance(step), self._most(step)
         if self._limit is not None:
             return min(self._limit, most)
         return self._cheapest(work, most) if most > 1 else 1
@@ -44,7 +45,7 @@ class Parts:
     def _most(self, step: Step) -> int:
         """What `Batch.cut` can cut: sequences with one row each, or one sequence's rows."""
         rows = [piece.num_tokens for piece in step.work]
-        if not rows or not self._overlaps:
+        if not rows:
             return 1
         if max(rows) == 1:
             return len(rows)
