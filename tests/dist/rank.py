@@ -46,10 +46,13 @@ class RecordingRunner(ModelRunner):
         self.logits = {}
         self.local_lengths = {}
         self.history, self.rows, self.counted = [], [], []
+        self.most_parts = 0
         self._results = []
 
     def submit(self, step):
-        self._results.append(self.execute(replace(step, parts=self.parts.of(step))))
+        step = replace(step, parts=self.parts.of(step))
+        self.most_parts = max(self.most_parts, step.parts)
+        self._results.append(self.execute(step))
 
     def collect(self):
         return self._results.pop(0)
@@ -142,6 +145,7 @@ def run(case, rank, meshes):
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
+    arrays["parts"] = np.array(runner.most_parts)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):
         arrays[f"tokens_{index}"] = np.array(tokens[index])

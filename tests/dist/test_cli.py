@@ -63,13 +63,26 @@ def test_json_has_the_documented_fields_and_nothing_else_on_stdout(capfd, oracle
     assert status == 0
     assert set(result) == {
         "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tbt_s", "layout", "kv_tokens_per_rank",
-        "exchanged_bytes_per_token", "logprobs",
+        "exchanged_bytes_per_token", "logprobs", "hop_b",
     }  # fmt: skip
+    assert result["hop_b"] == {"parts": 1, "exchanges": 8, "exposed_s": None}  # ranks share memory
     assert result["layout"] == {"kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "pp": 1}
     assert (result["prompt_tokens"], len(result["token_ids"]), len(result["tbt_s"])) == (37, 8, 7)
     assert sum(result["kv_tokens_per_rank"]) == 37 + 8 - 1
     assert all(str(token) in logprobs for token, logprobs in zip(result["token_ids"], result["logprobs"], strict=True))
     assert "KV cache holds" in err
+
+
+def test_a_trace_is_written_beside_the_answer(capfd, oracle, tmp_path):
+    status, out, err = run(capfd, *generate(oracle.path, "--kvp", 2, "--json", "--trace", tmp_path / "t.json"))
+    assert status == 0
+    assert len(json.loads(out)["token_ids"]) == 8
+    assert "eager" in err
+    assert {event["pid"] for event in json.loads((tmp_path / "t.json").read_text())} == {0, 1}
+    words = refusal(capfd, *generate(oracle.path, "--trace", tmp_path))
+    assert "choose another --trace file" in words
+    words = refusal(capfd, *generate(oracle.path, "--trace", tmp_path / "t.json", "--execution", "compiled"))
+    assert "nothing can be traced" in words
 
 
 def test_text_streams_to_stdout_and_the_table_to_stderr(capfd, oracle):

@@ -128,6 +128,8 @@ def test_hop_b_gives_the_same_bits(worlds, oracles, family, kvp, tpa, chunk_toke
     oracle = oracles(family)
     case = make_case(oracle, kvp, tpa, chunk_tokens, placement, backend="gloo")
     whole, parted = (worlds(kvp * tpa).run(case | {"hop_b": parts}) for parts in (1, 3))
+    assert {int(rank["parts"]) for rank in whole} == {1}
+    assert {int(rank["parts"]) for rank in parted} == {3}
     assert_equal(oracle, parted)
     for index in range(len(oracle.prompts)):
         assert np.array_equal(whole[0][f"logits_{index}"], parted[0][f"logits_{index}"])

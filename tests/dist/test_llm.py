@@ -1,5 +1,7 @@
 """LLM over real worker processes: results, sampling, streaming, ends."""
 
+import itertools
+import json
 import os
 import random
 import shutil
@@ -14,6 +16,7 @@ import pytest
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from longhelix.cli.generate import measurements
 from longhelix.request import SequenceWork, Step
 
 pytestmark = pytest.mark.dist
@@ -61,6 +64,47 @@ def test_compiled_layers_say_which_compiler_they_miss(oracle, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"needs a .* compiler, but no-such-compiler is not found"):
         LLM(str(oracle.path), execution="compiled")
+
+
+@pytest.fixture
+def strangers(tmp_path, monkeypatch):
+    """Ranks that take each other for processes of other hosts, and so exchange over gloo."""
+    program = "from longhelix.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(("hop_b", "parts"), [(None, 1), (3, 3)])
+def test_parts_over_gloo_are_the_engines_choice_and_give_the_same_tokens(strangers, oracle, tmp_path, hop_b, parts):
+    """Toy contexts attend in less time than a second exchange takes to start, so that left alone there is one."""
+    trace = tmp_path / "trace.json"
+    with LLM(str(oracle.path), Layout(kvp=2), chunk_tokens=16, kv_cache_tokens=1024, hop_b=hop_b, trace=trace) as llm:
+        results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=32))
+    assert [result.token_ids for result in results] == oracle.tokens
+    assert max(result.hop_b.parts for result in results) == parts
+    assert all(result.hop_b.exposed_s > 0 for result in results)
+    names = list(measurements(results[-1], llm.config).columns[0].cells)
+    assert ("HOP-B" in names) == (parts > 1)
+    exchanges = [event for event in json.loads(trace.read_text()) if event["cat"] == "exchange"]
+    layers = 2
+    last = results[-1].hop_b.exchanges  # it ends last, and came with the others
+    assert [sum(event["pid"] == rank for event in exchanges) for rank in (0, 1)] == [layers * last] * 2
+    assert max(event["args"]["part"] for event in exchanges) == parts - 1
+
+
+def test_a_traced_step_has_every_phase_on_every_rank_in_order(oracle, tmp_path):
+    trace = tmp_path / "trace.json"
+    with LLM(str(oracle.path), Layout(kvp=2), chunk_tokens=64, trace=trace) as llm:
+        (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=3))
+    assert (llm.config.execution, len(result.token_ids)) == ("eager", 3)
+    events = json.loads(trace.read_text())
+    layer = ["QKV", "attention", "exchange", "merge and output projection", "FFN"]
+    for rank in (0, 1):
+        own = [event for event in events if event["pid"] == rank and event["cat"] != "collective"]
+        assert all(event["ph"] == "X" and event["dur"] >= 0 for event in own)
+        assert [event["name"] for event in own] == ["embedding", *layer * 2, "sampling"] * 3
+        for before, after in itertools.pairwise(own):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def test_result_counts_follow_their_formulas(llm, oracle):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from longhelix.kernels import KVFormat, partial_attention, write_kv
-from longhelix.models import overlap
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 
@@ -92,7 +91,7 @@ class LateGroup:
 
 
 @pytest.mark.parametrize("rows_per_sequence", [[1, 1, 1, 1, 1], [200]])
-def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_sequence):
+def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10, parts=2)
     layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_bJ.numel(), CPU)
@@ -105,12 +104,11 @@ def test_later_parts_attend_before_the_first_is_received(monkeypatch, rows_per_s
         events.append("attend")
         return partial_attention(*arguments)
 
-    monkeypatch.setattr(overlap, "partial_attention", attend)
     group = LateGroup(events)
-    parted = attend_and_exchange(q_TqC, layer, batch, SIZE**-0.5, group, [2, 2])
+    parted = attend_and_exchange(q_TqC, layer, batch, SIZE**-0.5, group, [2, 2], attend=attend)
     assert events == ["attend", "send 0", "attend", "send 1", "receive 0", "receive 1"]
     events.clear()
-    whole = attend_and_exchange(q_TqC, layer, replace(batch, parts=1), SIZE**-0.5, group, [2, 2])
+    whole = attend_and_exchange(q_TqC, layer, replace(batch, parts=1), SIZE**-0.5, group, [2, 2], attend=attend)
     assert events == ["attend", "send 2", "receive 2"]
     assert torch.equal(parted, whole)
     alone, _ = partial_attention(q_TqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, SIZE**-0.5)

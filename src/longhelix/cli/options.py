@@ -82,9 +82,9 @@ class ModelOptions:
     """HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for each
     step as many as take the fewest seconds by the performance model]"""
 
-    def start(self) -> LLM:
+    def start(self, trace: Path | None = None) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
-        return self._composed()._start()
+        return self._composed()._start(trace)
 
     def _composed(self) -> "ModelOptions":
         """These options, and what a layout file sets beside them."""
@@ -94,7 +94,7 @@ class ModelOptions:
         left_open = {key: value for key, value in read.items() if getattr(self, key) is None or key == "tied"}
         return replace(self, layout=None, **left_open)
 
-    def _start(self) -> LLM:
+    def _start(self, trace: Path | None) -> LLM:
         with Progress(console=stderr, transient=True) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
@@ -117,6 +117,7 @@ class ModelOptions:
                 execution=self.execution,
                 attention=self.attention,
                 hop_b=self.hop_b,
+                trace=trace,
                 on_load=lambda share: progress.update(bar, completed=share),
                 on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
             )

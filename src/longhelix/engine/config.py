@@ -31,7 +31,8 @@ class EngineConfig:
     """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
 
     `system`: the machine that the engine's own decisions are priced on. `hop_b`: the most parts of a batch, of which
-    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`.
+    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`. `trace`: ranks tell
+    what they do from when to when.
     """
 
     model_path: str
@@ -47,6 +48,7 @@ class EngineConfig:
     execution: str
     attention: str
     hop_b: int | None
+    trace: bool
 
     @property
     def heads(self) -> HeadShape:
@@ -92,6 +94,7 @@ def resolve(
     execution: str = "recorded",
     attention: str = "own",
     hop_b: int | None = None,
+    trace: bool = False,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
     spec = _spec(checkpoint)
@@ -109,7 +112,7 @@ def resolve(
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
     if hop_b is not None and hop_b < 1:
         raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts, or leave it out")
-    execution = _execution(spec, execution, device)
+    execution = _execution(spec, execution, device, trace)
     if batch_invariant and (spec.moe is not None or spec.mla is not None):
         raise UserError(
             "batch_invariant is not kept by models with experts or latent attention, which use torch's own products: "
@@ -170,6 +173,7 @@ def resolve(
         execution=execution,
         attention=attention,
         hop_b=hop_b,
+        trace=trace,
     )
 
 
@@ -217,9 +221,14 @@ def _device(asked: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dty
     return device
 
 
-def _execution(spec: ModelSpec, asked: str, device: str) -> str:
-    """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it."""
+def _execution(spec: ModelSpec, asked: str, device: str, trace: bool) -> str:
+    """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it; and
+    a trace sees layers that run op by op."""
     execution = _known("execution", asked, EXECUTIONS)
+    if trace and execution == "compiled":
+        raise UserError("execution compiled runs all layers as one graph, in which nothing can be traced: leave it out")
+    if trace:
+        return "eager"
     if spec.moe is None:
         return execution
     if execution == "compiled":

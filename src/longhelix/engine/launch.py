@@ -14,6 +14,7 @@ from pathlib import Path
 from longhelix.engine import torchrun
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.parts import Parts
+from longhelix.engine.trace import TraceEvent
 from longhelix.engine.transport import (
     Done,
     EngineSocket,
@@ -25,6 +26,7 @@ from longhelix.engine.transport import (
     Start,
     Stop,
     ToEngine,
+    Traced,
     Warmed,
 )
 from longhelix.errors import EngineError, UserError
@@ -42,10 +44,15 @@ class WorkerPool:
     """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError."""
 
     def __init__(
-        self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
+        self,
+        config: EngineConfig,
+        on_loaded: Callable[[int], None],
+        on_warmed: Callable[[float], None],
+        on_traced: Callable[[int, list[TraceEvent]], None],
     ) -> None:
         """Start all ranks and wait until they take steps. `on_loaded` is told elements of weights as they come,
-        `on_warmed` the share of the first rank's warm-up that is done, where there is one."""
+        `on_warmed` the share of the first rank's warm-up that is done, where there is one, `on_traced` what a rank did
+        in a step, where that is traced."""
         self._ranks = range(config.layout.world_size)
         self._results: dict[int, dict[int, StepResult]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -54,6 +61,7 @@ class WorkerPool:
         self._patience_s = dict.fromkeys(self._ranks, _LOADING_SILENCE_S)
         self._consequences: dict[int, str] = {}
         self._closed = False
+        self._on_traced = on_traced
         self._directory = (
             torchrun.make_directory() if torchrun.is_active() else Path(tempfile.mkdtemp(prefix="longhelix-"))
         )
@@ -84,6 +92,8 @@ class WorkerPool:
         try:
             while len(self._results[step_id]) < len(self._ranks):
                 rank, message = self._receive()
+                if isinstance(message, Traced):
+                    self._on_traced(rank, message.events)
                 if isinstance(message, Done):
                     self._results[message.result.step_id][rank] = message.result
         except BaseException:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from longhelix.engine import torchrun
 from longhelix.engine.config import resolve
 from longhelix.engine.launch import WorkerPool
 from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
+from longhelix.engine.trace import TraceEvent, TraceFile
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
@@ -47,8 +49,8 @@ class Result:
     token_ids: the new tokens, without the end-of-sequence or stop token that ended them. ttft_s: from `add` to the
     first token. tbt_s: between tokens, one entry fewer than tokens. kv_tokens_per_rank: this request's tokens on
     each KVP rank at its end. exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of
-    prompt and output that ran. hop_b: how attention and exchange overlapped. logprobs: per new token, token id to
-    natural log (None if not asked for).
+    prompt and output that ran. hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural
+    log (None if not asked for).
     """
 
     text: str
@@ -101,7 +103,8 @@ class LLM:
     compiled (torch.compile) or eager. attention: own, or flashinfer on GPUs. hop_b: the most parts of a batch, of
     which each is exchanged while the next attends, where ranks do not share memory; 1 is off, None as many as take
     the fewest seconds by the cost model. on_load and on_warm_up are told the share of the weights, then of the
-    warm-up, that is done, from 0 to 1.
+    warm-up, that is done, from 0 to 1. trace: a file for chrome://tracing, written while steps run: what every rank
+    did from when to when; layers then run op by op, which is slower.
     Raises UserError for input that cannot work, EngineError if a rank fails.
     """
 
@@ -126,6 +129,7 @@ class LLM:
         execution: str = "recorded",
         attention: str = "own",
         hop_b: int | None = None,
+        trace: str | Path | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -151,6 +155,7 @@ class LLM:
             execution=execution,
             attention=attention,
             hop_b=hop_b,
+            trace=trace is not None,
         )
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)
@@ -161,7 +166,8 @@ class LLM:
         self._rows = 0
         self._exchanged_bytes = 0
         self._next_id = 0
-        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up)
+        self._trace = None if trace is None else TraceFile(Path(trace))
+        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, self._traced)
         self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
 
     def __enter__(self) -> Self:
@@ -179,6 +185,8 @@ class LLM:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._pool.close()
+        if self._trace is not None:
+            self._trace.close()
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -295,6 +303,10 @@ class LLM:
             hop_b=live.hop_b,
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
         )
+
+    def _traced(self, rank: int, events: list[TraceEvent]) -> None:
+        assert self._trace is not None
+        self._trace.write(rank, events)
 
     def _loading(self, on_load: Callable[[float], None]) -> Callable[[int], None]:
         total = sum(self.config.weight_elements(rank) for rank in range(self.config.layout.world_size))

@@ -11,11 +11,13 @@ def machine(device: str) -> HardwareSpec:
     """What ranks on `device`, cpu or cuda, run on.
 
     CPUs: the system "local" where `longhelix calibrate` has written one, else the preset "cpu". GPUs: the preset that
-    the first one's name has in it, else that of H100s. Raises UserError where "local" cannot be read.
+    the first one's name has in it, else that of H100s. Every dtype of a KV cache has a rate. Raises UserError where
+    "local" cannot be read.
     """
     if device == "cpu":
-        return load_system("local" if local_system_path().is_file() else "cpu")
-    system = load_system(_preset_of(gpu_names()))
+        system = load_system("local" if local_system_path().is_file() else "cpu")
+    else:
+        system = load_system(_preset_of(gpu_names()))
     converted = [f"flops_per_s.{dtype}" for dtype in KV_DTYPES if dtype not in system.flops_per_s]
     rate = system.rate("bfloat16")
     return system.replaced(dict.fromkeys(converted, rate), "assumed: as bfloat16, into which our kernels turn it")

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from longhelix.engine.config import EngineConfig
+from longhelix.engine.trace import TraceEvent
 from longhelix.request import Step, StepResult
 
 
@@ -61,6 +62,12 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     result: StepResult
 
 
+class Traced(msgspec.Struct, tag=True, frozen=True):
+    """Worker: what I did in the step that I report next."""
+
+    events: list[TraceEvent]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank went first.
 
@@ -73,7 +80,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Start | Run | Stop
-ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Failed
+ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | Failed
 
 
 class EngineSocket:

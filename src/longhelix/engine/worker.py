@@ -12,8 +12,9 @@ from pathlib import Path
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.rank import join, load_model, new_planner, new_pool
+from longhelix.engine.rank import device_of, join, load_model, new_planner, new_pool
 from longhelix.engine.runner import ModelRunner
+from longhelix.engine.tracer import Tracer
 from longhelix.engine.transport import (
     Alive,
     Done,
@@ -24,6 +25,7 @@ from longhelix.engine.transport import (
     Run,
     Start,
     Stop,
+    Traced,
     Warmed,
     WorkerSocket,
 )
@@ -74,21 +76,27 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
     socket.send(Joined())
     match socket.receive():
         case Start(config):
-            runner = _load(config, directory, rank, socket)
+            runner, tracer = _load(config, directory, rank, socket)
         case _:
             return
     socket.send(Ready(runner.mesh.kvp.overlaps))
     while True:
         match socket.receive():
             case Run(step):
-                socket.send(Done(runner.execute(step)))
+                result = runner.execute(step)
+                if tracer is not None:
+                    socket.send(Traced(tracer.take()))
+                socket.send(Done(result))
             case Stop():
                 return
 
 
-def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> ModelRunner:
+def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> tuple[ModelRunner, Tracer | None]:
     """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
     mesh = join(config, rank, directory)
+    tracer = Tracer(device_of(config, rank)) if config.trace else None
+    if tracer is not None:
+        mesh = mesh.over(tracer.handle)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)))
     pool = new_pool(config, rank, config.scheduler.num_blocks)
     if config.scheduler.batch_invariant:
@@ -99,7 +107,10 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         for done, step in enumerate(steps, start=1):
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
-    return runner
+    if tracer is not None:
+        tracer.attach(runner)
+        tracer.take()
+    return runner, tracer
 
 
 def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
@@ -21,6 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mesh = mesh
+        self.attend = partial_attention
         self.scale = spec.head_size**-0.5
         self.eps = spec.rms_norm_eps
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -43,7 +44,9 @@ class Attention(nn.Module):
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, layer, batch.slots_t
         )
-        out_TnC = attend_and_exchange(q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank)
+        out_TnC = attend_and_exchange(
+            q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend=self.attend
+        )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)

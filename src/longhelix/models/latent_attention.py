@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, rms_norm, rotate_heads, write_kv
+from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rms_norm, rotate_heads, write_kv
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
@@ -31,6 +31,7 @@ class LatentAttention(nn.Module):
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
+        self.attend = partial_attention
         self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
@@ -68,11 +69,13 @@ class LatentAttention(nn.Module):
         exchanged = (self.mesh.kvp, self.merged_heads_per_rank)
         if self.values_first:
             out_TnC = attend_and_exchange(
-                self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, finish=self._values
+                self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, self._values, self.attend
             )
         else:
             out_TnC = self._values(
-                attend_and_exchange(self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged)
+                attend_and_exchange(
+                    self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, attend=self.attend
+                )
             )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)

@@ -26,6 +26,10 @@ class Group:
         self._handle = handle
         self._channel = getattr(handle, "channel", None)  # of ranks that share memory
 
+    def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Group":
+        """The same ranks, with collectives by `wrap` of their process group."""
+        return Group(self.ranks, self.ranks[self.index], None if self._handle is None else wrap(self._handle))
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,10 @@ class Mesh:
         # Where there is one copy of the FFN, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend)
         return cls(layout, rank, stage, kvp, ffn)
+
+    def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Mesh":
+        """The same groups, with collectives by `wrap` of their process groups."""
+        return replace(self, stage=self.stage.over(wrap), kvp=self.kvp.over(wrap), ffn=self.ffn.over(wrap))
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None) -> Group:

@@ -1,0 +1,67 @@
+"""The trace of a run: what every rank did from when to when, as a file for chrome://tracing or ui.perfetto.dev."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from longhelix.errors import UserError
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something that a rank did: `kind` is what did it (compute, exchange, collective), times in microseconds of
+    CLOCK_MONOTONIC, which all processes of a host share. details: such as the layer and the part."""
+
+    name: str
+    kind: str
+    start_us: float
+    end_us: float
+    details: Mapping[str, int] = field(default_factory=dict)
+
+
+class TraceFile:
+    """A JSON array of complete events (ph "X"), in the Trace Event Format. Close it: else it lacks its last bracket.
+
+    pid: the rank. tid: the kind; events of one kind that overlap get lanes ("exchange", "exchange 2", ...), because
+    those of one thread may only nest. ts, dur: microseconds. args: the details. Raises UserError where `path` cannot
+    be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another --trace file") from error
+        self._file.write("[")
+        self._separator = "\n"
+        self._ends_us: dict[tuple[int, str], list[float]] = {}
+
+    def write(self, rank: int, events: Sequence[TraceEvent]) -> None:
+        """Add what a rank did in its next step."""
+        for event in sorted(events, key=lambda event: event.start_us):
+            lane = self._lane(rank, event)
+            entry = {
+                "name": event.name,
+                "cat": event.kind,
+                "ph": "X",
+                "ts": event.start_us,
+                "dur": event.end_us - event.start_us,
+                "pid": rank,
+                "tid": event.kind if lane == 0 else f"{event.kind} {lane + 1}",
+                "args": event.details,
+            }
+            self._file.write(self._separator + json.dumps(entry))
+            self._separator = ",\n"
+
+    def close(self) -> None:
+        """Again does nothing."""
+        if not self._file.closed:
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _lane(self, rank: int, event: TraceEvent) -> int:
+        ends_us = self._ends_us.setdefault((rank, event.kind), [])
+        lane = next((lane for lane, end_us in enumerate(ends_us) if end_us <= event.start_us), len(ends_us))
+        ends_us[lane : lane + 1] = [event.end_us]
+        return lane
