@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longhelix.errors import UserError
-from longhelix.models.routing import route
+from longhelix.kernels import route
 from longhelix.spec import MoE
 
 pytestmark = pytest.mark.unit
