@@ -16,11 +16,13 @@ from longhelix.engine.rank import join, load_model, new_planner, new_pool
 from longhelix.engine.runner import ModelRunner
 from longhelix.engine.transport import (
     Alive,
+    CountRows,
     Done,
     Failed,
     Joined,
     Loaded,
     Ready,
+    RowCounts,
     Run,
     Start,
     Stop,
@@ -82,6 +84,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
         match socket.receive():
             case Run(step):
                 socket.send(Done(runner.execute(step)))
+            case CountRows():
+                socket.send(RowCounts(runner.model.expert_rows()))
             case Stop():
                 return
 
@@ -99,6 +103,7 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         for done, step in enumerate(steps, start=1):
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
+        model.forget_expert_rows()
     return runner
 
 

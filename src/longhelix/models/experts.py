@@ -33,6 +33,7 @@ class ExpertFFN(nn.Module):
         bias_E = weights.pop(prefix + "routing_bias", None)
         self.bias_E = None if bias_E is None else bias_E.float()
         held = mesh.layout.experts(spec.moe.num_experts, mesh.rank)
+        self.num_held = len(held)
         stems = {expert: f"{prefix}experts.{expert}." for expert in held}
         if spec.moe.shared_size:
             stems[spec.moe.num_experts] = prefix + "shared."
@@ -41,6 +42,11 @@ class ExpertFFN(nn.Module):
     @property
     def products(self) -> tuple[Weight, ...]:
         return self.router, *self.experts.gate_up, *self.experts.down
+
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """How many rows each of this rank's routed experts has had, (e) int64."""
+        return self.experts.rows_e[: self.num_held]
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """hidden_TH with the FFN's output added."""
