@@ -125,6 +125,7 @@ def run(case, rank, meshes):
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
+    arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays["history"] = np.array(runner.history)
     arrays["sequences_left"] = np.array(len(runner.sequences))

@@ -460,8 +460,8 @@ void test_read(const Kernels& kernels, Random& random) {
 
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
-        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear}, {"route", test_route}, {"experts", test_experts},
-        {"read", test_read}};
+        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear},
+        {"route", test_route},   {"experts", test_experts}, {"read", test_read}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

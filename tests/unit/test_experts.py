@@ -1,4 +1,4 @@
-"""Routing and experts as ops: the native kernels beside the reference, beside products one by one, and by themselves."""
+"""Routing and experts as ops: native kernels beside the reference, beside products one by one, and by themselves."""
 
 from dataclasses import replace
 
@@ -222,7 +222,7 @@ def test_no_rows_no_experts_and_no_columns():
     experts = make_experts(COLUMNS, 32, torch.float32, "float32", 14)
     nobody = torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.int64)
     assert run_experts(torch.zeros(0, 32), experts, *nobody, **norm).shape == (0, 32)
-    for columns in ({}, {id: 0 for id in range(10)}):
+    for columns in ({}, dict.fromkeys(range(10), 0)):
         empty = make_experts(columns, 32, torch.float32, "float32", 14)
         assert torch.equal(run_experts(x_TH, empty, *taken, **norm), torch.zeros(5, 32))
         assert torch.equal(run_experts(x_TH, empty, *taken, **norm, residual=x_TH), x_TH)
@@ -241,7 +241,7 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     assert not kept.packed
     assert not any(weight.packed for weight in (*kept.gate_up, *kept.down))
     assert _make_experts(weights(0), stems, "float32").rows_e.tolist() == [0, 0]
-    with pytest.raises(UserError, match="weight_dtype int8 needs .* but a weight has 24"):
+    with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
         _make_experts(weights(24), stems, "int8")
     if native.module is not None:
         assert _make_experts(weights(32), stems, "int8").packed

@@ -9,6 +9,7 @@ from longhelix.spec import MoE
 
 pytestmark = pytest.mark.unit
 
+
 @pytest.fixture(autouse=True, params=["native", "reference"])
 def form(request, monkeypatch):
     if request.param == "reference":

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -201,7 +201,7 @@ class LLM:
         if self.config.spec.moe is None:
             return None
         ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
-        return [sum(groups, []) for groups in zip(*ranks, strict=True)]
+        return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
 
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase; its result so far, or None if it had ended."""
