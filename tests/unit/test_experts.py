@@ -14,8 +14,13 @@ from torch.library import opcheck
 from longhelix.errors import UserError
 from longhelix.kernels import Experts, Weight, linear, make_weight, native, reference, route, run_experts
 from longhelix.kernels.experts import _routing
+from longhelix.layout import Layout
+from longhelix.models.decoder import Decoder
 from longhelix.models.experts import _make_experts
-from longhelix.spec import MoE
+from longhelix.models.parameters import declare
+from longhelix.parallel.collectives import Group
+from longhelix.parallel.mesh import Mesh
+from longhelix.spec import ModelSpec, MoE
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
@@ -245,6 +250,31 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
         _make_experts(weights(24), stems, "int8")
     if native.module is not None:
         assert _make_experts(weights(32), stems, "int8").packed
+
+
+def test_a_decoder_counts_rows_by_layer_and_forgets_them():
+    """Shared experts are not counted, and layers without experts have no counts."""
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 32, "vocab_size": 16, "max_position_embeddings": 64, "rms_norm_eps": NORM_EPS,
+        "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    spec = ModelSpec.from_hf_config(config)
+    weights = {
+        parameter.name: torch.ones(
+            sum(s.local_shape[0] for s in parameter.sources), *parameter.sources[0].local_shape[1:]
+        )
+        for parameter in declare(spec, Layout(), 0)
+    }
+    group = Group((0,), 0, None)
+    decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights, "float32")
+    assert decoder.expert_rows() == [[], [0] * 6]
+    decoder.layers[1].ffn(inputs(5, 32, torch.float32, 22))
+    assert decoder.expert_rows() == [[], [5, 5, 0, 0, 0, 0]]  # all scores are equal
+    decoder.forget_expert_rows()
+    assert decoder.expert_rows() == [[], [0] * 6]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

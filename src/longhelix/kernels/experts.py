@@ -108,7 +108,7 @@ class Experts:
     down: tuple[Weight, ...]
     rows_e: Tensor
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         return all(weight.packed for weight in (*self.gate_up, *self.down) if weight.values.numel())
 
