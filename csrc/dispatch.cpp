@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 
 #include "kernels.hpp"
@@ -40,6 +41,17 @@ std::size_t tile_bytes(const Pool& pool) {
         case Number::float8: return channels * 16 + scales;
         case Number::int4: return channels * 8 + scales;
         default: throw std::invalid_argument("a pool does not hold numbers of this type");
+    }
+}
+
+ExpertSet::ExpertSet(const std::vector<int>& ids, std::vector<Weight> gate_up, std::vector<Weight> down)
+    : gate_up(std::move(gate_up)), down(std::move(down)) {
+    if (ids.size() != this->gate_up.size() || ids.size() != this->down.size()) {
+        throw std::invalid_argument("every expert has a gate_up and a down product");
+    }
+    for (std::size_t place = 0; place < ids.size(); ++place) {
+        index_of.resize(std::max<std::size_t>(index_of.size(), ids[place] + 1), -1);
+        index_of[ids[place]] = static_cast<int>(place);
     }
 }
 

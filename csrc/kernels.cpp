@@ -1,6 +1,8 @@
 // All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
 #include "attention.hpp"
+#include "experts.hpp"
 #include "linear.hpp"
+#include "route.hpp"
 #include "write.hpp"
 
 namespace longhelix::ISA {
@@ -19,14 +21,24 @@ auto on_pool(const Call& call) {
     }
 }
 
-void linear(const Linear& call) {
-    switch (call.weight.number) {
-        case Number::float32: return Multiply<Float32>(call).run();
-        case Number::float16: return Multiply<Float16>(call).run();
-        case Number::int8: return Multiply<Int8>(call).run();
-        case Number::int4: return Multiply<Int4>(call).run();
-        default: return Multiply<BFloat16>(call).run();
+template <typename Call, template <typename> typename Kernel>
+void with_weight(Number number, const Call& call) {
+    switch (number) {
+        case Number::float32: return Kernel<Float32>(call).run();
+        case Number::float16: return Kernel<Float16>(call).run();
+        case Number::int8: return Kernel<Int8>(call).run();
+        case Number::int4: return Kernel<Int4>(call).run();
+        default: return Kernel<BFloat16>(call).run();
     }
+}
+
+void linear(const Linear& call) { with_weight<Linear, Multiply>(call.weight.number, call); }
+
+void route(const Route& call) { RouteRows(call).run(); }
+
+void experts(const Experts& call) {
+    bool any = !call.set->down.empty();
+    with_weight<Experts, RunExperts>(any ? call.set->down[0].number : Number::bfloat16, call);
 }
 
 // Every thread reads from several places in turn: alone, a stream waits at the end of each page.
@@ -57,6 +69,8 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            on_pool<Write, WriteRows>,
                            on_pool<Rotate, RotateRows>,
                            linear,
+                           route,
+                           experts,
                            read};
 
 }  // namespace longhelix::ISA

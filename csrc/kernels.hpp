@@ -100,12 +100,59 @@ struct Linear {
     std::int64_t outputs;
 };
 
+// Which experts rows take, and with what weights; kernels/experts.py has the rules. Where there are shared experts they
+// are one more, whose number is `num_experts`, which every row takes last.
+struct Route {
+    const float* logits;  // (T, num_experts), with one more of a shared gate
+    std::int64_t num_rows;
+    const float* bias;  // (num_experts), or null
+    int num_experts;
+    int per_token;  // Y, without the shared one
+    int num_groups;
+    int groups_per_token;
+    bool sigmoid;
+    bool normalised;
+    float scale;
+    bool shared;
+    bool shared_gate;
+    float* weights;         // (T, Y), with one more of the shared one
+    std::int64_t* experts;  // as `weights`
+};
+
+// FFNs by expert, each with columns of its own: as many as `down` has inputs, which may be none. All weights hold the
+// same number.
+struct ExpertSet {
+    std::vector<Weight> gate_up;
+    std::vector<Weight> down;
+    std::vector<int> index_of;  // by an expert's number: where it is among the weights, or -1
+
+    ExpertSet(const std::vector<int>& ids, std::vector<Weight> gate_up, std::vector<Weight> down);
+};
+
+// residual + the sum of the FFNs that each row takes, weighted.
+struct Experts {
+    Rows x;  // (T, hidden)
+    std::int64_t num_rows;
+    std::int64_t hidden;
+    const void* norm;  // (hidden) of x's number: weights of an RMSNorm before the FFNs
+    float norm_eps;
+    const ExpertSet* set;
+    const float* weights;         // (T, Y)
+    const std::int64_t* experts;  // (T, Y): numbers of experts, of which some may not be in the set
+    int per_row;                  // Y
+    Rows residual;                // (T, hidden) of x's number; or null data
+    void* out;                    // (T, hidden) of x's number
+    std::int64_t* rows_of;        // by place in the set: rows that took the expert are added
+};
+
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the blocks of its sequence
     void (*write)(const Write&);
     void (*rotate)(const Rotate&);
     void (*linear)(const Linear&);
+    void (*route)(const Route&);
+    void (*experts)(const Experts&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 

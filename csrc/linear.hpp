@@ -10,6 +10,24 @@ namespace longhelix::ISA {
 
 constexpr int kScaleBlock = 32;
 
+// row(0), ..., row(count - 1); few of them are done before other threads would begin.
+template <typename F>
+void each_row(std::int64_t count, F row) {
+    if (count <= 4) {
+        for (std::int64_t r = 0; r < count; ++r) row(r);
+        return;
+    }
+    on_all_threads([&](int thread) {
+        for (std::int64_t r = thread; r < count; r += threads()) row(r);
+    });
+}
+
+// 1 / (1 + e^-x); e^-|x| cannot overflow.
+INLINE f32x16 sigmoid(f32x16 x) {
+    f32x16 small = exp2((x < 0.0f ? x : -x) * kLog2e);
+    return (x < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
+}
+
 template <typename E>
 struct Multiply {
     static constexpr int kStep = E::kStep;
@@ -159,11 +177,7 @@ struct Multiply {
     }
 
     f32x16 silu(f32x16 gate, f32x16 up) const {
-        // e^-|g| cannot overflow; sigmoid(g) is 1 / (1 + e^-g).
-        f32x16 size = gate < 0.0f ? gate : -gate;
-        f32x16 small = exp2(size * kLog2e);
-        f32x16 sigmoid = (gate < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
-        f32x16 value = gate * sigmoid;
+        f32x16 value = gate * sigmoid(gate);
         round_to(call.out_number, value);
         return value * up;
     }
@@ -185,7 +199,6 @@ struct Multiply {
 
     void run() const {
         if (call.num_rows == 0) return;
-        constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
         std::int64_t padded = (call.num_rows + kMostRows - 1) / kMostRows * kMostRows;
         std::size_t unit_bytes = static_cast<std::size_t>(padded) * units * 4;
         u8* memory = static_cast<u8*>(scratch(1, unit_bytes + static_cast<std::size_t>(padded) * num_blocks() * 4 + 64));
@@ -195,27 +208,27 @@ struct Multiply {
         std::memset(x + call.num_rows * units, 0, static_cast<std::size_t>(padded - call.num_rows) * units * 4);
         std::memset(block_sums + call.num_rows * num_blocks(), 0,
                     static_cast<std::size_t>(padded - call.num_rows) * num_blocks() * 4);
-        if (call.num_rows <= 4) {
-            for (std::int64_t row = 0; row < call.num_rows; ++row) prepare_row(row);
-        } else {
-            on_all_threads([&](int thread) {
-                for (std::int64_t row = thread; row < call.num_rows; row += threads()) prepare_row(row);
-            });
-        }
+        each_row(call.num_rows, prepare_row);
         on_all_threads([&](int thread) {
             int count = threads();
             int first = static_cast<int>(static_cast<std::int64_t>(num_panels) * thread / count);
             int stop = static_cast<int>(static_cast<std::int64_t>(num_panels) * (thread + 1) / count);
-            done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
-                                      std::memory_order_relaxed);
-            if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
-            for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
-                int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
-                for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
-                    some_rows(x + row * units, block_sums + row * num_blocks(), row, panel, last);
-                }
-            }
+            all_rows(x, block_sums, first, stop);
         });
+    }
+
+    // All rows times panels [first, stop) of outputs; rows are padded to a multiple of kMostRows.
+    void all_rows(const u32* x, const float* block_sums, int first, int stop) const {
+        constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
+        done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
+                                  std::memory_order_relaxed);
+        if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
+        for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
+            int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
+            for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
+                some_rows(x + row * units, block_sums + row * num_blocks(), row, panel, last);
+            }
+        }
     }
 
     void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {

@@ -16,6 +16,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using longhelix::Channel;
+using longhelix::ExpertSet;
 using longhelix::Number;
 using longhelix::Pool;
 using longhelix::Rows;
@@ -153,6 +154,10 @@ void bind_kernels(nb::module_& module) {
             },
             "data"_a, "number"_a, "depth"_a);
 
+    nb::class_<ExpertSet>(module, "ExpertSet")
+        .def(nb::init<const std::vector<int>&, std::vector<Weight>, std::vector<Weight>>(), "ids"_a, "gate_up"_a,
+             "down"_a);
+
     auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     module.def(
         "attend",
@@ -224,6 +229,48 @@ void bind_kernels(nb::module_& module) {
                                          out_number,
                                          outputs};
             perform([call] { longhelix::kernels().linear(call); });
+        },
+        unlocked);
+    module.def(
+        "route",
+        [](Address logits, std::int64_t num_rows, Address bias, int num_experts, int per_token, int num_groups,
+           int groups_per_token, bool sigmoid, bool normalised, float scale, bool shared, bool shared_gate,
+           Address weights, Address experts) {
+            longhelix::Route call{at<const float>(logits),
+                                  num_rows,
+                                  at<const float>(bias),
+                                  num_experts,
+                                  per_token,
+                                  num_groups,
+                                  groups_per_token,
+                                  sigmoid,
+                                  normalised,
+                                  scale,
+                                  shared,
+                                  shared_gate,
+                                  at<float>(weights),
+                                  at<std::int64_t>(experts)};
+            perform([call] { longhelix::kernels().route(call); });
+        },
+        unlocked);
+    module.def(
+        "experts",
+        [](Address x, Number number, std::int64_t num_rows, std::int64_t hidden, Address norm, float norm_eps,
+           const ExpertSet& set, Address weights, Address experts, int per_row, Address residual, Address out,
+           Address rows_of) {
+            longhelix::Experts call{{at<const void>(x), number, hidden},
+                                    num_rows,
+                                    hidden,
+                                    at<const void>(norm),
+                                    norm_eps,
+                                    &set,
+                                    at<const float>(weights),
+                                    at<const std::int64_t>(experts),
+                                    per_row,
+                                    {at<const void>(residual), number, hidden},
+                                    at<void>(out),
+                                    at<std::int64_t>(rows_of)};
+            perform([call] { longhelix::kernels().experts(call); });
         },
         unlocked);
     module.def(

@@ -192,6 +192,10 @@ class Layout:
     def experts(self, num_experts: int, rank: int) -> range:
         return split(num_experts, self.ep)[self.ep_rank(rank)]
 
+    def expert_group_leaders(self) -> range:
+        """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
+        return range(0, self.tpf * self.ep, self.tpf)
+
     def vocabulary(self, vocab_size: int, rank: int) -> range:
         """Rows of the embedding and of the LM head, over the N ranks of a stage."""
         return split(vocab_size, self.num_ranks)[self.stage_rank(rank)]

@@ -106,6 +106,18 @@ WITH_EXPERTS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 _SIXTEENS = _COMMON | {"hidden_size": 144, "intermediate_size": 192}
 NATIVE_SIZES = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=16, **_SIXTEENS)
+# Experts that the packed kernels take, split over six ranks as well.
+_EXPERT_SIXTEENS = _SIXTEENS | {"num_attention_heads": 6, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+NATIVE_EXPERTS: dict[str, PreTrainedConfig] = {
+    "native-mixtral": MixtralConfig(num_local_experts=5, head_dim=16, sliding_window=None, **_EXPERT_SIXTEENS),
+    "native-qwen3_moe": Qwen3MoeConfig(
+        num_experts=6, norm_topk_prob=True, head_dim=16, moe_intermediate_size=96, **_EXPERT_SIXTEENS
+    ),
+    "native-qwen2_moe": Qwen2MoeConfig(
+        num_experts=6, moe_intermediate_size=96, shared_expert_intermediate_size=192,
+        **(_EXPERT_SIXTEENS | {"hidden_size": 96}),
+    ),
+}  # fmt: skip
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
 
 

@@ -98,7 +98,7 @@ def build(case, rank, meshes):
         block_tokens=case["block_tokens"],
         placement=case["placement"],
         growth_limit_tokens=case["growth_limit_tokens"],
-        kvp_threshold_tokens=case.get("kvp_threshold_tokens"),
+        kvp_threshold_tokens=case["kvp_threshold_tokens"] if case["placement"] == "auto" else None,
         batch_invariant=case.get("batch_invariant", False),
         device="cpu",
         execution=case.get("execution", "recorded"),
@@ -143,6 +143,7 @@ def run(case, rank, meshes):
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
+    arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
     arrays["parts"] = np.array(runner.most_parts)

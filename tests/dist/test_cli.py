@@ -224,7 +224,7 @@ EXPERT_MISTAKES = {
     "more groups than experts": (["--kvp", 6, "--ep", 6], "ep is 6, but the model has 5 experts: set ep to 5 or less"),
     "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied means tpf = tpa = 1 and ep = 1"),
     "a graph of experts": (["--execution", "compiled"], "execution compiled does not run models with experts"),
-    "bits that no batch changes": (["--batch-invariant"], "batch_invariant is not kept by models with experts"),
+    "bits that no batch changes": (["--batch-invariant"], "products whose inputs are not a multiple of 16"),
 }
 
 
@@ -249,6 +249,30 @@ def test_experts_spread_over_as_many_ranks_as_divide_them(capfd, tmp_path):
     status, out, _ = run(capfd, *generate(made.path, "--kvp", 2, "--json"))
     assert status == 0
     assert json.loads(out)["layout"] == {"kvp": 2, "tpa": 1, "tpf": 1, "ep": 2, "pp": 1}
+
+
+def test_expert_load_counts_the_rows_of_each_expert(capfd, experts):
+    """The same over any ranks: of 37 + 8 - 1 rows each takes two of five experts in both layers."""
+
+    def load(*more):
+        status, out, _ = run(capfd, *generate(experts.path, "--json", "--ignore-eos", *more))
+        assert status == 0
+        return json.loads(out)["expert_load"]
+
+    alone = load()
+    assert [(len(layer), sum(layer)) for layer in alone] == [(5, 2 * (37 + 8 - 1))] * 2
+    assert load("--kvp", 2, "--ep", 2) == load("--kvp", 2, "--tied") == alone
+    status, _, err = run(capfd, *generate(experts.path, "--ignore-eos"))
+    most = max(max(layer) for layer in alone)
+    assert status == 0
+    assert f"{most} rows, {most / (2 * 44 / 5):.1f} times the mean" in err
+
+
+def test_latent_attention_keeps_no_bits_over_batches(capfd, tmp_path):
+    made = make_oracle(WITH_EXPERTS["deepseek_v2"], tmp_path, prompt_lengths=(1,))
+    save_tokenizer_files(made.path)
+    words = refusal(capfd, *generate(made.path, "--batch-invariant"))
+    assert "batch_invariant is not kept by models with latent attention" in words
 
 
 def test_mistake_in_json_form(capfd, oracle):

@@ -6,7 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
-from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, WITH_EXPERTS, make_oracle
+import torch
+from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, WITH_EXPERTS, make_oracle
+from transformers import AutoModelForCausalLM
 
 from longhelix.kernels import native
 from longhelix.kv.placement import Growing, Local, Striped
@@ -37,7 +39,8 @@ def oracles(tmp_path_factory):
 
     def oracle(family):
         if family not in made:
-            made[family] = make_oracle((FAMILIES | WITH_EXPERTS)[family], tmp_path_factory.mktemp(family))
+            configs = FAMILIES | WITH_EXPERTS | NATIVE_EXPERTS
+            made[family] = make_oracle(configs[family], tmp_path_factory.mktemp(family))
         return made[family]
 
     return oracle
@@ -158,6 +161,62 @@ def test_native_kernels_equal_transformers(worlds, tmp_path_factory, layout):
         assert all(rank["tapes"] for rank in ranks if rank["packed"].size)
 
 
+# KVP, TPA, EP.
+NATIVE_GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (3, 1, 3), (2, 2, 2), (3, 2, 1)]
+
+
+@pytest.mark.parametrize("grid", NATIVE_GRIDS, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize("family", NATIVE_EXPERTS)
+def test_native_experts_equal_transformers_and_decode_from_tapes(worlds, oracles, family, grid):
+    kvp, tpa, ep = grid
+    oracle = oracles(family)
+    chunk_tokens, placement = VARIANTS[(4 * NATIVE_GRIDS.index(grid) + 1) % len(VARIANTS)]
+    case = make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep, block_tokens=16, growth_limit_tokens=16)
+    ranks = worlds(kvp * tpa).run(case)
+    assert_equal(oracle, ranks)
+    if native.module is not None:
+        assert all(rank["packed"].all() for rank in ranks)
+        assert all(rank["tapes"] for rank in ranks)
+    assert_expert_rows(oracle, ranks, Layout(kvp=kvp, tpa=tpa, ep=ep))
+
+
+@pytest.mark.parametrize(("kvp", "tpa", "ep", "tied"), [(1, 1, 1, False), (2, 2, 2, False), (2, 1, 1, True)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_experts_count_their_rows(worlds, oracles, family, kvp, tpa, ep, tied):
+    """Of sizes that are not packed, and from Python alone; packed ones and tapes are above."""
+    oracle = oracles(family)
+    ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, 16, "striped", ep=ep, tied=tied))
+    assert_expert_rows(oracle, ranks, Layout(kvp=kvp, tpa=tpa, ep=ep, ffn_replicas=kvp if tied else 1))
+
+
+def assert_expert_rows(oracle, ranks, layout):
+    """Ranks of one expert group count the same; all groups together count what transformers' routers choose."""
+    counts_LE = np.concatenate([ranks[rank]["expert_rows"] for rank in layout.expert_group_leaders()], axis=1)
+    for rank, counted in enumerate(ranks):
+        leader = layout.expert_group_leaders()[layout.ep_rank(rank)]
+        assert np.array_equal(counted["expert_rows"], ranks[leader]["expert_rows"])
+    wanted_LE, per_token = recount(oracle, [ranks[0][f"tokens_{i}"].tolist() for i in range(len(oracle.prompts))])
+    rows = sum(len(prompt) + NEW_TOKENS - 1 for prompt in oracle.prompts)
+    assert (counts_LE.sum(1) == rows * per_token).all()
+    # One of these rows may have two experts nearer to each other than rounding is small.
+    assert np.abs(counts_LE - wanted_LE).sum() <= 2
+
+
+@torch.no_grad()
+def recount(oracle, tokens):
+    """How many rows take each expert, by transformers' routers, (layers, E), and experts per token."""
+    forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=torch.float32, **forms).eval()
+    routers = [block.mlp.gate for block in model.model.layers if hasattr(block.mlp, "gate")]
+    chosen = {router: [] for router in routers}
+    for router in routers:
+        router.register_forward_hook(lambda router, _, outputs: chosen[router].append(outputs[2].flatten()))
+    for prompt, new in zip(oracle.prompts, tokens, strict=True):
+        model(torch.tensor([prompt + new[:-1]]), use_cache=False)
+    counts = [torch.bincount(torch.cat(parts), minlength=len(router.weight)) for router, parts in chosen.items()]
+    return torch.stack(counts).numpy(), model.config.num_experts_per_tok
+
+
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
 )
@@ -196,11 +255,28 @@ def test_native_kernels_are_batch_invariant(worlds, tmp_path_factory, kvp, tpa):
     """Bit for bit: alone or together, in chunks of any size. (test_native_attention has numbers of threads.)"""
     if "native" not in NATIVE:
         NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
-    oracle = NATIVE["native"]
+    assert_batch_invariant(worlds, NATIVE["native"], kvp, tpa)
 
+
+@pytest.mark.skipif(native.module is None, reason="the native module is not built here")
+@pytest.mark.parametrize(
+    ("family", "kvp", "tpa", "ep"),
+    [
+        ("native-mixtral", 2, 1, 1),
+        ("native-qwen3_moe", 1, 1, 1),
+        ("native-qwen2_moe", 2, 1, 2),
+        ("native-qwen2_moe", 2, 2, 2),
+    ],
+)
+def test_native_experts_are_batch_invariant(worlds, oracles, family, kvp, tpa, ep):
+    """As above. (test_experts has numbers of threads.)"""
+    assert_batch_invariant(worlds, oracles(family), kvp, tpa, ep=ep)
+
+
+def assert_batch_invariant(worlds, oracle, kvp, tpa, **layout):
     def run(chunk_tokens, **more):
         more |= {"block_tokens": 16, "batch_invariant": True}
-        return worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, "striped", **more))[0]
+        return worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, "striped", **layout, **more))[0]
 
     together, *others = (run(chunk_tokens) for chunk_tokens in CHUNKS)
     for index, prompt in enumerate(oracle.prompts):

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from longhelix.kernels import KVFormat, KVLayer, Weight, linear, reference, rotate_and_write
+from longhelix.kernels import (
+    Experts,
+    KVFormat,
+    KVLayer,
+    Weight,
+    linear,
+    reference,
+    rotate_and_write,
+    route,
+    run_experts,
+)
+from longhelix.spec import MoE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -204,3 +215,33 @@ def test_the_fused_ops_equal_the_cpu(dtype):
         around = {"bias": bias_N.to(place), "norm": norm_X.to(place), "residual": residual_TN.to(place)}
         results.append(linear(x_TX.to(place), weight, **around, norm_eps=eps, swiglu=swiglu, dtype=out_dtype).cpu())
     torch.testing.assert_close(results[1], results[0], rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts_equal_the_cpu(dtype):
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    moe, name = MoE(6, 2, 40, shared_size=24, shared_gate=True), str(dtype).removeprefix("torch.")
+    # Logits a quarter apart, or equal.
+    logits_TX = torch.randint(-12, 13, (30, 7), generator=generator) / 4
+    x_TH, norm, residual = random(30, 96) * 10, 1 + random(96), random(30, 96) * 10
+    products = [(random(2 * width, 96), random(96, width)) for width in (40,) * 6 + (24,)]
+    results = []
+    for place in ("cpu", DEVICE):
+        gate_up, down = (
+            tuple(Weight(pair[side].to(place), name, *pair[side].shape, packed=False) for pair in products)
+            for side in (0, 1)
+        )
+        experts = Experts(tuple(range(7)), gate_up, down, torch.zeros(7, dtype=torch.int64))
+        taken = route(logits_TX.to(place), None, moe)
+        around = {"norm": norm.to(place), "norm_eps": 1e-3, "residual": residual.to(place)}
+        results.append((*taken, run_experts(x_TH.to(place), experts, *taken, **around), experts.rows_e))
+    (weights_TY, experts_TY, out_TH, rows_e), on_device = results
+    torch.testing.assert_close(on_device[0].cpu(), weights_TY)
+    assert torch.equal(on_device[1].cpu(), experts_TY)
+    torch.testing.assert_close(on_device[2].cpu(), out_TH, rtol=4 * TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+    assert torch.equal(on_device[3], rows_e)
+    assert rows_e[6] == 30

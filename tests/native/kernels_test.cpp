@@ -322,6 +322,131 @@ void test_linear(const Kernels& kernels, Random& random) {
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Experts.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// The best `count` places of `values`, best first; of equal ones the first.
+std::vector<int> best_of(const std::vector<double>& values, int count) {
+    std::vector<int> places(values.size());
+    std::iota(places.begin(), places.end(), 0);
+    std::stable_sort(places.begin(), places.end(), [&](int a, int b) { return values[a] > values[b]; });
+    places.resize(count);
+    return places;
+}
+
+void test_route(const Kernels& kernels, Random& random) {
+    int groups = random.of({1, 1, 2, 3, 4}), size = 1 + random.below(40), taken_groups = 1 + random.below(groups);
+    int experts = groups * size, per_token = 1 + random.below(std::min(taken_groups * size, 12));
+    bool sigmoid = random.one_in(2), normalised = random.one_in(2), has_bias = random.one_in(2);
+    bool shared = random.one_in(2), gate = shared && random.one_in(2);
+    std::int64_t rows = random.of({0, 1, 3, 20});
+    float scale = random.one_in(2) ? 1.0f : 2.5f;
+    Matrix logits(Number::float32, rows, experts + gate), bias(Number::float32, 1, experts);
+    Matrix weights(Number::float32, rows, per_token + shared), taken(Number::int64, rows, per_token + shared);
+    logits.fill(random, 0.25, 12), bias.fill(random, 0.3, 2);  // many are equal
+    on_threads([&] {
+        weights.bytes.reset(), taken.bytes.reset();
+        kernels.route({logits.floats(), rows, has_bias ? bias.floats() : nullptr, experts, per_token, groups,
+                       taken_groups, sigmoid, normalised, scale, shared, gate, weights.floats(),
+                       static_cast<std::int64_t*>(taken.data())});
+        return std::pair(weights.bytes.copy(), taken.bytes.copy());
+    });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        auto scores = logits.get_run(row, 0, experts);
+        for (double& score : scores) score = sigmoid ? 1 / (1 + std::exp(-score)) : std::exp(score);
+        double total = sigmoid ? 1 : std::accumulate(scores.begin(), scores.end(), 0.0);
+        for (double& score : scores) score /= total;
+        auto choice = scores;
+        for (int e = 0; e < experts && has_bias; ++e) choice[e] += bias.get(0, e);
+        std::vector<double> of_group(groups);
+        for (int group = 0; group < groups; ++group) {
+            std::vector<double> members(choice.begin() + group * size, choice.begin() + (group + 1) * size);
+            for (int e : best_of(members, sigmoid ? std::min(size, 2) : 1)) of_group[group] += members[e];
+        }
+        auto left = best_of(of_group, taken_groups);
+        for (int e = 0; e < experts; ++e) {
+            if (std::find(left.begin(), left.end(), e / size) == left.end()) choice[e] = -INFINITY;
+        }
+        auto wanted = best_of(choice, per_token);
+        double sum = 0;
+        for (int e : wanted) sum += scores[e];
+        for (int y = 0; y < per_token; ++y) {
+            check(taken.get(row, y) == wanted[y], "another expert is taken");
+            double weight = scores[wanted[y]] / (normalised ? sum : 1) * scale;
+            check_near(weights.get(row, y), weight, 1e-5 * weight, "a weight");
+        }
+        if (!shared) continue;
+        check(taken.get(row, per_token) == experts, "the shared expert is not the last");
+        double weight = gate ? 1 / (1 + std::exp(-logits.get(row, experts))) : 1;
+        check_near(weights.get(row, per_token), weight, 1e-5, "the weight of the shared expert");
+    }
+}
+
+void test_experts(const Kernels& kernels, Random& random) {
+    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
+    Number number = random.number();
+    std::int64_t hidden = 32 * (1 + random.below(4)), rows = random.of({0, 1, 2, 5, 40, 600});
+    int per_row = 1 + random.below(3), count = random.below(5);
+    std::vector<int> ids(count);  // every second number from a first one on is here
+    std::vector<Matrix> memory;
+    std::vector<Weight> gate_up, down;
+    for (int place = 0; place < count; ++place) {
+        ids[place] = 1 + 2 * place;
+        std::int64_t columns = 32 * random.below(4);
+        memory.push_back(make_weight(stored, 2 * columns / kLanes, hidden));
+        gate_up.push_back({memory.back().bytes.data.get(), stored, hidden});
+        memory.push_back(make_weight(stored, hidden / kLanes, columns));
+        down.push_back({memory.back().bytes.data.get(), stored, columns});
+    }
+    ExpertSet set(ids, gate_up, down);
+    Matrix x(number, rows, hidden, random.of({0, 16})), norm(number, 1, hidden), out(number, rows, hidden);
+    Matrix residual(number, rows, hidden, random.of({0, 16})), weights(Number::float32, rows, per_row);
+    Matrix taken(Number::int64, rows, per_row), rows_of(Number::int64, 1, count);
+    bool has_norm = random.one_in(2), has_residual = random.one_in(2);
+    x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12), residual.fill(random, 0.25, 7);
+    weights.fill(random, 0.25, 8);
+    std::vector<std::int64_t> wanted(count);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        int first = random.below(9);
+        for (int y = 0; y < per_row; ++y) {
+            int expert = (first + 2 * y + y % 2) % 10;
+            taken.set(row, y, expert);
+            if (expert % 2 && expert / 2 < count) ++wanted[expert / 2];
+        }
+    }
+    on_threads([&] {
+        out.bytes.reset();
+        for (int place = 0; place < count; ++place) rows_of.set(0, place, 0);
+        kernels.experts({x.as_rows(), rows, hidden, has_norm ? norm.data() : nullptr, 1e-3f, &set, weights.floats(),
+                         static_cast<const std::int64_t*>(taken.data()), per_row,
+                         has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, out.data(),
+                         static_cast<std::int64_t*>(rows_of.data())});
+        return std::pair(out.bytes.copy(), rows_of.bytes.copy());
+    });
+    for (int place = 0; place < count; ++place) check(rows_of.get(0, place) == wanted[place], "rows are miscounted");
+    double tolerance = 2 * rounding(number, stored);
+    for (std::int64_t row = 0; row < rows; row += 1 + random.below(20)) {
+        auto input = x.get_run(row, 0, hidden);
+        double squares = std::inner_product(input.begin(), input.end(), input.begin(), 0.0);
+        double sum = 0, size = 1;
+        for (std::int64_t c = 0; c < hidden; ++c) {
+            double term = has_norm ? input[c] * norm.get(0, c) / std::sqrt(squares / hidden + 1e-3) : input[c];
+            sum += kWeight * term, size += std::abs(kWeight * term);
+        }
+        int output = random.below(static_cast<int>(hidden));
+        double value = has_residual ? residual.get(row, output) : 0, bound = std::abs(value);
+        for (int y = 0; y < per_row; ++y) {
+            int expert = static_cast<int>(taken.get(row, y));
+            if (expert % 2 == 0 || expert / 2 >= count) continue;
+            double factor = weights.get(row, y) * kWeight * static_cast<double>(down[expert / 2].depth);
+            value += factor * sum * sum / (1 + std::exp(-sum));
+            bound += std::abs(factor) * 2 * size * size;
+        }
+        check_near(out.get(row, output), value, tolerance * bound, "a sum of experts");
+    }
+}
+
 void test_read(const Kernels& kernels, Random& random) {
     // Whole lines for the four streams of each of four threads, and some that nobody reads.
     std::int64_t lines = random.below(4), rest = random.below(512);
@@ -335,7 +460,8 @@ void test_read(const Kernels& kernels, Random& random) {
 
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
-        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear}, {"read", test_read}};
+        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear},
+        {"route", test_route},   {"experts", test_experts}, {"read", test_read}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -142,6 +142,8 @@ def test_ffn_columns_and_experts_are_owned_once(size):
                 assert len(group) == layout.tpf
                 assert flat(layout.expert_columns(size, rank) for rank in group) == list(range(size))
                 assert len({layout.experts(size, rank) for rank in group}) == 1
+            leaders = layout.expert_group_leaders()
+            assert flat(layout.experts(size, rank) for rank in leaders) == list(range(size))
             for group in layout.ffn_groups():
                 assert flat(layout.ffn_columns(size, rank) for rank in group) == list(range(size))
             for column_rank in range(layout.tpf):

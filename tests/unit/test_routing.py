@@ -4,10 +4,19 @@ import pytest
 import torch
 
 from longhelix.errors import UserError
-from longhelix.models.routing import route
+from longhelix.kernels import native, route
 from longhelix.spec import MoE
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True, params=["native", "reference"])
+def form(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(native, "module", None)
+    elif native.module is None:
+        pytest.skip("this install has no native CPU kernels")
+
 
 LOGITS_TE = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.5, 3.0, 2.5]])
 
@@ -35,6 +44,25 @@ def test_only_experts_of_the_best_groups_are_taken():
     sigmoid = route(logits_TE, None, MoE(4, 2, 8, num_groups=2, groups_per_token=1, sigmoid=True))[1]
     assert sorted(softmax[0].tolist()) == [0, 1]
     assert sorted(sigmoid[0].tolist()) == [2, 3]
+
+
+def test_of_equal_scores_the_first_is_taken():
+    logits_TE = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 1.0]])
+    assert route(logits_TE, None, MoE(6, 4, 8))[1].tolist() == [[1, 2, 4, 0]]
+    grouped = MoE(6, 2, 8, num_groups=3, groups_per_token=2)
+    assert route(torch.zeros(1, 6), None, grouped)[1].tolist() == [[0, 1]]
+
+
+def test_shared_experts_are_one_more_that_comes_last():
+    plain, gated = (MoE(4, 2, 8, shared_size=8, scale=2.0, shared_gate=gate) for gate in (False, True))
+    weights_TY, experts_TY = route(LOGITS_TE, None, plain)
+    assert experts_TY.tolist() == [[0, 1, 4], [2, 3, 4]]
+    assert weights_TY[:, 2].tolist() == [1.0, 1.0]
+    gates_T1 = torch.tensor([[0.0], [-3.0]])
+    weights_TY, experts_TY = route(torch.cat((LOGITS_TE, gates_T1), dim=1), None, gated)
+    assert experts_TY.tolist() == [[0, 1, 4], [2, 3, 4]]
+    assert torch.allclose(weights_TY[:, 2:], gates_T1.sigmoid())
+    assert torch.allclose(weights_TY[:, :2].sum(1), torch.tensor(2.0))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ _DOORS: tuple[tuple[Any, str, str], ...] = (
     (Tape, "run", "layers_s"),
     (native.module, "attend", "attention_s"),
     (native.module, "linear", "products_s"),
+    (native.module, "experts", "products_s"),
     (native.module, "rotate", "rotation_s"),
     (Group, "all_reduce", "collectives_s"),
     (Group, "all_reduce_add", "collectives_s"),

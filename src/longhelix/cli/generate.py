@@ -48,10 +48,14 @@ def generate(
             llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
         )
         result = _run(llm, prompt_ids, params, echo=not json)
+        load = llm.expert_load()
     if json:
-        print(json_module.dumps(_as_json(result)))
+        print(json_module.dumps(_as_json(result) | ({} if load is None else {"expert_load": load})))
     else:
-        stderr.print(measurements(result, llm.config))
+        table = measurements(result, llm.config)
+        if load is not None:
+            table.add_row("fullest expert", fullest(load))
+        stderr.print(table)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -82,6 +86,14 @@ def _run(llm: LLM, prompt_ids: list[int], params, echo: bool) -> Result:
 def _as_json(result: Result) -> dict:
     """The result's fields; logprobs only where they were asked for."""
     return {name: value for name, value in asdict(result).items() if name != "logprobs" or value is not None}
+
+
+def fullest(load: list[list[int]]) -> str:
+    """The expert with most rows, against the mean: of all experts of all layers that have some."""
+    rows = {(layer, expert): count for layer, counts in enumerate(load) for expert, count in enumerate(counts)}
+    layer, expert = max(rows, key=rows.__getitem__)
+    most, mean = rows[layer, expert], statistics.mean(rows.values())
+    return f"{most} rows, {most / mean:.1f} times the mean (layer {layer}, expert {expert})"
 
 
 def measurements(result: Result, config: EngineConfig) -> Table:

@@ -113,10 +113,9 @@ def resolve(
     if hop_b is not None and hop_b < 1:
         raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts, or leave it out")
     execution = _execution(spec, execution, device, trace)
-    if batch_invariant and (spec.moe is not None or spec.mla is not None):
+    if batch_invariant and spec.mla is not None:
         raise UserError(
-            "batch_invariant is not kept by models with experts or latent attention, which use torch's own products: "
-            "leave it out"
+            "batch_invariant is not kept by models with latent attention, which use torch's own products: leave it out"
         )
     if _known("attention", attention, ATTENTIONS) == "flashinfer" and (device == "cpu" or execution == "eager"):
         raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")

@@ -16,12 +16,14 @@ from longhelix.engine.config import EngineConfig
 from longhelix.engine.parts import Parts
 from longhelix.engine.trace import TraceEvent
 from longhelix.engine.transport import (
+    CountRows,
     Done,
     EngineSocket,
     Failed,
     Joined,
     Loaded,
     Ready,
+    RowCounts,
     Run,
     Start,
     Stop,
@@ -106,6 +108,23 @@ class WorkerPool:
             exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
         )
+
+    def expert_rows(self, ranks: range) -> list[list[list[int]]]:
+        """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
+        self._check_open()
+        self._socket.send(ranks, CountRows())
+        counted: dict[int, list[list[int]]] = {}
+        try:
+            while len(counted) < len(ranks):
+                match self._receive():
+                    case rank, RowCounts(rows):
+                        counted[rank] = rows
+                    case rank, Done(result):
+                        self._results[result.step_id][rank] = result
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        return [counted[rank] for rank in ranks]
 
     def close(self, grace_s: float = _STOP_S) -> None:
         """End every process that this pool started and remove its sockets; does nothing the second time."""

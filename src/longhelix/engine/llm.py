@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -233,6 +233,14 @@ class LLM:
                 live.hop_b = live.hop_b.after(result, self.config.layout.kvp)
         now_s = time.monotonic()
         return [self._deliver(event, now_s) for event in events]
+
+    def expert_load(self) -> list[list[int]] | None:
+        """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
+        expert; None for a model without experts. The ranks are asked now; no step waits for it."""
+        if self.config.spec.moe is None:
+            return None
+        ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
+        return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
 
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase; its result so far, or None if it had ended."""

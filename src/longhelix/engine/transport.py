@@ -26,6 +26,10 @@ class Run(msgspec.Struct, tag=True, frozen=True):
     step: Step
 
 
+class CountRows(msgspec.Struct, tag=True, frozen=True):
+    """Engine: say how many rows your experts have had."""
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Engine: end yourself."""
 
@@ -68,6 +72,12 @@ class Traced(msgspec.Struct, tag=True, frozen=True):
     events: list[TraceEvent]
 
 
+class RowCounts(msgspec.Struct, tag=True, frozen=True):
+    """Worker: the rows that each of my experts has had, by layer; empty for layers without."""
+
+    rows: list[list[int]]
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank went first.
 
@@ -79,8 +89,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Run | Stop
-ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | Failed
+ToWorker = Start | Run | CountRows | Stop
+ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Failed
 
 
 class EngineSocket:

@@ -17,11 +17,13 @@ from longhelix.engine.runner import ModelRunner
 from longhelix.engine.tracer import Tracer
 from longhelix.engine.transport import (
     Alive,
+    CountRows,
     Done,
     Failed,
     Joined,
     Loaded,
     Ready,
+    RowCounts,
     Run,
     Start,
     Stop,
@@ -87,6 +89,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
                 if tracer is not None:
                     socket.send(Traced(tracer.take()))
                 socket.send(Done(result))
+            case CountRows():
+                socket.send(RowCounts(runner.model.expert_rows()))
             case Stop():
                 return
 
@@ -107,6 +111,7 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         for done, step in enumerate(steps, start=1):
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
+        model.forget_expert_rows()
     if tracer is not None:
         tracer.attach(runner)
         tracer.take()

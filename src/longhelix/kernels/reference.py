@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from longhelix.spec import MoE
+
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
 
@@ -129,9 +131,11 @@ def linear(
     residual_TN: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `ops.linear`; every step is rounded to the dtype of x."""
+    """See `ops.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
+    if weight_NX.dtype == torch.float32:
+        x_TX = x_TX.float()
     out_TN = torch.nn.functional.linear(x_TX, weight_NX, bias_N)
     if swiglu:
         gate_Tf, up_Tf = out_TN.chunk(2, dim=-1)
@@ -139,6 +143,65 @@ def linear(
     if residual_TN is not None:
         out_TN = out_TN + residual_TN
     return out_TN.to(dtype)
+
+
+def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
+    """See `experts.route`."""
+    logits_TE = logits_TX[:, : moe.num_experts].float()
+    scores_TE = logits_TE.sigmoid() if moe.sigmoid else logits_TE.softmax(-1)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if moe.groups_per_token < moe.num_groups:
+        choice_TE = _limit_groups(choice_TE, moe)
+    experts_TY = _best(choice_TE, moe.experts_per_token)
+    weights_TY = scores_TE.gather(1, experts_TY)
+    if moe.normalised:
+        weights_TY = weights_TY / weights_TY.sum(-1, keepdim=True)
+    weights_TY = weights_TY * moe.scale
+    if not moe.shared_size:
+        return weights_TY, experts_TY
+    gate_T1 = logits_TX[:, -1:].float().sigmoid() if moe.shared_gate else torch.ones_like(weights_TY[:, :1])
+    shared_T1 = torch.full_like(experts_TY[:, :1], moe.num_experts)
+    return torch.cat((weights_TY, gate_T1), dim=1), torch.cat((experts_TY, shared_T1), dim=1)
+
+
+def _limit_groups(choice_TE: Tensor, moe: MoE) -> Tensor:
+    """Only experts of the best groups can be chosen."""
+    groups_TGE = choice_TE.unflatten(1, (moe.num_groups, -1))
+    best = min(2, groups_TGE.shape[-1]) if moe.sigmoid else 1
+    of_group_TG = groups_TGE.topk(best, dim=-1).values.sum(-1)
+    taken_TG = _best(of_group_TG, moe.groups_per_token)
+    left_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter_(1, taken_TG, False)
+    return groups_TGE.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _best(values_TX: Tensor, count: int) -> Tensor:
+    """Where the largest values are. (Which of equal ones torch.topk takes is not defined.)"""
+    return values_TX.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def run_experts(
+    normed_TH: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    weights_TY: Tensor,
+    experts_TY: Tensor,
+    rows_e: Tensor,
+    ids: list[int],
+) -> Tensor:
+    """See `experts.run_experts`, after the norm and without the residual; sorted by expert, a product of all rows for
+    each."""
+    out_TH = torch.zeros_like(normed_TH, dtype=torch.float32)
+    taken = experts_TY.flatten()
+    pairs = taken.argsort(stable=True).split(torch.bincount(taken, minlength=max(ids, default=0) + 1).tolist())
+    for index, expert in enumerate(ids):
+        rows, weights_X1 = pairs[expert] // experts_TY.shape[1], weights_TY.flatten()[pairs[expert]].unsqueeze(1)
+        rows_e[index] += len(rows)
+        if not len(rows):
+            continue
+        inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, True, None, normed_TH.dtype)
+        part = linear(inner, down[index], None, None, 0.0, False, None, torch.float32)
+        out_TH.index_add_(0, rows, part * weights_X1)
+    return out_TH.to(normed_TH.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

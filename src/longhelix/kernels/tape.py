@@ -46,8 +46,12 @@ class _Watch(TorchDispatchMode):
         self._kept: list[Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        if name not in _EMPTY and not (name in _VIEWS and _shares_memory(result, args[0])):
+        name = func.overloadpacket.__name__
+        # Refused before it runs: the step is done again, and some operators count what they did.
+        if name not in _EMPTY | _VIEWS:
+            raise NotTapedError(str(func))
+        result = func(*args, **(kwargs or {}))
+        if name in _VIEWS and not _shares_memory(result, args[0]):
             raise NotTapedError(str(func))
         self._kept.append(result)
         return result

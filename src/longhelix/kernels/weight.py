@@ -48,15 +48,20 @@ class Weight:
         return panels[indices_T // native.LANES, :, indices_T % native.LANES].flatten(1)
 
 
+def can_pack(weight_NK: Tensor, dtype: str) -> bool:
+    """Whether the native kernels can use this matrix, stored in `dtype`."""
+    block = SCALE_BLOCK if dtype in _BITS else native.LANES
+    on_cpu = native.module is not None and weight_NK.device.type == "cpu"
+    return on_cpu and weight_NK.numel() > 0 and weight_NK.shape[1] % block == 0
+
+
 def make_weight(weight_NK: Tensor, dtype: str, halves: int = 1) -> Weight:
     """Pack where the native kernels can use it, quantising if `dtype` is narrow; else keep the rows.
 
     `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
     """
     outputs, depth = weight_NK.shape
-    block = SCALE_BLOCK if dtype in _BITS else native.LANES
-    fits = native.module is not None and weight_NK.device.type == "cpu" and depth and outputs and depth % block == 0
-    if not fits:
+    if not can_pack(weight_NK, dtype):
         if dtype in _BITS and weight_NK.numel():
             raise UserError(
                 f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of {SCALE_BLOCK}, "

@@ -50,6 +50,17 @@ class Decoder(nn.Module):
         layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
         return [weight for weight in (*sum(layers, ()), self.head) if weight.outputs and weight.depth]
 
+    def expert_rows(self) -> list[list[int]]:
+        """How many rows each expert of this rank has had, by layer; empty for layers without experts."""
+        ffns = [layer.ffn for layer in self.layers]
+        return [ffn.rows_per_expert.tolist() if isinstance(ffn, ExpertFFN) else [] for ffn in ffns]
+
+    def forget_expert_rows(self) -> None:
+        """Count from here on."""
+        for layer in self.layers:
+            if isinstance(layer.ffn, ExpertFFN):
+                layer.ffn.rows_per_expert.zero_()
+
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
         for layer, kv in zip(self.layers, pool.layers, strict=True):

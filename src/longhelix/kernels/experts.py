@@ -1,0 +1,205 @@
+"""The ops of an FFN with experts: which of them a row takes, and what these make of it. As in `ops`, CPUs run native
+kernels over packed weights, everything else the reference.
+
+Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
+are one op, and one sum.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from longhelix.kernels import native, reference
+from longhelix.kernels.weight import Weight
+from longhelix.spec import MoE
+
+_library = torch.library.Library("longhelix", "FRAGMENT")
+_is_compiling = torch.compiler.is_compiling
+
+
+def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
+    """The taken experts' weights and numbers, weights_TY (float32) and experts_TY (int64), best first.
+
+    logits_TX (float32): of the experts, and, where there is a shared gate, of that. bias_E (float32): added where
+    experts are chosen. Y are the experts per token, with one more where experts are shared: it comes last, weighted
+    with 1 or the sigmoid of its gate. Of equal scores the expert of the lower number is better, and the group.
+
+    Softmax routing as in Mixtral (arXiv 2401.04088) and DeepSeek-V2 (arXiv 2405.04434, group-limited); sigmoid routing
+    with a bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    """
+    if _is_native(logits_TX) and not _is_compiling():
+        return _route_native(logits_TX, bias_E, moe)
+    return torch.ops.longhelix.route(logits_TX, bias_E, *_routing(moe))
+
+
+_library.define(
+    "route(Tensor logits_TX, Tensor? bias_E, int num_experts, int experts_per_token, bool shared, bool shared_gate, "
+    "bool sigmoid, bool normalised, int num_groups, int groups_per_token, float scale) -> (Tensor, Tensor)"
+)
+
+
+def _routing(moe: MoE) -> tuple[int, int, bool, bool, bool, bool, int, int, float]:
+    sizes = moe.num_experts, moe.experts_per_token, moe.shared_size > 0, moe.shared_gate
+    return *sizes, moe.sigmoid, moe.normalised, moe.num_groups, moe.groups_per_token, moe.scale
+
+
+def _route(logits_TX, bias_E, num_experts, per_token, shared, shared_gate, sigmoid, normalised, groups, taken, scale):
+    moe = MoE(
+        num_experts,
+        per_token,
+        expert_size=0,
+        shared_size=int(shared),
+        shared_gate=shared_gate,
+        sigmoid=sigmoid,
+        normalised=normalised,
+        num_groups=groups,
+        groups_per_token=taken,
+        scale=scale,
+    )
+    return (_route_native if _is_native(logits_TX) else reference.route)(logits_TX, bias_E, moe)
+
+
+def _is_native(logits_TX: Tensor) -> bool:
+    return native.module is not None and logits_TX.device.type == "cpu"
+
+
+def _route_native(logits_TX, bias_E, moe):
+    logits_TX, bias_E = logits_TX.contiguous(), None if bias_E is None else bias_E.contiguous()
+    rows, columns = len(logits_TX), moe.experts_per_token + (moe.shared_size > 0)
+    weights_TY = logits_TX.new_empty(rows, columns)
+    experts_TY = logits_TX.new_empty(rows, columns, dtype=torch.int64)
+    native.module.route(
+        logits_TX.data_ptr(),
+        rows,
+        0 if bias_E is None else bias_E.data_ptr(),
+        moe.num_experts,
+        moe.experts_per_token,
+        moe.num_groups,
+        moe.groups_per_token,
+        moe.sigmoid,
+        moe.normalised,
+        moe.scale,
+        moe.shared_size > 0,
+        moe.shared_gate,
+        weights_TY.data_ptr(),
+        experts_TY.data_ptr(),
+    )
+    return weights_TY, experts_TY
+
+
+@torch.library.register_fake("longhelix::route", lib=_library)
+def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
+    shape = logits_TX.shape[0], per_token + shared
+    return logits_TX.new_empty(shape), logits_TX.new_empty(shape, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """This rank's experts, by their numbers `ids`: the products of each, all packed or none.
+
+    A rank may have no columns of an expert; it still counts its rows. rows_e (int64, on the CPU): the rows that each
+    has had.
+    """
+
+    ids: tuple[int, ...]
+    gate_up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    rows_e: Tensor
+
+    @cached_property
+    def packed(self) -> bool:
+        return all(weight.packed for weight in (*self.gate_up, *self.down) if weight.values.numel())
+
+    @cached_property
+    def handle(self):
+        """The weights as the native kernels know them."""
+        gate_up, down = ([weight.handle for weight in weights] for weights in (self.gate_up, self.down))
+        return native.module.ExpertSet(self.ids, gate_up, down)
+
+
+def run_experts(
+    x_TH: Tensor,
+    experts: Experts,
+    weights_TY: Tensor,
+    experts_TY: Tensor,
+    *,
+    norm: Tensor,
+    norm_eps: float,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + the sum of each row's experts, as far as this rank has them, weighted; in the dtype of x.
+
+    An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x after an RMSNorm with the weights `norm`.
+    weights_TY, experts_TY: as `route` gives them. Adds the rows of each expert to `experts.rows_e`. The sum is float32,
+    rounded once.
+    """
+    if experts.packed and _is_native(x_TH) and not _is_compiling():
+        return _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    return torch.ops.longhelix.run_experts(
+        x_TH,
+        [weight.values for weight in experts.gate_up],
+        [weight.values for weight in experts.down],
+        weights_TY,
+        experts_TY,
+        norm,
+        norm_eps,
+        residual,
+        experts.rows_e,
+        experts.ids,
+        [weight.depth for weight in experts.down],
+        experts.down[0].dtype if experts.down else "",
+        experts.packed,
+    )
+
+
+_library.define(
+    "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor weights_TY, Tensor experts_TY, Tensor norm, "
+    "float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, bool packed) "
+    "-> Tensor"
+)
+
+
+def _run_experts(
+    x_TH, gate_up, down, weights_TY, experts_TY, norm, norm_eps, residual, rows_e, ids, columns, dtype, packed
+):
+    if not packed:
+        normed_TH = reference.rms_norm(x_TH, norm, norm_eps)
+        out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
+        return out_TH if residual is None else residual + out_TH
+    hidden = x_TH.shape[1]
+    gate_ups = (Weight(w, dtype, 2 * width, hidden, True) for w, width in zip(gate_up, columns, strict=True))
+    downs = (Weight(w, dtype, hidden, width, True) for w, width in zip(down, columns, strict=True))
+    experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
+    return _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+
+
+def _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual):
+    x_TH, weights_TY, experts_TY, norm = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY, norm))
+    residual = None if residual is None else residual.contiguous()
+    out_TH = torch.empty_like(x_TH)
+    native.module.experts(
+        x_TH.data_ptr(),
+        native.NUMBERS[x_TH.dtype],
+        *x_TH.shape,
+        norm.data_ptr(),
+        norm_eps,
+        experts.handle,
+        weights_TY.data_ptr(),
+        experts_TY.data_ptr(),
+        experts_TY.shape[1],
+        0 if residual is None else residual.data_ptr(),
+        out_TH.data_ptr(),
+        experts.rows_e.data_ptr(),
+    )
+    return out_TH
+
+
+@torch.library.register_fake("longhelix::run_experts", lib=_library)
+def _(x_TH, *_):
+    return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+
+
+_library.impl("route", _route, "CompositeExplicitAutograd")
+_library.impl("run_experts", _run_experts, "CompositeExplicitAutograd")
