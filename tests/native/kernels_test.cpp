@@ -176,7 +176,7 @@ void test_attend(const Kernels& kernels, Random& random) {
         out.bytes.reset(), lse.bytes.reset();
         kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
         attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), table.data(), stride,
-                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats()});
+                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats(), false});
         return std::pair(out.bytes.copy(), lse.bytes.copy());
     };
     on_threads(attend);

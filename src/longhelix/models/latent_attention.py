@@ -1,14 +1,26 @@
-"""Multi-head latent attention of one layer (MLA), absorbed, and sharded as GQA is."""
+"""Multi-head latent attention of one layer (MLA), absorbed or direct, and sharded as GQA is."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, rms_norm, rotate_heads, write_kv
+from longhelix.kernels import (
+    KVLayer,
+    Weight,
+    can_expand,
+    direct_attention,
+    linear,
+    make_weight,
+    partial_attention,
+    rms_norm,
+    rotate_heads,
+    write_kv,
+)
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import gather_heads
+from longhelix.parallel.exchange import exchange, gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -23,6 +35,10 @@ class LatentAttention(nn.Module):
     on CPUs, before it on GPUs: values are kv_lora_rank / value_size times fewer bytes than latents, for KVP times the
     arithmetic, 2 kv_lora_rank value_size FLOP against 2 (kv_lora_rank - value_size) bytes for a row and head. That is
     171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
+
+    Sequences with `MLA.direct_rows` rows and more attend directly, to keys and values that are made from the entries;
+    what is exchanged beside them is values. GPUs, and graphs, keep the absorbed form: their launches are the same for
+    all lengths.
     """
 
     def __init__(
@@ -51,10 +67,10 @@ class LatentAttention(nn.Module):
         )
         self.latent_norm = weights.pop(prefix + "latent_norm")
         up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
-        self.key_up_qCZ, value_up_qCZ = up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        self.up_qXZ = up_qXZ
+        self.key_up_qCZ, self.value_up_qCZ = up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
-        start = merged.start - held.start
-        self.value_up_qCZ = value_up_qCZ if self.values_first else value_up_qCZ[start : start + len(merged)]
+        self.merged = slice(merged.start - held.start, merged.stop - held.start)
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
         self.output_bias = weights.pop(prefix + "output_bias", None)
 
@@ -65,29 +81,33 @@ class LatentAttention(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
-        latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX)
+        latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX, batch)
         self._write(latent_TX, batch, layer)
-        exchanged = (self.mesh.kvp, self.merged_heads_per_rank, self.hop_b)
-        if self.values_first:
+        exchanged = (self.mesh.kvp, self.merged_heads_per_rank)
+        if self._is_direct(batch, layer):
+            out_TnC = exchange(*self._attend_by_rows(q_TqC, batch, layer), *exchanged)
+        elif self.values_first:
             out_TnC = attend_and_exchange(
-                self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged, finish=self._values
+                self._absorb(q_TqC), layer, batch, self.scale, *exchanged, self.hop_b, finish=self._values
             )
         else:
-            out_TnC = self._values(
-                attend_and_exchange(self._absorb(q_TqC, batch), layer, batch, self.scale, *exchanged)
-            )
+            out_TnZ = attend_and_exchange(self._absorb(q_TqC), layer, batch, self.scale, *exchanged, self.hop_b)
+            out_TnC = torch.einsum("tqz,qcz->tqc", out_TnZ, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
 
-    def _latents_and_queries(self, hidden_TH: Tensor, down_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """latent_TX: the token's latent and key, raw; q_TqC: queries, not rotated."""
+    def _latents_and_queries(self, hidden_TH: Tensor, down_TX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """latent_TX: the token's latent and key, raw; q_TqC: queries, their last channels rotated."""
         if self.mla.q_lora_rank is None:
+            latent_TX = down_TX
             q_TX = linear(hidden_TH, self.query_up, norm=self.norm, norm_eps=self.eps)
-            return down_TX, q_TX.unflatten(1, (-1, self.head_size))
-        query_TX, latent_TX = down_TX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
-        q_TX = linear(query_TX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
-        return latent_TX, q_TX.unflatten(1, (-1, self.head_size))
+        else:
+            query_TX, latent_TX = down_TX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
+            q_TX = linear(query_TX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
+        q_TqC = q_TX.unflatten(1, (-1, self.head_size))
+        plain_TqC, key_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
+        return latent_TX, torch.cat((plain_TqC, rotate_heads(key_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
 
     def _write(self, latent_TX: Tensor, batch: Batch, layer: KVLayer) -> None:
         latent_TZ, key_TC = latent_TX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
@@ -95,11 +115,36 @@ class LatentAttention(nn.Module):
         key_T1C = rotate_heads(key_TC.unsqueeze(1), batch.cos_TR, batch.sin_TR)
         write_kv(torch.cat((latent_TZ.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
 
-    def _absorb(self, q_TqC: Tensor, batch: Batch) -> Tensor:
+    def _is_direct(self, batch: Batch, layer: KVLayer) -> bool:
+        """Whether some sequence attends directly; the same on all ranks."""
+        if batch.max_rows < self.mla.direct_rows or layer.values.is_cuda or torch.compiler.is_compiling():
+            return False
+        return can_expand(layer.format, self.mla.nope_size, self.mla.value_size)
+
+    def _attend_by_rows(self, q_TqC: Tensor, batch: Batch, layer: KVLayer) -> tuple[Tensor, Tensor]:
+        """out_TqC (values) and lse_Tq of all held heads: sequences of many rows direct, the others absorbed."""
+        counts_B = batch.row_starts_B.diff()
+        direct_B = counts_B >= self.mla.direct_rows
+        out_TqC = q_TqC.new_empty(*q_TqC.shape[:2], self.mla.value_size)
+        lse_Tq = q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
+        for chosen_B, attend in ((direct_B, self._attend_directly), (~direct_B, self._attend_absorbed)):
+            rows_T = chosen_B.repeat_interleave(counts_B)
+            starts_B = pad(counts_B[chosen_B].cumsum(0), (1, 0))
+            table = batch.blocks_BJ[chosen_B], starts_B, batch.limits_T[rows_T]
+            out_TqC[rows_T], lse_Tq[rows_T] = attend(q_TqC[rows_T], layer, *table)
+        return out_TqC, lse_Tq
+
+    def _attend_directly(self, q_TqC: Tensor, layer: KVLayer, *table: Tensor) -> tuple[Tensor, Tensor]:
+        return direct_attention(q_TqC, layer, self.up_qXZ, self.mla.nope_size, *table, self.scale)
+
+    def _attend_absorbed(self, q_TqC: Tensor, layer: KVLayer, *table: Tensor) -> tuple[Tensor, Tensor]:
+        out_TqZ, lse_Tq = partial_attention(self._absorb(q_TqC), layer, *table, self.scale)
+        return self._values(out_TqZ), lse_Tq
+
+    def _absorb(self, q_TqC: Tensor) -> Tensor:
         """Queries for the cache entries: a latent and a rotated part."""
         plain_TqC, rotated_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        latent_TqZ = torch.einsum("tqc,qcz->tqz", plain_TqC, self.key_up_qCZ)
-        return torch.cat((latent_TqZ, rotate_heads(rotated_TqC, batch.cos_TR, batch.sin_TR)), dim=-1)
+        return torch.cat((torch.einsum("tqc,qcz->tqz", plain_TqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 
     def _values(self, out_TqZ: Tensor) -> Tensor:
         return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ)

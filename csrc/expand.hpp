@@ -1,0 +1,119 @@
+// Keys and values of all heads, made from the latents of a packed pool (MLA in its direct form, arXiv 2405.04434,
+// section 2.1): a matrix product whose packed factor is the cache as it lies. A tile's latents are a panel of sixteen
+// tokens; the rows that multiply it are those of the up-projection, one for each channel of a head's key and value. What
+// comes out is a key's tile; values are turned.
+#pragma once
+
+#include "attention.hpp"
+
+namespace longhelix::ISA {
+
+template <typename E>
+struct Expand {
+    static constexpr int kStep = E::kStep;
+    static constexpr int kGroup = 8;  // tiles that stay in the cache while all rows pass
+
+    const Expansion& call;
+    int latent_units, nope_size, value_size, head_rows;
+    std::int64_t num_rows;  // of the up-projection, all heads
+    std::size_t latent_bytes, rope_bytes, key_bytes;
+
+    explicit Expand(const Expansion& expansion)
+        : call(expansion),
+          latent_units(expansion.latents.value_size / kStep),
+          nope_size(expansion.made.key_size - (expansion.latents.key_size - expansion.latents.value_size)),
+          value_size(expansion.made.value_size),
+          head_rows(nope_size + value_size),
+          num_rows(static_cast<std::int64_t>(expansion.made.num_kv_heads) * head_rows),
+          latent_bytes(static_cast<std::size_t>(latent_units) * E::kRowBytes),
+          rope_bytes(unit_row(expansion.latents.key_size) - latent_bytes),
+          key_bytes(unit_row(expansion.made.key_size)) {}
+
+    static std::size_t unit_row(int channel) { return static_cast<std::size_t>(channel / kStep) * E::kRowBytes; }
+
+    const u8* latent(std::int64_t tile) const {
+        const Pool& pool = call.latents;
+        std::int64_t number = tile_number(pool, 0, call.blocks[tile / pool.tiles_per_block], tile % pool.tiles_per_block);
+        return pool.data + static_cast<std::size_t>(number) * tile_bytes(pool);
+    }
+
+    u8* made(std::int64_t tile, int head) const {
+        return call.made.data + static_cast<std::size_t>(tile_number(call.made, head, 0, tile)) * tile_bytes(call.made);
+    }
+
+    void prepare(std::int64_t row, u32* to) const {
+        for (int c = 0; c < call.latents.value_size; c += kLanes) {
+            E::from_floats(to + c / kStep, load_number(call.up.data, row * call.up.stride + c, call.up.number));
+        }
+    }
+
+    // A unit row: kStep channels of sixteen tokens.
+    void put(u8* to, const f32x16* channels) const {
+        if constexpr (kStep == 1) {
+            store_number(to, 0, call.latents.number, channels[0]);
+        } else {
+            using u16x16 [[gnu::vector_size(32)]] = std::uint16_t;
+            u16x16 even, odd;
+            store_bf16(&even, channels[0]);
+            store_bf16(&odd, channels[1]);
+            store(to, __builtin_convertvector(even, u32x16) | __builtin_convertvector(odd, u32x16) << 16);
+        }
+    }
+
+    // kRowTile rows of the up-projection from `row` on, times V tiles. Values are left as keys are, in their place.
+    template <int V>
+    void multiply(const u32* up, std::int64_t row, std::int64_t tile) const {
+        const u8 *panels[V], *none[2] = {};
+        for (int v = 0; v < V; ++v) panels[v] = latent(call.first_tile + tile + v);
+        f32x16 sums[kRowTile][V] = {};
+        accumulate<E, kRowTile, V, false>(sums, up + row * latent_units, latent_units, panels, latent_units, none);
+        for (int r = 0; r < kRowTile && row + r < num_rows; r += kStep) {
+            int head = static_cast<int>((row + r) / head_rows), channel = static_cast<int>((row + r) % head_rows);
+            std::size_t place = channel < nope_size ? unit_row(channel) : key_bytes + unit_row(channel - nope_size);
+            for (int v = 0; v < V; ++v) {
+                f32x16 channels[kStep];
+                for (int i = 0; i < kStep; ++i) channels[i] = sums[r + i][v];
+                put(made(tile + v, head) + place, channels);
+            }
+        }
+    }
+
+    // The rotated key, which all heads share, and the values.
+    void complete(std::int64_t tile) const {
+        constexpr std::size_t kPanelBytes = kLanes / kStep * E::kRowBytes;
+        const u8* rotated = latent(call.first_tile + tile) + latent_bytes;
+        for (int head = 0; head < call.made.num_kv_heads; ++head) {
+            u8* to = made(tile, head);
+            std::memcpy(to + unit_row(nope_size), rotated, rope_bytes);
+            for (u8* panel = to + key_bytes; panel < to + key_bytes + unit_row(value_size); panel += kPanelBytes) {
+                u8 raw[kPanelBytes];
+                std::memcpy(raw, panel, kPanelBytes);
+                turn_panel<E>(raw, panel);
+            }
+        }
+    }
+
+    void run() const {
+        std::int64_t tiles = call.made.tiles_per_block;
+        std::int64_t padded = (num_rows + kRowTile - 1) / kRowTile * kRowTile;
+        u32* up = static_cast<u32*>(scratch(1, static_cast<std::size_t>(padded) * latent_units * 4));
+        std::memset(up + num_rows * latent_units, 0, static_cast<std::size_t>(padded - num_rows) * latent_units * 4);
+        on_all_threads([&](int thread) {
+            for (std::int64_t row = thread; row < num_rows; row += threads()) prepare(row, up + row * latent_units);
+        });
+        on_all_threads([&](int thread) {
+            std::int64_t first = tiles * thread / threads(), stop = tiles * (thread + 1) / threads();
+            for (std::int64_t group = first; group < stop; group += kGroup) {
+                std::int64_t last = group + kGroup < stop ? group + kGroup : stop;
+                for (std::int64_t row = 0; row < num_rows; row += kRowTile) {
+                    std::int64_t tile = group;
+                    for (; tile + 2 <= last; tile += 2) multiply<2>(up, row, tile);
+                    if (tile < last) multiply<1>(up, row, tile);
+                }
+                for (std::int64_t tile = group; tile < last; ++tile) complete(tile);
+            }
+        });
+    }
+};
+
+}  // namespace longhelix::ISA
