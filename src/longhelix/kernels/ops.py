@@ -182,6 +182,9 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
     then be multiples of 16, and whole tiles are made); else in rows, keys and values filled with zeros to one size,
     and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
     """
+    if first + count > len(blocks_J) * layer.format.block_tokens:
+        held = len(blocks_J) * layer.format.block_tokens
+        raise ValueError(f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are asked for")
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
     if made.packed and not _is_compiling():
         return _expand_packed(layer, up_qXZ, blocks_J, first, made)
