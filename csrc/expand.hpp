@@ -101,10 +101,12 @@ struct Expand {
         on_all_threads([&](int thread) {
             for (std::int64_t row = thread; row < num_rows; row += threads()) prepare(row, up + row * latent_units);
         });
-        on_all_threads([&](int thread) {
-            std::int64_t first = tiles * thread / threads(), stop = tiles * (thread + 1) / threads();
-            for (std::int64_t group = first; group < stop; group += kGroup) {
-                std::int64_t last = group + kGroup < stop ? group + kGroup : stop;
+        std::int64_t next = 0;
+        on_all_threads([&](int) {
+            for (;;) {
+                std::int64_t group = std::atomic_ref(next).fetch_add(kGroup, std::memory_order_relaxed);
+                if (group >= tiles) return;
+                std::int64_t last = group + kGroup < tiles ? group + kGroup : tiles;
                 for (std::int64_t row = 0; row < num_rows; row += kRowTile) {
                     std::int64_t tile = group;
                     for (; tile + 2 <= last; tile += 2) multiply<2>(up, row, tile);

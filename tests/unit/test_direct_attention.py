@@ -6,6 +6,7 @@ Attention is compared with the absorbed form, and with a float64 softmax over th
 import math
 import random
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ class Case:
     @property
     def rows(self) -> tuple[Tensor, Tensor]:
         starts_B = torch.tensor([0, *map(len, self.limits)]).cumsum(0)
-        return starts_B, torch.tensor(sum(self.limits, []), dtype=torch.int64)
+        return starts_B, torch.tensor(list(chain(*self.limits)), dtype=torch.int64)
 
     def direct(self) -> tuple[Tensor, Tensor]:
         shard = self.shard
