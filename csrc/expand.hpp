@@ -11,12 +11,13 @@ namespace longhelix::ISA {
 template <typename E>
 struct Expand {
     static constexpr int kStep = E::kStep;
-    static constexpr int kGroup = 8;  // tiles that stay in the cache while all rows pass
+    // What stays in the second cache: so many tiles, and rows of the up-projection; of these, two tiles in the first.
+    static constexpr int kGroupTiles = 8, kGroupRows = 24 * kRowTile;
 
     const Expansion& call;
     int latent_units, nope_size, value_size, head_rows;
-    std::int64_t num_rows;  // of the up-projection, all heads
-    std::size_t latent_bytes, rope_bytes, key_bytes;
+    int num_rows;  // of the up-projection, all heads
+    std::size_t latent_bytes, rope_bytes, key_bytes, latent_tile_bytes, made_tile_bytes;
 
     explicit Expand(const Expansion& expansion)
         : call(expansion),
@@ -24,21 +25,29 @@ struct Expand {
           nope_size(expansion.made.key_size - (expansion.latents.key_size - expansion.latents.value_size)),
           value_size(expansion.made.value_size),
           head_rows(nope_size + value_size),
-          num_rows(static_cast<std::int64_t>(expansion.made.num_kv_heads) * head_rows),
+          num_rows(expansion.made.num_kv_heads * head_rows),
           latent_bytes(static_cast<std::size_t>(latent_units) * E::kRowBytes),
-          rope_bytes(unit_row(expansion.latents.key_size) - latent_bytes),
-          key_bytes(unit_row(expansion.made.key_size)) {}
+          rope_bytes(byte_of(expansion.latents.key_size) - latent_bytes),
+          key_bytes(byte_of(expansion.made.key_size)),
+          latent_tile_bytes(tile_bytes(expansion.latents)),
+          made_tile_bytes(tile_bytes(expansion.made)) {}
 
-    static std::size_t unit_row(int channel) { return static_cast<std::size_t>(channel / kStep) * E::kRowBytes; }
+    // Where a channel of a tile of keys begins.
+    static std::size_t byte_of(int channel) { return static_cast<std::size_t>(channel / kStep) * E::kRowBytes; }
 
     const u8* latent(std::int64_t tile) const {
         const Pool& pool = call.latents;
         std::int64_t number = tile_number(pool, 0, call.blocks[tile / pool.tiles_per_block], tile % pool.tiles_per_block);
-        return pool.data + static_cast<std::size_t>(number) * tile_bytes(pool);
+        return pool.data + static_cast<std::size_t>(number) * latent_tile_bytes;
     }
 
     u8* made(std::int64_t tile, int head) const {
-        return call.made.data + static_cast<std::size_t>(tile_number(call.made, head, 0, tile)) * tile_bytes(call.made);
+        return call.made.data + static_cast<std::size_t>(tile_number(call.made, head, 0, tile)) * made_tile_bytes;
+    }
+
+    template <typename U>
+    U* unit_rows(U* up, int row) const {
+        return up + static_cast<std::ptrdiff_t>(row) * latent_units;
     }
 
     void prepare(std::int64_t row, u32* to) const {
@@ -62,14 +71,14 @@ struct Expand {
 
     // kRowTile rows of the up-projection from `row` on, times V tiles. Values are left as keys are, in their place.
     template <int V>
-    void multiply(const u32* up, std::int64_t row, std::int64_t tile) const {
+    void multiply(const u32* up, int row, std::int64_t tile) const {
         const u8 *panels[V], *none[2] = {};
         for (int v = 0; v < V; ++v) panels[v] = latent(call.first_tile + tile + v);
         f32x16 sums[kRowTile][V] = {};
-        accumulate<E, kRowTile, V, false>(sums, up + row * latent_units, latent_units, panels, latent_units, none);
+        accumulate<E, kRowTile, V, false>(sums, unit_rows(up, row), latent_units, panels, latent_units, none);
         for (int r = 0; r < kRowTile && row + r < num_rows; r += kStep) {
-            int head = static_cast<int>((row + r) / head_rows), channel = static_cast<int>((row + r) % head_rows);
-            std::size_t place = channel < nope_size ? unit_row(channel) : key_bytes + unit_row(channel - nope_size);
+            int head = (row + r) / head_rows, channel = (row + r) % head_rows;
+            std::size_t place = channel < nope_size ? byte_of(channel) : key_bytes + byte_of(channel - nope_size);
             for (int v = 0; v < V; ++v) {
                 f32x16 channels[kStep];
                 for (int i = 0; i < kStep; ++i) channels[i] = sums[r + i][v];
@@ -78,14 +87,23 @@ struct Expand {
         }
     }
 
+    // A group's rows from `row` on, times tiles [tile, last).
+    void multiply_group(const u32* up, int row, std::int64_t tile, std::int64_t last) const {
+        int stop = row + kGroupRows < num_rows ? row + kGroupRows : num_rows;
+        for (; tile + 2 <= last; tile += 2) {
+            for (int r = row; r < stop; r += kRowTile) multiply<2>(up, r, tile);
+        }
+        for (int r = row; r < stop && tile < last; r += kRowTile) multiply<1>(up, r, tile);
+    }
+
     // The rotated key, which all heads share, and the values.
     void complete(std::int64_t tile) const {
         constexpr std::size_t kPanelBytes = kLanes / kStep * E::kRowBytes;
         const u8* rotated = latent(call.first_tile + tile) + latent_bytes;
         for (int head = 0; head < call.made.num_kv_heads; ++head) {
             u8* to = made(tile, head);
-            std::memcpy(to + unit_row(nope_size), rotated, rope_bytes);
-            for (u8* panel = to + key_bytes; panel < to + key_bytes + unit_row(value_size); panel += kPanelBytes) {
+            std::memcpy(to + byte_of(nope_size), rotated, rope_bytes);
+            for (u8* panel = to + key_bytes; panel < to + key_bytes + byte_of(value_size); panel += kPanelBytes) {
                 u8 raw[kPanelBytes];
                 std::memcpy(raw, panel, kPanelBytes);
                 turn_panel<E>(raw, panel);
@@ -95,23 +113,20 @@ struct Expand {
 
     void run() const {
         std::int64_t tiles = call.made.tiles_per_block;
-        std::int64_t padded = (num_rows + kRowTile - 1) / kRowTile * kRowTile;
-        u32* up = static_cast<u32*>(scratch(1, static_cast<std::size_t>(padded) * latent_units * 4));
-        std::memset(up + num_rows * latent_units, 0, static_cast<std::size_t>(padded - num_rows) * latent_units * 4);
+        int padded = (num_rows + kRowTile - 1) / kRowTile * kRowTile;
+        std::size_t row_bytes = static_cast<std::size_t>(latent_units) * 4;
+        u32* up = static_cast<u32*>(scratch(1, padded * row_bytes));
+        std::memset(unit_rows(up, num_rows), 0, (padded - num_rows) * row_bytes);
         on_all_threads([&](int thread) {
-            for (std::int64_t row = thread; row < num_rows; row += threads()) prepare(row, up + row * latent_units);
+            for (int row = thread; row < num_rows; row += threads()) prepare(row, unit_rows(up, row));
         });
         std::int64_t next = 0;
         on_all_threads([&](int) {
             for (;;) {
-                std::int64_t group = std::atomic_ref(next).fetch_add(kGroup, std::memory_order_relaxed);
+                std::int64_t group = std::atomic_ref(next).fetch_add(kGroupTiles, std::memory_order_relaxed);
                 if (group >= tiles) return;
-                std::int64_t last = group + kGroup < tiles ? group + kGroup : tiles;
-                for (std::int64_t row = 0; row < num_rows; row += kRowTile) {
-                    std::int64_t tile = group;
-                    for (; tile + 2 <= last; tile += 2) multiply<2>(up, row, tile);
-                    if (tile < last) multiply<1>(up, row, tile);
-                }
+                std::int64_t last = group + kGroupTiles < tiles ? group + kGroupTiles : tiles;
+                for (int row = 0; row < num_rows; row += kGroupRows) multiply_group(up, row, group, last);
                 for (std::int64_t tile = group; tile < last; ++tile) complete(tile);
             }
         });

@@ -196,7 +196,9 @@ class LayerCase:
         halves = torch.arange(mla.rope_size).view(-1, 2).T.flatten()
         key_T1C = self._rotate(key_TC[:, None, halves])
         rotated_TqC = self._rotate(q_TqC[..., mla.nope_size :][..., halves])
-        return torch.cat((q_TqC[..., : mla.nope_size], rotated_TqC), 2), torch.cat((latent_TZ[:, None], key_T1C), 2)[None]
+        return torch.cat((q_TqC[..., : mla.nope_size], rotated_TqC), 2), torch.cat((latent_TZ[:, None], key_T1C), 2)[
+            None
+        ]
 
     def _rotate(self, x_TQC):
         cos_T1R, sin_T1R = self.cos_TR.double()[:, None], self.sin_TR.double()[:, None]

@@ -106,6 +106,10 @@ WITH_EXPERTS: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 _SIXTEENS = _COMMON | {"hidden_size": 144, "intermediate_size": 192}
 NATIVE_SIZES = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=16, **_SIXTEENS)
+NATIVE_LATENTS = DeepseekV3Config(
+    q_lora_rank=16, n_routed_experts=4, n_group=2, topk_group=1,
+    **(_LATENT | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}), **_SIXTEENS,
+)  # fmt: skip
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
 
 

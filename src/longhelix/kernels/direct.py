@@ -44,8 +44,9 @@ def direct_attention(
         q_SqC, limits_S = q_TqC[rows].float(), limits_T[rows]
         seen = int(limits_S.max()) if stop > start else 0
         for first in range(0, seen, piece_tokens):
-            piece = expand_latents(layer, up_qXZ, nope_size, blocks_J, first, min(piece_tokens, seen - first))
-            state = _attend(q_SqC, piece, limits_S - first, scale, state)
+            piece = blocks_J, first, min(piece_tokens, seen - first)
+            # A piece is gone before the next one is made, so that both take the same memory.
+            state = _attend(q_SqC, expand_latents(layer, up_qXZ, nope_size, *piece), limits_S - first, scale, state)
         if state is not None:
             out_TqC[rows], lse_Tq[rows] = state[0][..., :value_size], state[1]
     return out_TqC, lse_Tq

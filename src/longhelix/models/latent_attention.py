@@ -20,7 +20,7 @@ from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
-from longhelix.parallel.exchange import exchange, gather_heads
+from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -31,14 +31,15 @@ class LatentAttention(nn.Module):
     """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
 
     Queries are turned into latents by the key part of the up-projection (absorbed), so that all heads attend to the
-    cache entries as they are; TPA > 1 shares heads and duplicates the entries. The value part comes after the exchange
-    on CPUs, before it on GPUs: values are kv_lora_rank / value_size times fewer bytes than latents, for KVP times the
-    arithmetic, 2 kv_lora_rank value_size FLOP against 2 (kv_lora_rank - value_size) bytes for a row and head. That is
-    171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
+    cache entries as they are; TPA > 1 shares heads and duplicates the entries. Sequences with `MLA.direct_rows` rows
+    and more attend to keys and values that are made of the entries (direct), but not on GPUs and in graphs, whose
+    launches are the same for all lengths.
 
-    Sequences with `MLA.direct_rows` rows and more attend directly, to keys and values that are made from the entries;
-    what is exchanged beside them is values. GPUs, and graphs, keep the absorbed form: their launches are the same for
-    all lengths.
+    The value part comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
+    value_size times fewer bytes than latents, for KVP times the arithmetic, 2 kv_lora_rank value_size FLOP against
+    2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes: little
+    for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case, and
+    what attends directly has values.
     """
 
     def __init__(
@@ -66,9 +67,8 @@ class LatentAttention(nn.Module):
             query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)], weight_dtype
         )
         self.latent_norm = weights.pop(prefix + "latent_norm")
-        up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
-        self.up_qXZ = up_qXZ
-        self.key_up_qCZ, self.value_up_qCZ = up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        self.up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
+        self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
         self.merged = slice(merged.start - held.start, merged.stop - held.start)
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
@@ -83,15 +83,11 @@ class LatentAttention(nn.Module):
         down_TX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_TX, q_TqC = self._latents_and_queries(hidden_TH, down_TX, batch)
         self._write(latent_TX, batch, layer)
-        exchanged = (self.mesh.kvp, self.merged_heads_per_rank)
-        if self._is_direct(batch, layer):
-            out_TnC = exchange(*self._attend_by_rows(q_TqC, batch, layer), *exchanged)
-        elif self.values_first:
-            out_TnC = attend_and_exchange(
-                self._absorb(q_TqC), layer, batch, self.scale, *exchanged, self.hop_b, finish=self._values
-            )
+        exchanged = (self.mesh.kvp, self.merged_heads_per_rank, self.hop_b)
+        if self.values_first or batch.num_sequences < len(hidden_TH):
+            out_TnC = attend_and_exchange(q_TqC, layer, batch, self.scale, *exchanged, attend=self._attend_to_values)
         else:
-            out_TnZ = attend_and_exchange(self._absorb(q_TqC), layer, batch, self.scale, *exchanged, self.hop_b)
+            out_TnZ = attend_and_exchange(q_TqC, layer, batch, self.scale, *exchanged, attend=self._attend_to_latents)
             out_TnC = torch.einsum("tqz,qcz->tqc", out_TnZ, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
@@ -115,39 +111,49 @@ class LatentAttention(nn.Module):
         key_T1C = rotate_heads(key_TC.unsqueeze(1), batch.cos_TR, batch.sin_TR)
         write_kv(torch.cat((latent_TZ.unsqueeze(1), key_T1C), dim=-1), None, layer, batch.slots_T)
 
-    def _is_direct(self, batch: Batch, layer: KVLayer) -> bool:
-        """Whether some sequence attends directly; the same on all ranks."""
-        if batch.max_rows < self.mla.direct_rows or layer.values.is_cuda or torch.compiler.is_compiling():
-            return False
-        return can_expand(layer.format, self.mla.nope_size, self.mla.value_size)
-
-    def _attend_by_rows(self, q_TqC: Tensor, batch: Batch, layer: KVLayer) -> tuple[Tensor, Tensor]:
+    def _attend_to_values(
+        self,
+        q_TqC: Tensor,
+        layer: KVLayer,
+        blocks_BJ: Tensor,
+        row_starts_B: Tensor,
+        limits_T: Tensor,
+        scale: float,
+        max_rows: int,
+    ) -> tuple[Tensor, Tensor]:
         """out_TqC (values) and lse_Tq of all held heads: sequences of many rows direct, the others absorbed."""
-        counts_B = batch.row_starts_B.diff()
+        if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
+            return self._attend_absorbed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, max_rows)
+        counts_B = row_starts_B.diff()
         direct_B = counts_B >= self.mla.direct_rows
         out_TqC = q_TqC.new_empty(*q_TqC.shape[:2], self.mla.value_size)
         lse_Tq = q_TqC.new_empty(q_TqC.shape[:2], dtype=torch.float32)
         for chosen_B, attend in ((direct_B, self._attend_directly), (~direct_B, self._attend_absorbed)):
             rows_T = chosen_B.repeat_interleave(counts_B)
             starts_B = pad(counts_B[chosen_B].cumsum(0), (1, 0))
-            table = batch.blocks_BJ[chosen_B], starts_B, batch.limits_T[rows_T]
-            out_TqC[rows_T], lse_Tq[rows_T] = attend(q_TqC[rows_T], layer, *table)
+            out_TqC[rows_T], lse_Tq[rows_T] = attend(
+                q_TqC[rows_T], layer, blocks_BJ[chosen_B], starts_B, limits_T[rows_T], scale
+            )
         return out_TqC, lse_Tq
 
-    def _attend_directly(self, q_TqC: Tensor, layer: KVLayer, *table: Tensor) -> tuple[Tensor, Tensor]:
-        return direct_attention(q_TqC, layer, self.up_qXZ, self.mla.nope_size, *table, self.scale)
+    def _may_be_direct(self, layer: KVLayer) -> bool:
+        graphed = layer.values.is_cuda or torch.compiler.is_compiling()
+        return not graphed and can_expand(layer.format, self.mla.nope_size, self.mla.value_size)
 
-    def _attend_absorbed(self, q_TqC: Tensor, layer: KVLayer, *table: Tensor) -> tuple[Tensor, Tensor]:
-        out_TqZ, lse_Tq = partial_attention(self._absorb(q_TqC), layer, *table, self.scale)
-        return self._values(out_TqZ), lse_Tq
+    def _attend_directly(self, q_TqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
+        return direct_attention(q_TqC, layer, self.up_qXZ, self.mla.nope_size, *rows)
+
+    def _attend_absorbed(self, q_TqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
+        out_TqZ, lse_Tq = self._attend_to_latents(q_TqC, layer, *rows)
+        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ), lse_Tq
+
+    def _attend_to_latents(self, q_TqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
+        return partial_attention(self._absorb(q_TqC), layer, *rows)
 
     def _absorb(self, q_TqC: Tensor) -> Tensor:
         """Queries for the cache entries: a latent and a rotated part."""
         plain_TqC, rotated_TqC = q_TqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_TqC, self.key_up_qCZ), rotated_TqC), dim=-1)
-
-    def _values(self, out_TqZ: Tensor) -> Tensor:
-        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ)
 
 
 def _in_halves(num_heads: int, size: int, rope_size: int) -> Tensor:
