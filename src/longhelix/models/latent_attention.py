@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
         if self.values_first or batch.num_sequences < len(hidden_TH):
             out_TnC = attend_and_exchange(q_TqC, layer, batch, self.scale, *exchanged, attend=self._attend_to_values)
         else:
-            out_TnZ = attend_and_exchange(q_TqC, layer, batch, self.scale, *exchanged, attend=self._attend_to_latents)
+            out_TnZ = attend_and_exchange(self._absorb(q_TqC), layer, batch, self.scale, *exchanged)
             out_TnC = torch.einsum("tqz,qcz->tqc", out_TnZ, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
@@ -144,11 +144,9 @@ class LatentAttention(nn.Module):
         return direct_attention(q_TqC, layer, self.up_qXZ, self.mla.nope_size, *rows)
 
     def _attend_absorbed(self, q_TqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
-        out_TqZ, lse_Tq = self._attend_to_latents(q_TqC, layer, *rows)
-        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ), lse_Tq
-
-    def _attend_to_latents(self, q_TqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
-        return partial_attention(self._absorb(q_TqC), layer, *rows)
+        out_TqZ, lse_Tq = partial_attention(self._absorb(q_TqC), layer, *rows)
+        # What einsum gives lies head by head, and the exchange takes rows.
+        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ).contiguous(), lse_Tq
 
     def _absorb(self, q_TqC: Tensor) -> Tensor:
         """Queries for the cache entries: a latent and a rotated part."""
