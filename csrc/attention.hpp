@@ -9,11 +9,11 @@
 #pragma once
 
 #include <atomic>
-#include <type_traits>
 
 #include "kernels.hpp"
 #include "simd.hpp"
 #include "threads.hpp"
+#include "turn.hpp"
 #include "work.hpp"
 
 namespace longhelix::ISA {
@@ -364,31 +364,6 @@ struct Attend {
         if (rows - row == 1) return attend_rows<1, true>(block, part, start, row, memory);
     }
 
-    // Sixteen tokens by sixteen channels of 16 bits, from pairs of channels to pairs of tokens: eight registers whose
-    // 64-bit elements (two tokens by two channels) change places as a matrix does, and are turned themselves.
-    static void turn_pairs(const u8* from, u8* to) {
-        using u64x8 [[gnu::vector_size(64)]] = std::uint64_t;
-        u64x8 a[8], b[8];
-        for (int i = 0; i < 8; ++i) {
-            u64x8 x = load<u64x8>(from + i * 64);
-            a[i] = (x & 0xffff00000000ffffu) | (x >> 16 & 0xffff0000u) | (x << 16 & 0xffff00000000u);
-        }
-        for (int i = 0; i < 8; i += 2) {
-            b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-            b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-        }
-        for (int i = 0; i < 8; i += 4) {
-            for (int j = 0; j < 2; ++j) {
-                a[i + j] = __builtin_shufflevector(b[i + j], b[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-                a[i + j + 2] = __builtin_shufflevector(b[i + j], b[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-            }
-        }
-        for (int i = 0; i < 4; ++i) {
-            store(to + i * 64, __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-            store(to + (i + 4) * 64, __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
-        }
-    }
-
     // Zeros in place of the values of tokens from `token` on.
     void clear(u8* values, int token) const {
         for (int channel = 0; channel < value_size; ++channel) {
@@ -399,20 +374,9 @@ struct Attend {
         }
     }
 
-    // Values of a tile from its keys: the same elements, lanes and rows exchanged.
+    // Values of a tile from its keys.
     void turn(const u8* keys, u8* values) const {
-        if constexpr (std::is_same_v<E, BFloat16>) {
-            for (int panel = 0; panel < value_size / kLanes; ++panel) turn_pairs(keys + panel * 512, values + panel * 512);
-        } else if constexpr (E::kRowsAtOnce == 1) {
-            constexpr int kBytes = E::kRowBytes / kLanes / kStep;
-            for (int c = 0; c < value_size; ++c) {
-                u8* panel = values + c / kLanes * panel_bytes;
-                for (int t = 0; t < kLanes; ++t) {
-                    std::memcpy(panel + E::offset(t / kStep, c % kLanes, t % kStep),
-                                keys + E::offset(c / kStep, t, c % kStep), kBytes);
-                }
-            }
-        }
+        for (std::size_t panel = 0; panel < values_bytes(); panel += panel_bytes) turn_panel<E>(keys + panel, values + panel);
     }
 
     void reset(const State& state, int rows) const {
@@ -430,7 +394,26 @@ struct Attend {
         }
     }
 
-    void finish(const RowBlock& block, const State& state) const {
+    // The state that the results hold, as it was before the call.
+    void load_held(const RowBlock& block, const State& state) const {
+        for (int r = 0; r < block.num_rows; ++r) {
+            std::int64_t row = block.first_row + r / group, head = block.head * group + r % group;
+            std::int64_t at = row * call.num_query_heads + head;
+            float* out = state.out + static_cast<std::ptrdiff_t>(r) * value_size;
+            for (int c = 0; c < value_size; c += kLanes) {
+                store(out + c, load_number(call.out, at * value_size + c, call.q.number));
+            }
+            state.base[r] = call.lse[at] * kLog2e;
+            state.sum[r] = call.lse[at] == kMinusInfinity ? 0.0f : 1.0f;
+        }
+    }
+
+    void finish(const RowBlock& block, const Memory& memory) const {
+        const State& state = memory.span;
+        if (call.onto) {
+            load_held(block, memory.run);
+            merge_state(state, memory.run, block.num_rows, value_size);
+        }
         for (int r = 0; r < block.num_rows; ++r) {
             std::int64_t row = block.first_row + r / group, head = block.head * group + r % group;
             float factor = state.sum[r] == 0 ? 0.0f : 1.0f / state.sum[r];
@@ -543,7 +526,7 @@ struct Attend {
                 attend_span(block, span, memory);
                 merge_state(memory.span, memory.run, rows, value_size);
             }
-            return finish(block, memory.span);
+            return finish(block, memory);
         }
         attend_span(block, item.span, memory);
         float* first = states + item.state;
@@ -553,7 +536,7 @@ struct Attend {
         for (std::int64_t span = 0; span < num_spans(block.seen); ++span) {
             merge_state(memory.span, state_at(first + span * state_floats(rows), rows), rows, value_size);
         }
-        finish(block, memory.span);
+        finish(block, memory);
     }
 };
 

@@ -1,6 +1,7 @@
 // All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
 #include "attention.hpp"
 #include "experts.hpp"
+#include "expand.hpp"
 #include "linear.hpp"
 #include "route.hpp"
 #include "write.hpp"
@@ -18,6 +19,14 @@ auto on_pool(const Call& call) {
         case Number::float8: return Kernel<Float8>(call).run();
         case Number::int4: return Kernel<Int4>(call).run();
         default: return Kernel<BFloat16>(call).run();
+    }
+}
+
+void expand(const Expansion& call) {
+    switch (call.latents.number) {
+        case Number::float32: return Expand<Float32>(call).run();
+        case Number::float16: return Expand<Float16>(call).run();
+        default: return Expand<BFloat16>(call).run();
     }
 }
 
@@ -66,6 +75,7 @@ double read(const void* data, std::size_t bytes) {
 
 extern const Kernels table{LONGHELIX_ISA_NAME,
                            on_pool<Attention, Attend>,
+                           expand,
                            on_pool<Write, WriteRows>,
                            on_pool<Rotate, RotateRows>,
                            linear,

@@ -50,8 +50,9 @@ struct Attention {
     const std::int64_t* row_starts;  // (B + 1)
     const std::int64_t* limits;      // (T)
     float scale;
-    void* out;  // (T, q * value_size), of q's number
+    void* out;   // (T, q * value_size), of q's number
     float* lse;  // (T, q)
+    bool onto;   // `out` and `lse` hold a state over other keys, and become that over both
 };
 
 struct Write {
@@ -60,6 +61,18 @@ struct Write {
     Pool pool;
     const std::int64_t* slots;  // (T)
     std::int64_t num_rows;
+};
+
+// Keys and values of all heads from the latents of one sequence's tiles: MLA, direct. `latents` is shared, with one KV
+// head of a latent and a rotated key; `made` has one block, of the tiles that are made, and a KV head for each of the
+// up-projection: its channels of the key without rotation, then those of its value. Both pools hold the same kind of
+// number, no narrow one.
+struct Expansion {
+    Rows up;  // (heads * (nope + value), latent)
+    Pool latents;
+    const std::int64_t* blocks;  // of the sequence
+    std::int64_t first_tile;     // of the sequence
+    Pool made;
 };
 
 // What lies between the QKV product and attention: norms of queries and keys, their rotation, and the write.
@@ -148,6 +161,7 @@ struct Experts {
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the blocks of its sequence
+    void (*expand)(const Expansion&);
     void (*write)(const Write&);
     void (*rotate)(const Rotate&);
     void (*linear)(const Linear&);

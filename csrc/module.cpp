@@ -163,7 +163,7 @@ void bind_kernels(nb::module_& module) {
         "attend",
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
            Address blocks, std::int64_t blocks_stride, std::int64_t blocks_width, Address row_starts, Address limits,
-           float scale, Address out, Address lse) {
+           float scale, Address out, Address lse, bool onto) {
             longhelix::Attention call{{at<const void>(q), number, q_stride},
                                          pool,
                                          num_query_heads,
@@ -175,11 +175,21 @@ void bind_kernels(nb::module_& module) {
                                          at<const std::int64_t>(limits),
                                          scale,
                                          at<void>(out),
-                                         at<float>(lse)};
+                                         at<float>(lse),
+                                         onto};
             perform([call] {
                 if (longhelix::kernels().attend(call)) return;
                 throw std::invalid_argument("a row sees more tokens than its sequence has KV blocks for here");
             });
+        },
+        unlocked);
+    module.def(
+        "expand",
+        [](Address up, Number number, std::int64_t up_stride, const Pool& latents, Address blocks,
+           std::int64_t first_tile, const Pool& made) {
+            longhelix::Expansion call{
+                {at<const void>(up), number, up_stride}, latents, at<const std::int64_t>(blocks), first_tile, made};
+            perform([call] { longhelix::kernels().expand(call); });
         },
         unlocked);
     module.def(

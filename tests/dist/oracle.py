@@ -118,6 +118,10 @@ NATIVE_EXPERTS: dict[str, PreTrainedConfig] = {
         **(_EXPERT_SIXTEENS | {"hidden_size": 96}),
     ),
 }  # fmt: skip
+NATIVE_LATENTS = DeepseekV3Config(
+    q_lora_rank=16, n_routed_experts=4, n_group=2, topk_group=1,
+    **(_LATENT | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}), **_SIXTEENS,
+)  # fmt: skip
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
 
 

@@ -25,6 +25,7 @@ from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner, SequenceState
 from longhelix.kernels import native
 from longhelix.layout import Layout
+from longhelix.models import latent_attention
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
@@ -76,6 +77,18 @@ class RecordingRunner(ModelRunner):
         return multiplied, attended, self.mesh.kvp.exchanged_bytes
 
 
+class DirectRows:
+    """Counts the rows that attend directly to latents."""
+
+    def __init__(self):
+        self.count = 0
+        self._attend, latent_attention.direct_attention = latent_attention.direct_attention, self
+
+    def __call__(self, q_TqC, *more):
+        self.count += len(q_TqC)
+        return self._attend(q_TqC, *more)
+
+
 def build(case, rank, meshes):
     replicas = case["kvp"] if case.get("tied") else 1
     layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1), ffn_replicas=replicas)
@@ -123,8 +136,9 @@ def run_again(call):
     return result, lambda: result.copy_(call())
 
 
-def run(case, rank, meshes):
+def run(case, rank, meshes, direct_rows):
     config, runner = build(case, rank, meshes)
+    direct_rows.count = 0
     sent_before = runner.mesh.kvp.exchanged_bytes
     scheduler = Scheduler(config.scheduler)
     for allocator in scheduler._allocators:
@@ -142,8 +156,10 @@ def run(case, rank, meshes):
                     held[event.request_id] = event.kv_tokens_per_rank
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
+    arrays["packed_pool"] = np.array(runner.pool.format.packed)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
+    arrays["direct_rows"] = np.array(direct_rows.count)
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
     arrays["parts"] = np.array(runner.most_parts)
@@ -214,10 +230,10 @@ def main():
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
-    meshes = {}
+    meshes, direct_rows = {}, DirectRows()
     for line in sys.stdin:
         try:
-            run(json.loads(line), rank, meshes)
+            run(json.loads(line), rank, meshes, direct_rows)
             print("ok", flush=True)
         except Exception:
             traceback.print_exc()

@@ -7,7 +7,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_SIZES, NEW_TOKENS, SINGLE_HEAD, WITH_EXPERTS, make_oracle
+from oracle import (
+    FAMILIES,
+    NATIVE_EXPERTS,
+    NATIVE_LATENTS,
+    NATIVE_SIZES,
+    NEW_TOKENS,
+    SINGLE_HEAD,
+    WITH_EXPERTS,
+    make_oracle,
+)
 from transformers import AutoModelForCausalLM
 
 from longhelix.kernels import native
@@ -120,7 +129,30 @@ def test_experts_and_latent_attention_equal_transformers(worlds, oracles, family
     kvp, tpa, ep = grid
     oracle = oracles(family)
     chunk_tokens, placement = VARIANTS[EXPERT_CASES.index((family, grid)) % len(VARIANTS)]
-    assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep)))
+    ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, placement, ep=ep))
+    assert_equal(oracle, ranks)
+    assert_direct_rows(oracle, ranks, (FAMILIES | WITH_EXPERTS)[family], chunk_tokens)
+
+
+def assert_direct_rows(oracle, ranks, config, chunk_tokens):
+    """Of models with latents the longest prompt attends directly, in every layer, where a chunk takes all of it."""
+    prompts = list(map(len, oracle.prompts))
+    direct = "deepseek" in config.model_type and sum(prompts) <= chunk_tokens
+    assert {int(rank["direct_rows"]) for rank in ranks} == {config.num_hidden_layers * max(prompts) * direct}
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("chunk_tokens", [7, 4096])
+def test_latent_attention_on_native_kernels_equals_transformers(worlds, tmp_path_factory, kvp, tpa, chunk_tokens):
+    """Latents in packed pools: direct where a chunk has rows enough, absorbed elsewhere."""
+    if "latent" not in NATIVE:
+        NATIVE["latent"] = make_oracle(NATIVE_LATENTS, tmp_path_factory.mktemp("latent"))
+    oracle = NATIVE["latent"]
+    ranks = worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, chunk_tokens, "striped", block_tokens=16))
+    assert_equal(oracle, ranks)
+    assert_direct_rows(oracle, ranks, NATIVE_LATENTS, chunk_tokens)
+    if native.module is not None:
+        assert all(rank["packed_pool"] for rank in ranks)
 
 
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2)])

@@ -176,7 +176,7 @@ void test_attend(const Kernels& kernels, Random& random) {
         out.bytes.reset(), lse.bytes.reset();
         kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
         attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), table.data(), stride,
-                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats()});
+                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats(), false});
         return std::pair(out.bytes.copy(), lse.bytes.copy());
     };
     on_threads(attend);
@@ -211,6 +211,59 @@ void test_attend(const Kernels& kernels, Random& random) {
     limits[random.below(static_cast<int>(rows))] = width * pool.tiles_per_block * kLanes + 1;
     on_threads(attend);
     check(!attended, "a limit beyond the blocks is not refused");
+}
+
+void test_expand(const Kernels& kernels, Random& random) {
+    Number stored = random.number();
+    int rope = kLanes * random.below(3), latent = kLanes * (1 + random.below(6)), heads = 1 + random.below(4);
+    int nope = kLanes * (1 + random.below(3)), value = kLanes * (1 + random.below(3)), channels = nope + value;
+    Cache cache;
+    std::int64_t tiles = 1 + random.below(20), before = random.below(4);
+    Pool& pool = cache.pool = {nullptr, stored, 1, before + tiles + 1, 1, latent + rope, latent, true};
+    std::vector<std::int64_t> blocks(before + tiles);
+    std::iota(blocks.begin(), blocks.end(), 1);
+    std::shuffle(blocks.begin(), blocks.end(), random.engine);
+    for (std::int64_t token = before * kLanes; token < (before + tiles) * kLanes; ++token) {
+        cache.slots.push_back(blocks[token / kLanes] * kLanes + token % kLanes);
+    }
+    cache.slots.shrink_to_fit();
+    Number number = random.number();
+    Matrix tokens = make_vectors(random, cache, number, cache.num_rows(), pool.key_size);
+    Matrix up(number, heads * channels, latent, random.of({0, 16}));
+    up.fill(random, 0.25, 7);
+    // What is made, one row of (head, token) after the other, and the same written as keys and values.
+    Pool made{nullptr, stored, heads, 1, static_cast<int>(tiles), nope + rope, value, false};
+    auto bytes = static_cast<std::int64_t>(tile_bytes(made)) * heads * tiles;
+    Matrix keys(Number::float32, cache.num_rows(), heads * made.key_size);
+    Matrix values(Number::float32, cache.num_rows(), heads * value);
+    std::vector<std::int64_t> slots(cache.slots.size());
+    std::iota(slots.begin(), slots.end(), 0);
+    for (std::int64_t row = 0; row < cache.num_rows(); ++row) {
+        auto token = tokens.get_run(row, 0, pool.key_size);
+        for (int channel = 0; channel < heads * channels; ++channel) {
+            auto weights = up.get_run(channel, 0, latent);
+            double sum = std::inner_product(weights.begin(), weights.end(), token.begin(), 0.0);
+            int head = channel / channels, c = channel % channels;
+            if (c < nope) keys.set(row, head * made.key_size + c, sum);
+            if (c >= nope) values.set(row, head * value + c - nope, sum);
+        }
+        for (int i = 0; i < heads * rope; ++i) {
+            keys.set(row, i / rope * made.key_size + nope + i % rope, token[latent + i % rope]);
+        }
+    }
+    Bytes expected(bytes);
+    made.data = expected.data.get();
+    kernels.write({keys.as_rows(), values.as_rows(), made, slots.data(), cache.num_rows()});
+    on_threads([&] {
+        Bytes memory = cache.memory(), expanded(bytes);
+        Pool latents = cache.over(memory);
+        kernels.write({tokens.as_rows(), tokens.as_rows(), latents, cache.slots.data(), cache.num_rows()});
+        Pool into = made;
+        into.data = expanded.data.get();
+        kernels.expand({up.as_rows(), latents, blocks.data(), before, into});
+        check(expanded.copy() == expected.copy(), "keys and values are not those of the latents");
+        return expanded.copy();
+    });
 }
 
 void test_rotate(const Kernels& kernels, Random& random) {
@@ -460,8 +513,8 @@ void test_read(const Kernels& kernels, Random& random) {
 
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
-        {"attend", test_attend}, {"rotate", test_rotate}, {"linear", test_linear},
-        {"route", test_route},   {"experts", test_experts}, {"read", test_read}};
+        {"attend", test_attend}, {"expand", test_expand}, {"rotate", test_rotate},   {"linear", test_linear},
+        {"route", test_route},   {"read", test_read},     {"experts", test_experts}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -328,9 +328,21 @@ def test_latent_attention_of_a_large_chunk_is_direct_and_of_a_small_one_absorbed
         return next(part for part in parts if part.name == "attention").flops[0]
 
     mla, heads, layers = how.model.mla, 16, how.model.num_layers
-    absorbed = 2 * heads * (mla.cached_size + mla.kv_lora_rank) * 16 * (1e5 + 8.5)
-    assert flops(16.0) == pytest.approx(layers * absorbed)
-    assert flops(8192.0) < layers * absorbed / 16 * 8192 / 2
+
+    def absorbed(rows):
+        return layers * 2 * heads * (mla.cached_size + mla.kv_lora_rank) * rows * (1e5 + (rows + 1) / 2)
+
+    def direct(rows):
+        expanded = (1e5 + rows) * mla.kv_lora_rank * (mla.nope_size + mla.value_size)
+        attended = rows * (1e5 + (rows + 1) / 2) * (mla.nope_size + mla.rope_size + mla.value_size)
+        return layers * 2 * heads * (expanded + attended)
+
+    for rows in (16.0, 170.0):
+        assert flops(rows) == pytest.approx(absorbed(rows))
+    for rows in (171.0, 8192.0):
+        assert flops(rows) == pytest.approx(direct(rows))
+    assert absorbed(171.0) == pytest.approx(direct(171.0), rel=0.01)
+    assert direct(8192.0) < absorbed(8192.0) / 2
 
 
 def test_a_row_reads_few_experts_and_many_rows_all():

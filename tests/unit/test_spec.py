@@ -491,6 +491,8 @@ def test_experts_are_read_by_architecture():
 def test_a_latent_is_one_kv_head_of_all_query_heads(architecture):
     spec = planned_spec(architecture)
     assert spec.mla == MLA(q_lora_rank=24, kv_lora_rank=20, nope_size=12, rope_size=8, value_size=10)
+    assert spec.mla.direct_rows == 20 * 22 / 18
+    assert replace(spec.mla, kv_lora_rank=11).direct_rows == math.inf
     assert (spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (6, 1, 20)
     assert spec.kv_elements_per_token == 3 * (20 + 8)
 

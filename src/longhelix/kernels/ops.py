@@ -8,9 +8,10 @@ small kernel does.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longhelix.kernels import flashinfer, native, reference
-from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.layer import NARROW, KVFormat, KVLayer
 from longhelix.kernels.weight import Weight
 
 _library = torch.library.Library("longhelix", "DEF")
@@ -25,20 +26,23 @@ def partial_attention(
     limits_T: Tensor,
     scale: float,
     max_rows: int | None = None,
+    onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
 
     q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_BJ (int64): each sequence's local
     KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64):
     how many local tokens a row sees. max_rows: the most rows of one sequence, which sizes a GPU's launches; None reads
-    it back from the GPU. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0
-    gives 0 and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
+    it back from the GPU. onto: what this op returned for the same rows and other keys; it is merged in, and may be
+    overwritten. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0 gives 0
+    and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.packed and not _is_compiling():
-        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
-    return torch.ops.longhelix.partial_attention(
+        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto)
+    state = torch.ops.longhelix.partial_attention(
         q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *_format_arguments(layer)
     )
+    return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 
 
 _library.define(
@@ -60,13 +64,16 @@ def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T,
     return reference.partial_attention(q_TqC, *layer.keys_and_values(), blocks_BJ, row_starts_B, limits_T, scale)
 
 
-def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale):
+def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto=None):
     rows, num_query_heads, _ = q_TqC.shape
     q_TqC = _dense_rows(q_TqC)
     blocks_BJ = blocks_BJ if blocks_BJ.stride(1) == 1 else blocks_BJ.contiguous()
     row_starts_B, limits_T = _dense(row_starts_B), _dense(limits_T)
-    out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
-    lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
+    if onto is None:
+        out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
+        lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
+    else:
+        out_TqC, lse_Tq = map(_dense, onto)
     native.module.attend(
         q_TqC.data_ptr(),
         native.NUMBERS[q_TqC.dtype],
@@ -82,6 +89,7 @@ def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale):
         scale,
         out_TqC.data_ptr(),
         lse_Tq.data_ptr(),
+        onto is not None,
     )
     return out_TqC, lse_Tq
 
@@ -163,6 +171,78 @@ def _write_packed(k_TkC, v_TkC, layer, slots_T):
 @torch.library.register_fake("longhelix::write_kv", lib=_library)
 def _(k_TkC, v_TkC, values, scales, slots_T, dtype, value_size, shared_values):
     return None
+
+
+def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Tensor, first: int, count: int) -> KVLayer:
+    """Keys and values of q heads, made from the latents of one sequence's tokens [first, first + count).
+
+    layer: a pool of latents, each with the rotated key that all heads share. up_qXZ (any float dtype): of each head
+    `nope_size` channels of its key, without rotation, then those of its value. blocks_J (int64): the sequence's local
+    KV blocks; `first` lies at the start of one. Returns a layer of one KV block: packed if the pool is (all sizes must
+    then be multiples of 16, and whole tiles are made); else in rows, keys and values filled with zeros to one size,
+    and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+    """
+    if first + count > len(blocks_J) * layer.format.block_tokens:
+        held = len(blocks_J) * layer.format.block_tokens
+        raise ValueError(
+            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are asked for"
+        )
+    made = _expanded_format(layer.format, up_qXZ, nope_size, count)
+    if made.packed and not _is_compiling():
+        return _expand_packed(layer, up_qXZ, blocks_J, first, made)
+    arguments = up_qXZ, nope_size, blocks_J, first, count, layer.format.key_size, *_format_arguments(layer)
+    return KVLayer(made, torch.ops.longhelix.expand_latents(layer.values, layer.scales, *arguments), None)
+
+
+_library.define(
+    "expand_latents(Tensor values, Tensor? scales, Tensor up_qXZ, int nope_size, Tensor blocks_J, SymInt first, "
+    "SymInt count, int key_size, str dtype, int value_size, bool shared_values) -> Tensor"
+)
+
+
+def _expand_latents(values, scales, up_qXZ, nope_size, blocks_J, first, count, key_size, *format):
+    layer = _layer(values, scales, key_size, *format)
+    made = _expanded_format(layer.format, up_qXZ, nope_size, count)
+    if made.packed:
+        return _expand_packed(layer, up_qXZ, blocks_J, first, made).values
+    used = slice(first // layer.format.block_tokens, -(-(first + count) // layer.format.block_tokens))
+    latent_SC = values[blocks_J[used], 0].flatten(0, 2)[:count]
+    if scales is not None:
+        latent_SC = latent_SC.to(up_qXZ.dtype) * scales[blocks_J[used], 0].flatten()[:count, None]
+    k_SqC, v_SqC = reference.expand_latents(latent_SC, up_qXZ, nope_size)
+    filled = [pad(part, (0, made.key_size - part.shape[-1])) for part in (k_SqC, v_SqC)]
+    return torch.stack(filled).unsqueeze(0).to(made.torch_dtype)
+
+
+def _expand_packed(layer, up_qXZ, blocks_J, first, made):
+    blocks_J, up_XZ = _dense(blocks_J), _dense(up_qXZ.flatten(0, 1))
+    expanded = made.new_layer(1, up_qXZ.device)
+    native.module.expand(
+        up_XZ.data_ptr(),
+        native.NUMBERS[up_XZ.dtype],
+        up_XZ.stride(0),
+        layer.handle,
+        blocks_J.data_ptr(),
+        first // native.LANES,
+        expanded.handle,
+    )
+    return expanded
+
+
+def _expanded_format(latents: KVFormat, up_qXZ: Tensor, nope_size: int, count: int) -> KVFormat:
+    heads, channels, _ = up_qXZ.shape
+    key_size, value_size = nope_size + latents.key_size - latents.value_size, channels - nope_size
+    if latents.packed:
+        return KVFormat(latents.dtype, -(-count // native.LANES) * native.LANES, heads, key_size, value_size, True)
+    dtype = str(up_qXZ.dtype).removeprefix("torch.") if latents.dtype in NARROW else latents.dtype
+    size = max(key_size, value_size)
+    return KVFormat(dtype, count, heads, size, size, False)
+
+
+@torch.library.register_fake("longhelix::expand_latents", lib=_library)
+def _(values, scales, up_qXZ, nope_size, blocks_J, first, count, key_size, *format):
+    layer = _layer(values, scales, key_size, *format)
+    return _expanded_format(layer.format, up_qXZ, nope_size, count).new_layer(1, values.device).values
 
 
 def rotate_and_write(
@@ -348,6 +428,7 @@ _library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 _library.impl("partial_attention", _partial_attention, "CompositeExplicitAutograd")
 _library.impl("merge_states", _merge_states, "CompositeExplicitAutograd")
 _library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+_library.impl("expand_latents", _expand_latents, "CompositeExplicitAutograd")
 _library.impl("rotate_and_write", _rotate_and_write, "CompositeExplicitAutograd")
 _library.impl("linear", _linear, "CompositeExplicitAutograd")
 

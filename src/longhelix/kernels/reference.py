@@ -92,6 +92,16 @@ def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, k_PDkC: Tensor, v_PDkC: Tensor
         v_PDkC[block_T, offset_T] = v_TkC[mine_T].to(v_PDkC.dtype)
 
 
+def expand_latents(latent_SC: Tensor, up_qXZ: Tensor, nope_size: int) -> tuple[Tensor, Tensor]:
+    """k_SqC, v_SqC of `ops.expand_latents`, from latents with their rotated keys; in the wider of both dtypes."""
+    dtype = torch.promote_types(latent_SC.dtype, up_qXZ.dtype)
+    heads, channels, latent_size = up_qXZ.shape
+    latent_SZ, rotated_SC = latent_SC.to(dtype).split((latent_size, latent_SC.shape[1] - latent_size), dim=1)
+    made_SqX = (latent_SZ @ up_qXZ.flatten(0, 1).to(dtype).T).unflatten(1, (heads, channels))
+    k_SqC, v_SqC = made_SqX.split((nope_size, channels - nope_size), dim=2)
+    return torch.cat((k_SqC, rotated_SC.unsqueeze(1).expand(-1, heads, -1)), dim=2), v_SqC
+
+
 def rotate(
     qkv_TX: Tensor,
     num_kv_heads: int,

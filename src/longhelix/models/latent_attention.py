@@ -1,9 +1,23 @@
-"""Multi-head latent attention of one layer (MLA), absorbed, and sharded as GQA is."""
+"""Multi-head latent attention of one layer (MLA), absorbed or direct, and sharded as GQA is."""
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rms_norm, rotate_heads, write_kv
+from longhelix.kernels import (
+    KVLayer,
+    Weight,
+    can_expand,
+    direct_attention,
+    linear,
+    make_weight,
+    partial_attention,
+    rms_norm,
+    rotate_heads,
+    write_kv,
+)
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
@@ -19,10 +33,15 @@ class LatentAttention(nn.Module):
     """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
 
     Queries are turned into latents by the key part of the up-projection (absorbed), so that all heads attend to the
-    cache entries as they are; TPA > 1 shares heads and duplicates the entries. The value part comes after the exchange
-    on CPUs, before it on GPUs: values are kv_lora_rank / value_size times fewer bytes than latents, for KVP times the
-    arithmetic, 2 kv_lora_rank value_size FLOP against 2 (kv_lora_rank - value_size) bytes for a row and head. That is
-    171 FLOP per byte with DeepSeek-R1's sizes: little for a GPU and its links, much for cores that share memory.
+    cache entries as they are; TPA > 1 shares heads and duplicates the entries. Sequences with `MLA.direct_rows` rows
+    and more attend to keys and values that are made of the entries (direct), but not on GPUs and in graphs, whose
+    launches are the same for all lengths.
+
+    The value part comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
+    value_size times fewer bytes than latents, for KVP times the arithmetic, 2 kv_lora_rank value_size FLOP against
+    2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes: little
+    for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case, and
+    what attends directly has values.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
@@ -31,7 +50,6 @@ class LatentAttention(nn.Module):
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
-        self.attend = partial_attention
         self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
@@ -48,13 +66,13 @@ class LatentAttention(nn.Module):
             query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)], weight_dtype
         )
         self.latent_norm = weights.pop(prefix + "latent_norm")
-        up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
-        self.key_up_qCZ, value_up_qCZ = up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        self.up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
+        self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
-        start = merged.start - held.start
-        self.value_up_qCZ = value_up_qCZ if self.values_first else value_up_qCZ[start : start + len(merged)]
+        self.merged = slice(merged.start - held.start, merged.stop - held.start)
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
         self.output_bias = weights.pop(prefix + "output_bias", None)
+        self.attend = self._attend
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -64,31 +82,34 @@ class LatentAttention(nn.Module):
         """hidden_TH with this layer's attention added."""
         own_tH = batch.own_rows(hidden_TH)
         down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
-        latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX)
+        latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
         self._write(latent_tX, batch, layer)
-        exchanged = (self.mesh.kvp, self.merged_heads_per_rank)
-        if self.values_first:
-            out_TnC = attend_and_exchange(
-                self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, self._values, self.attend
-            )
-        else:
-            out_TnC = self._values(
-                attend_and_exchange(
-                    self._absorb(q_tqC, batch), layer, batch, self.scale, *exchanged, attend=self.attend
-                )
-            )
+        values = self.values_first or not batch.decodes  # the same on all ranks
+        out_TnX = attend_and_exchange(
+            q_tqC if values else self._absorb(q_tqC),
+            layer,
+            batch,
+            self.scale,
+            self.mesh.kvp,
+            self.merged_heads_per_rank,
+            partial(self.attend, values),
+        )
+        out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
 
-    def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor) -> tuple[Tensor, Tensor]:
-        """latent_tX: the token's latent and key, raw; q_tqC: queries, not rotated."""
+    def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """latent_tX: the token's latent and key, raw; q_tqC: queries, their last channels rotated."""
         if self.mla.q_lora_rank is None:
+            latent_tX = down_tX
             q_tX = linear(own_tH, self.query_up, norm=self.norm, norm_eps=self.eps)
-            return down_tX, q_tX.unflatten(1, (-1, self.head_size))
-        query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
-        q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
-        return latent_tX, q_tX.unflatten(1, (-1, self.head_size))
+        else:
+            query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
+            q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
+        q_tqC = q_tX.unflatten(1, (-1, self.head_size))
+        plain_tqC, key_tqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
+        return latent_tX, torch.cat((plain_tqC, rotate_heads(key_tqC, batch.cos_tR, batch.sin_tR)), dim=-1)
 
     def _write(self, latent_tX: Tensor, batch: Batch, layer: KVLayer) -> None:
         latent_tZ, key_tC = latent_tX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
@@ -96,14 +117,51 @@ class LatentAttention(nn.Module):
         key_t1C = rotate_heads(key_tC.unsqueeze(1), batch.cos_tR, batch.sin_tR)
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
 
-    def _absorb(self, q_tqC: Tensor, batch: Batch) -> Tensor:
-        """Queries for the cache entries: a latent and a rotated part."""
-        plain_tqC, rotated_tqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        latent_tqZ = torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ)
-        return torch.cat((latent_tqZ, rotate_heads(rotated_tqC, batch.cos_tR, batch.sin_tR)), dim=-1)
+    def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
+        """Partial outputs to exchange, and their LSEs: values, or latents where queries are absorbed already."""
+        return self._attend_to_values(q_tqC, *rows) if values else partial_attention(q_tqC, *rows)
 
-    def _values(self, out_TqZ: Tensor) -> Tensor:
-        return torch.einsum("tqz,qcz->tqc", out_TqZ, self.value_up_qCZ)
+    def _attend_to_values(
+        self,
+        q_tqC: Tensor,
+        layer: KVLayer,
+        blocks_bJ: Tensor,
+        row_starts_b: Tensor,
+        limits_t: Tensor,
+        scale: float,
+        max_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """out_tqC (values) and lse_tq of all held heads: sequences of many rows direct, the others absorbed."""
+        if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
+            return self._attend_absorbed(q_tqC, layer, blocks_bJ, row_starts_b, limits_t, scale, max_rows)
+        counts_b = row_starts_b.diff()
+        direct_b = counts_b >= self.mla.direct_rows
+        out_tqC = q_tqC.new_empty(*q_tqC.shape[:2], self.mla.value_size)
+        lse_tq = q_tqC.new_empty(q_tqC.shape[:2], dtype=torch.float32)
+        for chosen_b, attend in ((direct_b, self._attend_directly), (~direct_b, self._attend_absorbed)):
+            rows_t = chosen_b.repeat_interleave(counts_b)
+            starts_b = pad(counts_b[chosen_b].cumsum(0), (1, 0))
+            out_tqC[rows_t], lse_tq[rows_t] = attend(
+                q_tqC[rows_t], layer, blocks_bJ[chosen_b], starts_b, limits_t[rows_t], scale
+            )
+        return out_tqC, lse_tq
+
+    def _may_be_direct(self, layer: KVLayer) -> bool:
+        graphed = layer.values.is_cuda or torch.compiler.is_compiling()
+        return not graphed and can_expand(layer.format, self.mla.nope_size, self.mla.value_size)
+
+    def _attend_directly(self, q_tqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
+        return direct_attention(q_tqC, layer, self.up_qXZ, self.mla.nope_size, *rows)
+
+    def _attend_absorbed(self, q_tqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
+        out_tqZ, lse_tq = partial_attention(self._absorb(q_tqC), layer, *rows)
+        # What einsum gives lies head by head, and the exchange takes rows.
+        return torch.einsum("tqz,qcz->tqc", out_tqZ, self.value_up_qCZ).contiguous(), lse_tq
+
+    def _absorb(self, q_tqC: Tensor) -> Tensor:
+        """Queries for the cache entries: a latent and a rotated part."""
+        plain_tqC, rotated_TqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
+        return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 
 
 def _in_halves(num_heads: int, size: int, rope_size: int) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longhelix.kernels import KVLayer, partial_attention
+from longhelix.kernels import KVLayer
 from longhelix.models.batch import Batch
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.exchange import exchange, start_exchange
@@ -18,23 +18,22 @@ def attend_and_exchange(
     scale: float,
     group: Group,
     heads_per_rank: list[int],
-    finish: Callable[[Tensor], Tensor] = lambda out_tqC: out_tqC,
-    attend: Callable[..., tuple[Tensor, Tensor]] = partial_attention,
+    attend: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
-    `finish` is applied to partial outputs before they are exchanged. In more than one of the batch's parts where
-    `group` overlaps: their exchanges run one after the other, while later parts attend. attend: `partial_attention`.
+    In more than one of the batch's parts where `group` overlaps: their exchanges run one after the other, while later
+    parts attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
     """
     if torch.compiler.is_compiling() or batch.parts == 1 or not group.overlaps:
         out_tqC, lse_tq = attend(
             q_tqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, scale, batch.max_rows
         )
-        return exchange(finish(out_tqC), lse_tq, group, heads_per_rank, batch.holders)
+        return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
     for part in batch.cut(batch.parts):
         out_tqC, lse_tq = attend(
             q_tqC[part.rows], layer, part.blocks_bJ, part.row_starts_b, part.limits_t, scale, part.max_rows
         )
-        under_way.append(start_exchange(finish(out_tqC), lse_tq, group, heads_per_rank, part.holders))
+        under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
     return torch.cat([result() for result in under_way])

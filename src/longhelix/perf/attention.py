@@ -5,7 +5,7 @@ import numpy as np
 from longhelix.perf import collectives, weights
 from longhelix.perf.collectives import Group, Sent
 from longhelix.perf.hop_b import Overlap
-from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.perf.work import Work
@@ -64,7 +64,7 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[Part]:
     if model.mla is None:
         return [qkv, write]
     absorbed = weights.key_absorption(setting, layouts)
-    return [qkv, product("key absorption", setting, layouts, absorbed, own.rows), write]
+    return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(setting, own)), write]
 
 
 def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
@@ -79,7 +79,7 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
     decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
     chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:
-        chunk = _cheaper(chunk, _direct(setting, layouts, own))
+        chunk = _where(_is_direct(setting, own), _direct(setting, layouts, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
     return Part(
         "attention",
@@ -116,16 +116,26 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
     return _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, flops)
 
 
-def _cheaper(first: Part, second: Part) -> Part:
-    chosen = second.seconds < first.seconds
+def _is_direct(setting: Setting, own: Work) -> Mask:
+    """Whether the chunk attends directly; as the models decide it."""
+    mla = setting.model.mla
+    return np.asarray(own.chunk_rows) >= (np.inf if mla is None else mla.direct_rows)
+
+
+def _absorbed_rows(setting: Setting, own: Work) -> Array:
+    """Rows whose queries are turned into latents, and their outputs into values."""
+    return np.where(_is_direct(setting, own), own.decode_rows, own.rows)
+
+
+def _where(chosen: Mask, first: Part, second: Part) -> Part:
     return Part(
         first.name,
-        np.where(chosen, second.seconds, first.seconds),
-        np.where(chosen, second.flops, first.flops),
-        np.where(chosen, second.hbm_bytes, first.hbm_bytes),
+        np.where(chosen, first.seconds, second.seconds),
+        np.where(chosen, first.flops, second.flops),
+        np.where(chosen, first.hbm_bytes, second.hbm_bytes),
         first.net_bytes,
         first.fixed_s,
-        np.where(chosen, second.compute_bound, first.compute_bound),
+        np.where(chosen, first.compute_bound, second.compute_bound),
     )
 
 
@@ -133,18 +143,21 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[Part]
     """MLA's value projection, and the exchange: of latent outputs before it, or of values after it.
 
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
-    TPA share, after it the merged ones alone.
+    TPA share, after it the merged ones alone. Values, where a chunk attends directly.
     """
     held, merged = layouts.query_heads(setting.heads), layouts.merged_query_heads(setting.heads)
     values = _exchanged(setting, layouts, own, setting.output_size)
     if setting.model.mla is None:
         return [], values
     before, after = (
-        product("value projection", setting, layouts, weights.value_projection(setting, heads), own.rows)
+        product(
+            "value projection", setting, layouts, weights.value_projection(setting, heads), _absorbed_rows(setting, own)
+        )
         for heads in (held, merged)
     )
     latents = _exchanged(setting, layouts, own, setting.model.mla.kv_lora_rank)
     late = after.seconds + latents.seconds < before.seconds + values.seconds
+    late = late & ~_is_direct(setting, own)
     return (
         [before.where(~late), after.where(late)],
         latents.where(late, values),

@@ -37,6 +37,17 @@ class MLA:
         """Numbers that a layer caches for a token."""
         return self.kv_lora_rank + self.rope_size
 
+    @property
+    def direct_rows(self) -> float:
+        """From so many rows of a sequence on, making keys and values of its latents takes fewer FLOP than it saves.
+
+        Per visible token and head, T rows take 2 T (2 kv_lora_rank + rope_size) FLOP absorbed, and direct
+        2 T (nope_size + rope_size + value_size) and, once, 2 kv_lora_rank (nope_size + value_size). Inf if never.
+        """
+        made = self.nope_size + self.value_size
+        saved = 2 * self.kv_lora_rank - made
+        return self.kv_lora_rank * made / saved if saved > 0 else math.inf
+
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> "MLA":
         """Read the config.json of a deepseek_v2, deepseek_v3 or kimi_k2 model; raises UserError."""
