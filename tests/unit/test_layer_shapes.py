@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longhelix.models import latent_attention
+from longhelix.models.latent_attention import LatentAttention
 from threaded_ranks import LayerCase, gqa_spec, mla_spec
 
 pytestmark = pytest.mark.unit
@@ -66,3 +67,13 @@ def test_a_long_chunk_in_bfloat16_equals_a_dense_layer():
     for rows in (170, 171):
         case = LayerCase(spec, [4000], [rows], torch.bfloat16, BLOCK_TOKENS)
         assert_equals_dense(case, 1, TOLERANCE[torch.bfloat16])
+
+
+def test_compiled_layers_keep_the_absorbed_form(monkeypatch):
+    """What they launch must not depend on lengths; and what they give is the same."""
+    monkeypatch.setattr(latent_attention, "direct_attention", None)
+    monkeypatch.setattr(
+        LatentAttention, "forward", torch.compile(LatentAttention.forward, fullgraph=True, backend="aot_eager")
+    )
+    torch._dynamo.reset()
+    assert_equals_dense(LayerCase(SMALL, [50, 20], [40, 3], torch.float32, 16), 1, 1e-5)

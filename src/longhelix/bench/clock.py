@@ -14,6 +14,7 @@ from longhelix.parallel.collectives import Group
 _DOORS: tuple[tuple[Any, str, str], ...] = (
     (Tape, "run", "layers_s"),
     (native.module, "attend", "attention_s"),
+    (native.module, "expand", "attention_s"),
     (native.module, "linear", "products_s"),
     (native.module, "experts", "products_s"),
     (native.module, "rotate", "rotation_s"),

@@ -41,21 +41,21 @@ def direct_attention(
     piece_tokens = -(-PIECE_TOKENS // block_tokens) * block_tokens
     for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
         rows, state = slice(start, stop), None
-        q_SqC, limits_S = q_TqC[rows].float(), limits_T[rows]
-        seen = int(limits_S.max()) if stop > start else 0
+        own_TqC, own_limits_T = q_TqC[rows].float(), limits_T[rows]
+        seen = int(own_limits_T.max()) if stop > start else 0
         for first in range(0, seen, piece_tokens):
-            piece = blocks_J, first, min(piece_tokens, seen - first)
-            # A piece is gone before the next one is made, so that both take the same memory.
-            state = _attend(q_SqC, expand_latents(layer, up_qXZ, nope_size, *piece), limits_S - first, scale, state)
+            made = expand_latents(layer, up_qXZ, nope_size, blocks_J, first, min(piece_tokens, seen - first))
+            state = _attend(own_TqC, made, own_limits_T - first, scale, state)
+            del made  # the next one takes the same memory
         if state is not None:
             out_TqC[rows], lse_Tq[rows] = state[0][..., :value_size], state[1]
     return out_TqC, lse_Tq
 
 
 def _attend(
-    q_SqC: Tensor, piece: KVLayer, limits_S: Tensor, scale: float, onto: tuple[Tensor, Tensor] | None
+    q_TqC: Tensor, made: KVLayer, limits_T: Tensor, scale: float, onto: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """One sequence's rows over a layer of one KV block."""
-    rows, missing = len(limits_S), piece.format.key_size - q_SqC.shape[2]
-    table = limits_S.new_zeros(1, 1), limits_S.new_tensor([0, rows]), limits_S.clamp(0, piece.format.block_tokens)
-    return partial_attention(pad(q_SqC, (0, missing)), piece, *table, scale, rows, onto)
+    rows, missing = len(limits_T), made.format.key_size - q_TqC.shape[2]
+    table = limits_T.new_zeros(1, 1), limits_T.new_tensor([0, rows]), limits_T.clamp(0, made.format.block_tokens)
+    return partial_attention(pad(q_TqC, (0, missing)), made, *table, scale, rows, onto)
