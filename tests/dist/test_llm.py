@@ -1,5 +1,6 @@
 """LLM over real worker processes: results, sampling, streaming, ends."""
 
+import gc
 import itertools
 import json
 import os
@@ -282,6 +283,27 @@ def test_closing_ends_every_process_and_may_be_repeated(oracle):
     process_ids, directory = children_and_sockets(llm)
     llm.close()
     llm.close()
+    assert_nothing_left(process_ids, directory)
+
+
+def test_an_engine_that_nobody_holds_ends_at_once(oracle, tmp_path):
+    llm = LLM(str(oracle.path), Layout(kvp=2), trace=tmp_path / "trace.json")
+    process_ids, directory = children_and_sockets(llm)
+    gc.disable()
+    try:
+        del llm
+        assert_nothing_left(process_ids, directory)
+    finally:
+        gc.enable()
+    assert json.loads((tmp_path / "trace.json").read_text()) == []
+
+
+def test_an_engine_in_a_cycle_is_ended_by_the_collector(oracle):
+    llm = LLM(str(oracle.path))
+    process_ids, directory = children_and_sockets(llm)
+    llm.itself = llm
+    del llm
+    gc.collect()
     assert_nothing_left(process_ids, directory)
 
 

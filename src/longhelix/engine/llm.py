@@ -13,7 +13,7 @@ from longhelix.engine import torchrun
 from longhelix.engine.config import resolve
 from longhelix.engine.launch import WorkerPool
 from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
-from longhelix.engine.trace import TraceEvent, TraceFile
+from longhelix.engine.trace import TraceFile
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
@@ -167,7 +167,9 @@ class LLM:
         self._exchanged_bytes = 0
         self._next_id = 0
         self._trace = None if trace is None else TraceFile(Path(trace))
-        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, self._traced)
+        # Nothing that the pool keeps leads back here: an engine that nobody holds ends at once, without the collector.
+        on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
+        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, on_traced)
         self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
 
     def __enter__(self) -> Self:
@@ -311,10 +313,6 @@ class LLM:
             hop_b=live.hop_b,
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
         )
-
-    def _traced(self, rank: int, events: list[TraceEvent]) -> None:
-        assert self._trace is not None
-        self._trace.write(rank, events)
 
     def _loading(self, on_load: Callable[[float], None]) -> Callable[[int], None]:
         total = sum(self.config.weight_elements(rank) for rank in range(self.config.layout.world_size))

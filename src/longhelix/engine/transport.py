@@ -123,7 +123,9 @@ class EngineSocket:
         return int(identity.split(b"-")[1]), self._decoder.decode(payload)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        # By name: when the garbage collector ends an engine, its context has lost sight of the socket, and would wait.
+        self._socket.close(linger=0)
+        self._context.term()
 
 
 class WorkerSocket:
