@@ -108,9 +108,9 @@ class Experts:
     down: tuple[Weight, ...]
     rows_e: Tensor
 
-    @cached_property
+    @property
     def packed(self) -> bool:
-        return all(weight.packed for weight in (*self.gate_up, *self.down) if weight.values.numel())
+        return next((weight.packed for weight in self.down if weight.depth), native.module is not None)
 
     @cached_property
     def handle(self):
