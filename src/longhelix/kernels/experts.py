@@ -5,7 +5,7 @@ Shared experts are one expert more, of number `num_experts`, which every row tak
 are one op, and one sum.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -107,11 +107,10 @@ class Experts:
     gate_up: tuple[Weight, ...]
     down: tuple[Weight, ...]
     rows_e: Tensor
-    packed: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        held = [weight for weight in (*self.gate_up, *self.down) if weight.values.numel()]
-        object.__setattr__(self, "packed", all(weight.packed for weight in held))
+    @property
+    def packed(self) -> bool:
+        return next((weight.packed for weight in self.down if weight.depth), native.module is not None)
 
     @cached_property
     def handle(self):
