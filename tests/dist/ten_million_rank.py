@@ -122,9 +122,10 @@ class Watch:
     A decode step may run from a tape: without Python, into the tensors of the step that was recorded.
     """
 
-    def __init__(self):
-        self._attend, self._exchange = overlap.partial_attention, overlap.exchange
-        overlap.partial_attention, overlap.exchange = self.attend, self.exchange
+    def __init__(self, model):
+        (attention,) = (layer.attention for layer in model.layers)
+        self._attend, self._exchange = attention.attend, overlap.exchange
+        attention.attend, overlap.exchange = self.attend, self.exchange
         self.last = {}
         self.steps = []
 
@@ -178,7 +179,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     )
     for allocator in scheduler._allocators:
         random.Random(3).shuffle(allocator._free)  # so that no block lies where it would by chance
-    loop, watch, tokens, logprobs = Loop(scheduler, toy.AtOnce(runner)), Watch(), [], []
+    loop, watch, tokens, logprobs = Loop(scheduler, toy.AtOnce(runner)), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
     loop.add(Request(0, tuple(prompt.tolist()), sampling, frozenset(), 0, 0.0))
     sequence = None
