@@ -45,6 +45,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._kept: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a tape is recorded, and what would keep the compiler away imports it: 1.3 s.
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         # Refused before it runs: the step is done again, and some operators count what they did.
