@@ -127,6 +127,8 @@ struct Expand {
                 if (group >= tiles) return;
                 std::int64_t last = group + kGroupTiles < tiles ? group + kGroupTiles : tiles;
                 for (int row = 0; row < num_rows; row += kGroupRows) multiply_group(up, row, group, last);
+                done.multiplied.fetch_add((last - group) * kLanes * num_rows * call.latents.value_size,
+                                          std::memory_order_relaxed);
                 for (std::int64_t tile = group; tile < last; ++tile) complete(tile);
             }
         });

@@ -7,7 +7,7 @@
 namespace longhelix {
 
 struct Work {
-    std::atomic<std::uint64_t> multiplied{0};  // products of a number and a weight, padded outputs included
+    std::atomic<std::uint64_t> multiplied{0};  // products with weights, those of padded outputs included
     std::atomic<std::uint64_t> attended{0};    // (row, query head, token) of attention, masked tokens included
 };
 
