@@ -11,7 +11,8 @@ from rich.table import Table
 from longhelix.cli.options import ModelOptions, SamplingOptions, stderr
 from longhelix.cli.values import Flag
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.llm import LLM, Result
+from longhelix.engine.llm import LLM
+from longhelix.engine.result import Result
 from longhelix.errors import UserError
 
 

@@ -10,6 +10,7 @@ import psutil
 
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.engine.machine import machine
+from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
@@ -19,8 +20,6 @@ from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.scheduler import SchedulerConfig
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
 
-# What the pool may take of the memory that is free once the weights are in.
-_POOL_SHARE = 0.8
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
 ATTENTIONS = ("own", "flashinfer")
@@ -71,7 +70,7 @@ class EngineConfig:
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
-        return _kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, rank)
+        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, rank)
 
 
 def resolve(
@@ -134,7 +133,7 @@ def resolve(
     else:
         memories = [(psutil.virtual_memory().available, ranks)]
     affordable = min(
-        _affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
+        affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
     )
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
@@ -156,8 +155,8 @@ def resolve(
         kvp_threshold_tokens=kvp_threshold_tokens or 0,
         batch_invariant=batch_invariant,
     )
-    num_blocks = _num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
-    scheduler = replace(scheduler, num_blocks=num_blocks)
+    held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
+    scheduler = replace(scheduler, num_blocks=held)
     return EngineConfig(
         model_path=str(checkpoint.path),
         spec=spec,
@@ -278,52 +277,3 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
             f"the same KV; tpa {spec.num_kv_heads} with a larger kvp would not",
             stacklevel=3,
         )
-
-
-def _kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int) -> int:
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
-
-
-def _affordable_blocks(
-    spec: ModelSpec,
-    layout: Layout,
-    weight_dtype: str,
-    kv_dtype: str,
-    block_tokens: int,
-    memory_bytes: int,
-    ranks: range,
-) -> int:
-    """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
-    elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
-    held_bytes = weight_bytes(elements, weight_dtype)
-    block_bytes = block_tokens * sum(_kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
-    free_bytes = memory_bytes - held_bytes
-    affordable = int(free_bytes * _POOL_SHARE) // block_bytes
-    if affordable < 1:
-        raise UserError(
-            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
-            "free some, or use a smaller model or dtype",
-            "out_of_memory",
-        )
-    return affordable
-
-
-def _num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
-    """KV blocks of each KVP rank: what was asked for, or room for one longest request as far as memory allows."""
-    affordable_tokens = affordable * block_tokens * kvp
-    if asked_tokens is None:
-        wanted = -(-longest_tokens // block_tokens)
-        if wanted > affordable:
-            warnings.warn(
-                f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
-                stacklevel=3,
-            )
-        return min(wanted, affordable)
-    if not 1 <= asked_tokens <= affordable_tokens:
-        raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds 1 to "
-            f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
-            "out_of_memory",
-        )
-    return -(-asked_tokens // (block_tokens * kvp))

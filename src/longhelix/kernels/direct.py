@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longhelix.kernels import native
-from longhelix.kernels.layer import KVFormat, KVLayer
-from longhelix.kernels.ops import expand_latents, partial_attention
+from longhelix.kernels import native, reference
+from longhelix.kernels.attention import partial_attention
+from longhelix.kernels.layer import NARROW, KVFormat, KVLayer
+from longhelix.kernels.library import dense, format_arguments, is_compiling, layer_of, library
 
 PIECE_TOKENS = 2048  # of a sequence, whose keys and values exist at a time; rounded up to whole KV blocks
 
@@ -59,3 +60,78 @@ def _attend(
     rows, missing = len(limits_T), made.format.key_size - q_TqC.shape[2]
     table = limits_T.new_zeros(1, 1), limits_T.new_tensor([0, rows]), limits_T.clamp(0, made.format.block_tokens)
     return partial_attention(pad(q_TqC, (0, missing)), made, *table, scale, rows, onto)
+
+
+def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Tensor, first: int, count: int) -> KVLayer:
+    """Keys and values of q heads, made from the latents of one sequence's tokens [first, first + count).
+
+    layer: a pool of latents, each with the rotated key that all heads share. up_qXZ (any float dtype): of each head
+    `nope_size` channels of its key, without rotation, then those of its value. blocks_J (int64): the sequence's local
+    KV blocks; `first` lies at the start of one. Returns a layer of one KV block: packed if the pool is (all sizes must
+    then be multiples of 16, and whole tiles are made); else in rows, keys and values filled with zeros to one size,
+    and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+    """
+    if first + count > len(blocks_J) * layer.format.block_tokens:
+        held = len(blocks_J) * layer.format.block_tokens
+        raise ValueError(
+            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are asked for"
+        )
+    made = _expanded_format(layer.format, up_qXZ, nope_size, count)
+    if made.packed and not is_compiling():
+        return _expand_packed(layer, up_qXZ, blocks_J, first, made)
+    arguments = up_qXZ, nope_size, blocks_J, first, count, layer.format.key_size, *format_arguments(layer)
+    return KVLayer(made, torch.ops.longhelix.expand_latents(layer.values, layer.scales, *arguments), None)
+
+
+library.define(
+    "expand_latents(Tensor values, Tensor? scales, Tensor up_qXZ, int nope_size, Tensor blocks_J, SymInt first, "
+    "SymInt count, int key_size, str dtype, int value_size, bool shared_values) -> Tensor"
+)
+
+
+def _expand_latents(values, scales, up_qXZ, nope_size, blocks_J, first, count, key_size, *format):
+    layer = layer_of(values, scales, key_size, *format)
+    made = _expanded_format(layer.format, up_qXZ, nope_size, count)
+    if made.packed:
+        return _expand_packed(layer, up_qXZ, blocks_J, first, made).values
+    used = slice(first // layer.format.block_tokens, -(-(first + count) // layer.format.block_tokens))
+    latent_SC = values[blocks_J[used], 0].flatten(0, 2)[:count]
+    if scales is not None:
+        latent_SC = latent_SC.to(up_qXZ.dtype) * scales[blocks_J[used], 0].flatten()[:count, None]
+    k_SqC, v_SqC = reference.expand_latents(latent_SC, up_qXZ, nope_size)
+    filled = [pad(part, (0, made.key_size - part.shape[-1])) for part in (k_SqC, v_SqC)]
+    return torch.stack(filled).unsqueeze(0).to(made.torch_dtype)
+
+
+def _expand_packed(layer, up_qXZ, blocks_J, first, made):
+    blocks_J, up_XZ = dense(blocks_J), dense(up_qXZ.flatten(0, 1))
+    expanded = made.new_layer(1, up_qXZ.device)
+    native.module.expand(
+        up_XZ.data_ptr(),
+        native.NUMBERS[up_XZ.dtype],
+        up_XZ.stride(0),
+        layer.handle,
+        blocks_J.data_ptr(),
+        first // native.LANES,
+        expanded.handle,
+    )
+    return expanded
+
+
+def _expanded_format(latents: KVFormat, up_qXZ: Tensor, nope_size: int, count: int) -> KVFormat:
+    heads, channels, _ = up_qXZ.shape
+    key_size, value_size = nope_size + latents.key_size - latents.value_size, channels - nope_size
+    if latents.packed:
+        return KVFormat(latents.dtype, -(-count // native.LANES) * native.LANES, heads, key_size, value_size, True)
+    dtype = str(up_qXZ.dtype).removeprefix("torch.") if latents.dtype in NARROW else latents.dtype
+    size = max(key_size, value_size)
+    return KVFormat(dtype, count, heads, size, size, False)
+
+
+@torch.library.register_fake("longhelix::expand_latents", lib=library)
+def _(values, scales, up_qXZ, nope_size, blocks_J, first, count, key_size, *format):
+    layer = layer_of(values, scales, key_size, *format)
+    return _expanded_format(layer.format, up_qXZ, nope_size, count).new_layer(1, values.device).values
+
+
+library.impl("expand_latents", _expand_latents, "CompositeExplicitAutograd")

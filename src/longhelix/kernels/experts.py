@@ -1,4 +1,4 @@
-"""The ops of an FFN with experts: which of them a row takes, and what these make of it. As in `ops`, CPUs run native
+"""The ops of an FFN with experts: which of them a row takes, and what these make of it. CPUs run native
 kernels over packed weights, everything else the reference.
 
 Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
+from longhelix.kernels.library import is_compiling, library
 from longhelix.kernels.weight import Weight
 from longhelix.spec import MoE
-
-_library = torch.library.Library("longhelix", "FRAGMENT")
-_is_compiling = torch.compiler.is_compiling
 
 
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
@@ -29,12 +27,12 @@ def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, T
     Softmax routing as in Mixtral (arXiv 2401.04088) and DeepSeek-V2 (arXiv 2405.04434, group-limited); sigmoid routing
     with a bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     """
-    if _is_native(logits_TX) and not _is_compiling():
+    if _is_native(logits_TX) and not is_compiling():
         return _route_native(logits_TX, bias_E, moe)
     return torch.ops.longhelix.route(logits_TX, bias_E, *_routing(moe))
 
 
-_library.define(
+library.define(
     "route(Tensor logits_TX, Tensor? bias_E, int num_experts, int experts_per_token, bool shared, bool shared_gate, "
     "bool sigmoid, bool normalised, int num_groups, int groups_per_token, float scale) -> (Tensor, Tensor)"
 )
@@ -89,7 +87,7 @@ def _route_native(logits_TX, bias_E, moe):
     return weights_TY, experts_TY
 
 
-@torch.library.register_fake("longhelix::route", lib=_library)
+@torch.library.register_fake("longhelix::route", lib=library)
 def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
     shape = logits_TX.shape[0], per_token + shared
     return logits_TX.new_empty(shape), logits_TX.new_empty(shape, dtype=torch.int64)
@@ -135,7 +133,7 @@ def run_experts(
     weights_TY, experts_TY: as `route` gives them. Adds the rows of each expert to `experts.rows_e`. The sum is float32,
     rounded once.
     """
-    if experts.packed and _is_native(x_TH) and not _is_compiling():
+    if experts.packed and _is_native(x_TH) and not is_compiling():
         return _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
     return torch.ops.longhelix.run_experts(
         x_TH,
@@ -154,7 +152,7 @@ def run_experts(
     )
 
 
-_library.define(
+library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor weights_TY, Tensor experts_TY, Tensor norm, "
     "float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, bool packed) "
     "-> Tensor"
@@ -196,10 +194,10 @@ def _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
     return out_TH
 
 
-@torch.library.register_fake("longhelix::run_experts", lib=_library)
+@torch.library.register_fake("longhelix::run_experts", lib=library)
 def _(x_TH, *_):
     return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
 
 
-_library.impl("route", _route, "CompositeExplicitAutograd")
-_library.impl("run_experts", _run_experts, "CompositeExplicitAutograd")
+library.impl("route", _route, "CompositeExplicitAutograd")
+library.impl("run_experts", _run_experts, "CompositeExplicitAutograd")

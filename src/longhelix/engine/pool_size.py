@@ -1,0 +1,61 @@
+"""How many KV blocks a rank's pool holds: as many as were asked for, or as memory allows."""
+
+import warnings
+
+from longhelix.errors import UserError
+from longhelix.layout import HeadShape, Layout
+from longhelix.models.parameters import declare
+from longhelix.spec import ModelSpec, weight_bytes
+
+# What the pool may take of the memory that is free once the weights are in.
+_POOL_SHARE = 0.8
+
+
+def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int) -> int:
+    """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
+
+
+def affordable_blocks(
+    spec: ModelSpec,
+    layout: Layout,
+    weight_dtype: str,
+    kv_dtype: str,
+    block_tokens: int,
+    memory_bytes: int,
+    ranks: range,
+) -> int:
+    """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
+    elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
+    held_bytes = weight_bytes(elements, weight_dtype)
+    block_bytes = block_tokens * sum(kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
+    free_bytes = memory_bytes - held_bytes
+    affordable = int(free_bytes * _POOL_SHARE) // block_bytes
+    if affordable < 1:
+        raise UserError(
+            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
+            "free some, or use a smaller model or dtype",
+            "out_of_memory",
+        )
+    return affordable
+
+
+def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
+    """KV blocks of each KVP rank: what was asked for, or room for one longest request as far as memory allows."""
+    affordable_tokens = affordable * block_tokens * kvp
+    if asked_tokens is None:
+        wanted = -(-longest_tokens // block_tokens)
+        if wanted > affordable:
+            warnings.warn(
+                f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
+                stacklevel=3,
+            )
+        return min(wanted, affordable)
+    if not 1 <= asked_tokens <= affordable_tokens:
+        raise UserError(
+            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds 1 to "
+            f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
+            "out_of_memory",
+        )
+    return -(-asked_tokens // (block_tokens * kvp))

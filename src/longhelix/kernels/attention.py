@@ -1,0 +1,128 @@
+"""Partial attention, and the merge of its states. LSE is a natural logarithm in float32, everywhere."""
+
+import torch
+from torch import Tensor
+
+from longhelix.kernels import flashinfer, native, reference
+from longhelix.kernels.layer import KVLayer
+from longhelix.kernels.library import (
+    dense,
+    dense_rows,
+    format_arguments,
+    is_compiling,
+    layer_of,
+    library,
+    triton_kernels,
+)
+
+
+def partial_attention(
+    q_TqC: Tensor,
+    layer: KVLayer,
+    blocks_BJ: Tensor,
+    row_starts_B: Tensor,
+    limits_T: Tensor,
+    scale: float,
+    max_rows: int | None = None,
+    onto: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
+
+    q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_BJ (int64): each sequence's local
+    KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64):
+    how many local tokens a row sees. max_rows: the most rows of one sequence, which sizes a GPU's launches; None reads
+    it back from the GPU. onto: what this op returned for the same rows and other keys; it is merged in, and may be
+    overwritten. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0 gives 0
+    and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
+    """
+    if layer.format.packed and not is_compiling():
+        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto)
+    state = torch.ops.longhelix.partial_attention(
+        q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *format_arguments(layer)
+    )
+    return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
+
+
+library.define(
+    "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_BJ, Tensor row_starts_B, "
+    "Tensor limits_T, float scale, SymInt? max_rows, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
+)
+
+
+def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *format):
+    layer = layer_of(values, scales, q_TqC.shape[-1], *format)
+    if layer.format.packed:
+        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+    if (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
+        return planned
+    if q_TqC.is_cuda:
+        most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
+        table = blocks_BJ, row_starts_B, limits_T
+        return triton_kernels().partial_attention(
+            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows
+        )
+    return reference.partial_attention(q_TqC, *layer.keys_and_values(), blocks_BJ, row_starts_B, limits_T, scale)
+
+
+def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto=None):
+    rows, num_query_heads, _ = q_TqC.shape
+    q_TqC = dense_rows(q_TqC)
+    blocks_BJ = blocks_BJ if blocks_BJ.stride(1) == 1 else blocks_BJ.contiguous()
+    row_starts_B, limits_T = dense(row_starts_B), dense(limits_T)
+    if onto is None:
+        out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
+        lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
+    else:
+        out_TqC, lse_Tq = map(dense, onto)
+    native.module.attend(
+        q_TqC.data_ptr(),
+        native.NUMBERS[q_TqC.dtype],
+        q_TqC.stride(0),
+        layer.handle,
+        num_query_heads,
+        len(blocks_BJ),
+        blocks_BJ.data_ptr(),
+        blocks_BJ.stride(0),
+        blocks_BJ.shape[1],
+        row_starts_B.data_ptr(),
+        limits_T.data_ptr(),
+        scale,
+        out_TqC.data_ptr(),
+        lse_Tq.data_ptr(),
+        onto is not None,
+    )
+    return out_TqC, lse_Tq
+
+
+@torch.library.register_fake("longhelix::partial_attention", lib=library)
+def _(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, dtype, value_size, shared_values):
+    shape = q_TqC.shape[:2]
+    return q_TqC.new_empty(*shape, value_size), q_TqC.new_empty(shape, dtype=torch.float32)
+
+
+def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge N partial attentions over disjoint sets of keys into the attention over their union, exactly.
+
+    m = max of lse over N; weights exp(lse - m), summed in rank order in float32 (float64 for float64 input);
+    lse = m + log(sum). A shard with LSE -inf has weight 0, whatever its output holds; all empty gives 0 and -inf.
+    Any float dtype in, the same out: (out_TQC, lse_TQ). Source: Helix, arXiv 2507.07120, section 2.1.
+    """
+    return torch.ops.longhelix.merge_states(out_NTQC, lse_NTQ)
+
+
+library.define("merge_states(Tensor out_NTQC, Tensor lse_NTQ) -> (Tensor, Tensor)")
+
+
+def _merge_states(out_NTQC, lse_NTQ):
+    if out_NTQC.is_cuda and out_NTQC.dtype != torch.float64:
+        return triton_kernels().merge_states(out_NTQC, lse_NTQ)
+    return reference.merge_states(out_NTQC, lse_NTQ)
+
+
+@torch.library.register_fake("longhelix::merge_states", lib=library)
+def _(out_NTQC, lse_NTQ):
+    return out_NTQC.new_empty(out_NTQC.shape[1:]), lse_NTQ.new_empty(lse_NTQ.shape[1:])
+
+
+library.impl("partial_attention", _partial_attention, "CompositeExplicitAutograd")
+library.impl("merge_states", _merge_states, "CompositeExplicitAutograd")

@@ -1,0 +1,47 @@
+"""The torch library of our ops, and what their forms share.
+
+An op has a signature with shapes (letters in docs/shapes.md), a reference, fast forms, and a fake, so that graphs keep
+it whole. Registered as torch.ops.longhelix.*. Packed operands run the native CPU kernels, CUDA tensors the Triton
+kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs more
+than a small kernel does.
+"""
+
+import torch
+from torch import Tensor
+
+from longhelix.kernels import native
+from longhelix.kernels.layer import KVFormat, KVLayer
+
+library = torch.library.Library("longhelix", "DEF")
+is_compiling = torch.compiler.is_compiling
+
+
+def dense_rows(rows: Tensor) -> Tensor:
+    """Rows that are each one run of memory, at whatever distance from each other."""
+    if rows.stride(-1) == 1 and (rows.dim() == 2 or rows.stride(1) == rows.shape[2]):
+        return rows
+    return rows.contiguous()
+
+
+def dense(values: Tensor | None) -> Tensor | None:
+    return values if values is None or values.is_contiguous() else values.contiguous()
+
+
+def triton_kernels():
+    """The GPU kernels; Triton is not imported where there is no GPU."""
+    from longhelix.kernels import triton
+
+    return triton
+
+
+def format_arguments(layer: KVLayer) -> tuple[str, int, bool]:
+    return layer.format.dtype, layer.format.value_size, layer.format.shared_values
+
+
+def layer_of(values, scales, key_size, dtype, value_size, shared_values) -> KVLayer:
+    """The layer that an op was given, put together again from its tensors."""
+    packed = values.dtype == torch.uint8
+    block_tokens, num_kv_heads = (values.shape[2] * native.LANES, values.shape[0]) if packed else values.shape[2:4]
+    return KVLayer(
+        KVFormat(dtype, block_tokens, num_kv_heads, key_size, value_size, packed, shared_values), values, scales
+    )

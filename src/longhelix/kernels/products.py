@@ -1,0 +1,116 @@
+"""Rows: their products with weights, and some of them."""
+
+import torch
+from torch import Tensor
+
+from longhelix.kernels import native, reference
+from longhelix.kernels.library import dense, dense_rows, is_compiling, library
+from longhelix.kernels.weight import Weight
+
+
+def linear(
+    x_TX: Tensor,
+    weight: Weight,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
+
+    `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
+    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. Returns `dtype`, by default that of x.
+    """
+    dtype = dtype or x_TX.dtype
+    if weight.packed and not is_compiling():
+        return _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype)
+    return torch.ops.longhelix.linear(
+        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, *_weight_arguments(weight)
+    )
+
+
+library.define(
+    "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
+    "ScalarType dtype, str weight_dtype, int outputs, int depth, bool packed) -> Tensor"
+)
+
+
+def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, *weight):
+    if weight[-1]:
+        packed = Weight(values, *weight)
+        return _multiply_packed(x_TX, packed, bias, norm, norm_eps, swiglu, residual, dtype)
+    return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+
+
+def _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
+    outputs = weight.outputs // 2 if swiglu else weight.outputs
+    x_TX, norm, bias = dense_rows(x_TX), dense(norm), dense(bias)
+    if residual is not None:
+        residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
+    out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
+    native.module.linear(
+        x_TX.data_ptr(),
+        native.NUMBERS[x_TX.dtype],
+        x_TX.stride(0),
+        len(x_TX),
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        weight.handle,
+        0 if bias is None else bias.data_ptr(),
+        swiglu,
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out_TX.data_ptr(),
+        native.NUMBERS[dtype],
+        outputs,
+    )
+    return out_TX
+
+
+@torch.library.register_fake("longhelix::linear", lib=library)
+def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype, outputs, depth, packed):
+    return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
+
+
+def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:
+    """Rows `rows_t` (int64) of x_TX, in that order: x_tX."""
+    if native.module is not None and not x_TX.is_cuda and not is_compiling():
+        return _copy_rows(x_TX, rows_t)
+    return torch.ops.longhelix.take_rows(x_TX, rows_t)
+
+
+library.define("take_rows(Tensor x_TX, Tensor rows_t) -> Tensor")
+
+
+def _take_rows(x_TX, rows_t):
+    return x_TX.index_select(0, rows_t)
+
+
+def _copy_rows(x_TX, rows_t):
+    x_TX = dense_rows(x_TX)
+    x_tX = x_TX.new_empty(len(rows_t), x_TX.shape[1])
+    native.module.take_rows(
+        x_TX.data_ptr(),
+        x_TX.stride(0) * x_TX.element_size(),
+        x_TX.shape[1] * x_TX.element_size(),
+        rows_t.data_ptr(),
+        len(rows_t),
+        x_tX.data_ptr(),
+    )
+    return x_tX
+
+
+@torch.library.register_fake("longhelix::take_rows", lib=library)
+def _(x_TX, rows_t):
+    return x_TX.new_empty(rows_t.shape[0], x_TX.shape[1])
+
+
+library.impl("linear", _linear, "CompositeExplicitAutograd")
+library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
+
+
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, bool]:
+    return weight.dtype, weight.outputs, weight.depth, weight.packed
