@@ -132,9 +132,6 @@ def resolve(
         memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
     else:
         memories = [(psutil.virtual_memory().available, ranks)]
-    affordable = min(
-        affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
-    )
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)
@@ -146,7 +143,7 @@ def resolve(
         )
     scheduler = SchedulerConfig(
         kvp=layout.kvp,
-        num_blocks=affordable,
+        num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
@@ -154,6 +151,9 @@ def resolve(
         growth_limit_tokens=growth_limit_tokens,
         kvp_threshold_tokens=kvp_threshold_tokens or 0,
         batch_invariant=batch_invariant,
+    )
+    affordable = min(
+        affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
     )
     held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
     scheduler = replace(scheduler, num_blocks=held)
