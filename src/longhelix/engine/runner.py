@@ -152,8 +152,11 @@ class ModelRunner:
         for seq, work in zip(sequences, step.work, strict=True):
             token_ids += seq.token_ids[seq.length : seq.length + work.num_tokens]
             seq.add_blocks(work.new_blocks, self.kvp_rank, self.table)
-            advanced = self._advance(seq, work)
-            rows.append(advanced if self.kvp_rank in seq.holders else _NO_ROWS)
+            if self.kvp_rank in seq.holders:
+                rows.append(self._advance(seq, work))
+            else:
+                seq.length += work.num_tokens
+                rows.append(_NO_ROWS)
         held = [index for index, seq in enumerate(sequences) if self.kvp_rank in seq.holders]
         counts_B = torch.tensor([len(part.positions) for part in rows])
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
