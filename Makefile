@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
-RUN_DOCUMENTS := docs/architecture.md docs/shapes.md docs/dependencies.md
+RUN_DOCUMENTS := docs/architecture.md docs/shapes.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
 .PHONY: setup run test test-all sanitize check wheel bench bench-gpu clean
