@@ -261,7 +261,9 @@ class Requests:
         from longhelix.request import NewSequence, SamplingParams, Step
 
         params = SamplingParams()
-        new = tuple(NewSequence(id, (1,) * self.context, params, 0, self.context) for id in range(self.batch))
+        new = tuple(
+            NewSequence(id, (1,) * self.context, params, 0, self.context, spread=True) for id in range(self.batch)
+        )
         runner.admit(Step(0, new=new, work=(), ended=()))
         used = [0] * self.kvp
         for id, sequence in runner.sequences.items():
