@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_native_attention import UNIT, bits, seeded
 from test_native_linear import DTYPES, FLOATS, NARROW, Interval, inputs, matrix, name, wide
@@ -166,7 +166,9 @@ def test_experts_equal_products_one_by_one(rows, hidden, dtype, weight_dtype, pe
     weights_TY, experts_TY = some_taken(rows, 10, per_row, seed + 2)
     out_TH = run_experts(x_TH, experts, weights_TY, experts_TY, norm=norm, norm_eps=NORM_EPS, residual=residual)
     assert out_TH.dtype == dtype
-    summed(parts_one_by_one(x_TH, experts, experts_TY, norm), weights_TY, residual, dtype).assert_holds(out_TH)
+    parts_TYH = parts_one_by_one(x_TH, experts, experts_TY, norm)
+    assume(bool(parts_TYH.isfinite().all()))  # float16 may overflow between the products
+    summed(parts_TYH, weights_TY, residual, dtype).assert_holds(out_TH)
     counts_E = torch.bincount(experts_TY.flatten(), minlength=10)
     assert experts.rows_e.tolist() == [counts_E[id] for id in experts.ids]
     run_experts(x_TH, experts, weights_TY, experts_TY, norm=norm, norm_eps=NORM_EPS)

@@ -161,7 +161,10 @@ class Interval:
     high: np.ndarray
 
     def widened(self, by: np.ndarray | float) -> "Interval":
-        return Interval(self.low - by, self.high + by)
+        """By `by` on either side; an end that is infinite stays so."""
+        with np.errstate(invalid="ignore"):
+            ends = (self.low, self.low - by), (self.high, self.high + by)
+            return Interval(*(np.where(np.isinf(end), end, moved) for end, moved in ends))
 
     def rounded(self, dtype: torch.dtype) -> "Interval":
         """To nearest in `dtype`, which keeps order. float32 has rounded what it was computed from by a unit."""
@@ -186,7 +189,8 @@ class Interval:
         values = actual.double().numpy()
         assert values.shape == self.low.shape
         inside = (self.low <= values) & (values <= self.high)  # infinity lies from infinity to infinity
-        outside = np.maximum(self.low - values, values - self.high)[~inside]
+        low, high, beyond = self.low[~inside], self.high[~inside], values[~inside]
+        outside = np.maximum(low - beyond, beyond - high)
         assert inside.all(), f"{len(outside) / inside.size:.2%} outside, by up to {outside.max():.3g}"
 
 
