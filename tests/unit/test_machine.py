@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
+from longhelix.bench.suite import configure
 from longhelix.engine import machine as machine_module
-from longhelix.engine.config import EngineConfig, resolve
+from longhelix.engine.config import EngineConfig
 from longhelix.engine.machine import machine
 from longhelix.errors import UserError
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.presets import load_system, local_system_path, write_system
 from longhelix.spec import KV_DTYPES
 
@@ -54,21 +54,7 @@ def test_gpus_are_the_preset_in_their_name(monkeypatch, names, system):
 
 
 def test_the_configuration_carries_the_machine_to_the_ranks():
-    config = resolve(
-        open_checkpoint("builtin"),
-        Layout(),
-        dtype=None,
-        weight_dtype=None,
-        kv_dtype=None,
-        max_model_len=None,
-        rope_scaling=None,
-        kv_cache_tokens=None,
-        chunk_tokens=512,
-        block_tokens=16,
-        placement="striped",
-        growth_limit_tokens=4096,
-        device="cpu",
-    )
+    config = configure("builtin", Layout(), [64], weight_dtype=None, kv_dtype=None)
     assert config.system == load_system("cpu")
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig)
     assert sent == config

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from longhelix.engine.config import resolve
+from longhelix.bench.suite import configure
 from longhelix.engine.parts import _PART_S, Parts
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.perf.attention import overlap
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
@@ -18,21 +17,7 @@ from longhelix.request import SequenceWork, Step
 
 pytestmark = pytest.mark.unit
 
-BUILTIN = resolve(
-    open_checkpoint("builtin"),
-    Layout(kvp=2),
-    dtype=None,
-    weight_dtype=None,
-    kv_dtype=None,
-    max_model_len=None,
-    rope_scaling=None,
-    kv_cache_tokens=None,
-    chunk_tokens=512,
-    block_tokens=16,
-    placement="striped",
-    growth_limit_tokens=4096,
-    device="cpu",
-)
+BUILTIN = configure("builtin", Layout(kvp=2), [8192], weight_dtype=None, kv_dtype=None)
 SLOW_LINK = load_system("cpu").replaced({"scale_out.bytes_per_s": 5e6, "scale_out.latency_s": 1e-4}, "test")
 SLOW_LATENCY = load_system("cpu").replaced({"scale_out.latency_s": 1.0}, "test")
 

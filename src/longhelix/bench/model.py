@@ -49,9 +49,9 @@ class RankModel:
         used = [0] * self.config.layout.kvp
         requests = []
         for index, context in enumerate(contexts):
-            blocks = []
+            place, blocks = self.place(context, index), []
             for position in range(0, context, self.config.scheduler.block_tokens):
-                owner = self.place(context, index).owner(position)
+                owner = place.owner(position)
                 blocks.append(Block(owner, used[owner]))
                 used[owner] += 1
             requests.append(tuple(blocks))
