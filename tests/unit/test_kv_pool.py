@@ -1,8 +1,15 @@
+import psutil
 import pytest
 import torch
 
 from longhelix.cache.pool import KVPool
+from longhelix.engine import host
+from longhelix.engine.config import resolve
+from longhelix.engine.rank import new_pool
+from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, native
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -112,3 +119,34 @@ def test_the_pool_is_on_the_device_asked_for():
     pool = KVPool(KVFormat("bfloat16", 16, 8, 128, 128, packed=False), 1, 10**6, META)
     assert [layer.values.device.type for layer in pool.layers] == ["meta"]
     assert pool.num_bytes == 2 * 10**6 * 16 * 8 * 128 * 2
+
+
+@pytest.fixture
+def config():
+    return resolve(
+        open_checkpoint("builtin"), Layout(kvp=2), dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
+        rope_scaling=None, kv_cache_tokens=8192, chunk_tokens=512, block_tokens=16, placement="striped",
+        growth_limit_tokens=4096, device="cpu",
+    )  # fmt: skip
+
+
+def test_a_pool_has_its_memory_from_the_start(config):
+    """The system's count of what this process really has, against the formula."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = new_pool(config, 0, config.scheduler.num_blocks)
+    taken = process.memory_info().rss - before
+    assert pool.num_bytes == 4096 * config.kv_bytes_per_token(0) > 2**26
+    # A little may be memory that this process had before.
+    assert 0.85 * pool.num_bytes < taken < 1.1 * pool.num_bytes
+
+
+def test_memory_that_went_to_others_meanwhile_is_refused_in_words(config, monkeypatch):
+    """Of thirty layers the sixth finds less than both ranks are about to take."""
+    layer_bytes = 4096 * config.kv_bytes_per_token(0) // 30
+    free = iter([2 * layer_bytes] * 5 + [2 * layer_bytes - 1])
+    monkeypatch.setattr(host, "available_bytes", lambda: next(free))
+    words = f"needs {2 * 25 * layer_bytes} bytes more, but {2 * layer_bytes - 1} are free"
+    with pytest.raises(UserError, match=words) as refused:
+        new_pool(config, 0, config.scheduler.num_blocks)
+    assert refused.value.code == "out_of_memory"

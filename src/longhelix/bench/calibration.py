@@ -1,6 +1,5 @@
 """Calibration: the system "local" from what this machine was measured to do."""
 
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 
 from longhelix.bench import collectives, decode, memory, prefill
@@ -16,6 +14,7 @@ from longhelix.bench.environment import last_level_cache_bytes
 from longhelix.bench.formulas import linear_flops
 from longhelix.bench.measure import interleave
 from longhelix.bench.world import Row, collect
+from longhelix.engine import host
 from longhelix.engine.config import EngineConfig
 from longhelix.kernels import Weight, linear, make_weight, native
 from longhelix.kernels.tape import Tape
@@ -61,7 +60,7 @@ class MachineJob(msgspec.Struct, frozen=True, tag=True):
 
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        native.set_num_threads(os.cpu_count() or 1)
+        native.set_num_threads(host.cores())
         calls = {"kernels": _tiny_kernels(), "matmul": memory.multiplier(torch.float32)}
         timings = interleave(calls, self.repeats)
         yield {
@@ -77,7 +76,7 @@ class ProductsJob(msgspec.Struct, frozen=True, tag=True):
 
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        native.set_num_threads(os.cpu_count() or 1)
+        native.set_num_threads(host.cores())
         weights = {dtype: _square(dtype) for dtype in PRODUCT_DTYPES}
         for rows in PRODUCT_ROWS:
             x_TX = torch.randn(rows, _PRODUCT_SIZE).bfloat16()
@@ -178,7 +177,7 @@ def _first(machine: Row) -> dict[str, Row]:
     """The system before its fits, which replace the guesses."""
     values = {
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
-        "memory_bytes": (psutil.virtual_memory().total, "measured: memory of this machine, which its ranks share"),
+        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
         "cache_bytes": (last_level_cache_bytes() or 1 << 25, "measured: the last-level cache, 32 MiB where none tells"),
         "memory_efficiency": (0.8, "guess"),
         "compute_efficiency": (0.8, "guess"),

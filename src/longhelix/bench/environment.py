@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-import psutil
+from longhelix.engine import host
 
 # Above this many runnable processes at the start, the machine is called busy.
 IDLE_LOAD = 0.5
@@ -16,15 +16,14 @@ def environment(date: str) -> dict[str, object]:
     """What the numbers depend on, besides the code: machine, versions, and what else was running when it began."""
     from longhelix.kernels import native
 
-    memory = psutil.virtual_memory()
     return {
         "date": date,
         "cpu": _cpu_model(),
         "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
-        "cores": os.cpu_count(),
+        "cores": host.cores(),
         "last_level_cache_bytes": last_level_cache_bytes(),
-        "memory_bytes": memory.total,
-        "available_memory_bytes": memory.available,
+        "memory_bytes": host.memory_bytes(),
+        "available_memory_bytes": host.available_bytes(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row
+from longhelix.engine import host
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.launch import rank_environment
 
@@ -176,4 +175,4 @@ def beside(rows: Sequence[Row]) -> list[Row]:
 def _fits(config: EngineConfig, context: int) -> bool:
     """Whether a peer that holds this KV in bfloat16 more than once finds the memory for it."""
     kv_bytes = context * config.spec.kv_bytes_per_token("bfloat16", config.spec.num_kv_heads)
-    return _COPIES * kv_bytes < psutil.virtual_memory().available
+    return _COPIES * kv_bytes < host.available_bytes()

@@ -1,6 +1,5 @@
 """Benchmarks put together: each part adds its tables, and those of its peers, to one report."""
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from longhelix.bench.memory import check_native
 from longhelix.bench.peers import Peers
 from longhelix.bench.report import Report
 from longhelix.bench.world import Row
+from longhelix.engine import host
 from longhelix.engine.config import EngineConfig, resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
@@ -74,7 +74,7 @@ class Suite:
         repeats: int,
     ) -> None:
         """Attention over `context` tokens and products; `threads`: all cores if empty."""
-        threads = threads or (os.cpu_count() or 1,)
+        threads = threads or (host.cores(),)
         _check_positive("context", context)
         _check_positive("head-size", *head_sizes)
         _check_positive("group", *groups)

@@ -1,13 +1,11 @@
 """The engine's configuration: composed from what the user said, checked against the model, resolved once."""
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
+from longhelix.engine import host
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.engine.machine import machine
 from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks
@@ -124,14 +122,14 @@ def resolve(
             "runs, but many times slower; install GCC 12 or later and then longhelix again, or install a wheel of it",
             stacklevel=2,
         )
-    cores = os.cpu_count() or 1
+    cores = host.cores()
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
     ranks = range(layout.world_size)
     if device == "cuda":
         memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
     else:
-        memories = [(psutil.virtual_memory().available, ranks)]
+        memories = [(host.available_bytes(), ranks)]
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
+from longhelix.engine import host
 from longhelix.engine.config import EngineConfig
+from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, flashinfer, native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.checkpoint import open_checkpoint
@@ -48,14 +50,36 @@ def load_model(config: EngineConfig, mesh: Mesh, progress: Callable[[int], None]
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
-    """This rank's pool of `num_blocks` KV blocks; contents undefined."""
+    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started is
+    not any more."""
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
     mla = spec.mla
     sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
     block_tokens = config.scheduler.block_tokens
     format = KVFormat.choose(config.kv_dtype, block_tokens, num_kv_heads, *sizes, device, shared_values=mla is not None)
-    return KVPool(format, spec.num_layers, num_blocks, device)
+    pool = KVPool(format, spec.num_layers, num_blocks, device)
+    if device.type == "cpu":
+        _take_memory(pool, config.layout.world_size)
+    return pool
+
+
+def _take_memory(pool: KVPool, sharers: int) -> None:
+    """Write to all of a pool now, layer by layer: what the system has only promised, another engine may be promised as
+    well. `sharers` ranks do so at the same time."""
+    for index, layer in enumerate(pool.layers):
+        tensors = [values for values in (layer.values, layer.scales) if values is not None]
+        needed_bytes = sharers * sum(values.nbytes for values in tensors)
+        free_bytes = host.available_bytes()
+        if free_bytes < needed_bytes:
+            left_bytes = needed_bytes * (len(pool.layers) - index)
+            raise UserError(
+                f"the KV cache needs {left_bytes} bytes more, but {free_bytes} are free: other processes have taken "
+                "memory since the engine started; end some, or lower --kv-cache-tokens or --max-model-len",
+                "out_of_memory",
+            )
+        for values in tensors:
+            values.zero_()
 
 
 def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:

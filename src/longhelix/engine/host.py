@@ -1,0 +1,86 @@
+"""What of this host's cores and memory this process may use: containers are given less than the host has.
+
+Sources: cpuset by sched_getaffinity(2); cpu.max and memory.max of cgroup v2, cpu.cfs_quota_us and
+memory.limit_in_bytes of v1 (the kernel's admin-guide/cgroup-v2.rst and cgroup-v1). A limit holds for a group and all
+groups in it, so the way up to the root counts.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_ROOT = Path("/")
+_NO_LIMIT_BYTES = 2**60  # v1 writes the largest multiple of a page where there is none
+
+
+def cores(root: Path = _ROOT) -> int:
+    """Cores that this process can keep busy: those it may run on, at most as many as its quota pays for."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(int(min([affinity, *_quotas(root)])), 1)
+
+
+def memory_bytes(root: Path = _ROOT) -> int:
+    """Memory that this process and those it shares limits with may have together."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(root))])
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Memory that this process can still take without swapping, of the host's and of every limit on the way."""
+    return max(min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits(root))]), 0)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores' worth of time of each group that this process is in, where that is limited."""
+    for group in _groups(root, ""):
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            yield int(quota) / int(period)
+    for group in _groups(root, "cpu"):
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        if quota is not None and quota > 0 and period:
+            yield quota / period
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Of each group that this process is in and that is limited: bytes that it may have, and those that it has. Files
+    that were only read do not count: they go when memory is wanted."""
+    names = (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for controller, limit_name, used_name, file_name in names:
+        for group in _groups(root, controller):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
+                yield limit, used - _statistic(group, file_name)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The group of this process and all above it; `controller` is empty for v2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / (controllers if controller else "")
+            mount = mount if mount.is_dir() else mount.parent / controller
+            below = Path(path.lstrip("/"))
+            # In a container the path may be the host's, of which only the mount, its own group, can be seen.
+            yield from (mount / group for group in (below, *below.parents) if (mount / group).is_dir())
+
+
+def _statistic(group: Path, name: str) -> int:
+    lines = (line.split() for line in _read(group / "memory.stat").splitlines())
+    return next((int(value) for key, value in lines if key == name), 0)
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
