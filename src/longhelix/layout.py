@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from longhelix.errors import UserError
+from longhelix.values import whole
+
+_MOST_RANKS = 2**20
 
 
 def split(total: int, parts: int) -> tuple[range, ...]:
@@ -60,8 +63,8 @@ class Layout:
         self, kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1, ffn_replicas: int = 1
     ) -> None:
         """Raises UserError where a degree is below 1 or the products do not match."""
-        for name, degree in (("kvp", kvp), ("tpa", tpa), ("ep", ep), ("pp", pp), ("ffn_replicas", ffn_replicas)):
-            _check_degree(name, degree)
+        kvp, tpa, ep, pp = _degree("kvp", kvp), _degree("tpa", tpa), _degree("ep", ep), _degree("pp", pp)
+        ffn_replicas = _degree("ffn_replicas", ffn_replicas)
         num_ranks, copies = kvp * tpa, ep * ffn_replicas
         if num_ranks % copies:
             # Copies of the FFN divide the ranks first, then experts divide what each copy has.
@@ -77,7 +80,7 @@ class Layout:
             )
         if tpf is None:
             tpf = num_ranks // copies
-        _check_degree("tpf", tpf)
+        tpf = _degree("tpf", tpf)
         if tpf * copies != num_ranks:
             raise UserError(
                 f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks, but tpf * ep = {tpf} * {copies} = {tpf * copies}: "
@@ -201,6 +204,5 @@ class Layout:
         return split(vocab_size, self.num_ranks)[self.stage_rank(rank)]
 
 
-def _check_degree(name: str, degree: int) -> None:
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        raise UserError(f"{name} is {degree!r}: set it to a whole number of 1 or more", "invalid_layout")
+def _degree(name: str, degree: object) -> int:
+    return whole(name, degree, 1, _MOST_RANKS, code="invalid_layout")

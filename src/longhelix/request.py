@@ -10,8 +10,15 @@ from dataclasses import dataclass, field
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
+from longhelix.values import flag, items, real, text, whole
 
 MAX_LOGPROBS = 100
+MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters: every new token is looked at for all of them
+_MOST_STOP_IDS = 1024
+# Below, the logits' distances overflow float32, and the draw is greedy in all but name; a penalty likewise.
+_LEAST_TEMPERATURE = 1e-5
+_MOST_PENALTY = 1e6
 # HOP-B cuts a chunk into parts of at least so many rows: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64
 
@@ -23,6 +30,7 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the filters off.
     Draws are keyed by (seed, position): the same seed gives the same tokens in any batch. `stop` strings end the
     text before themselves. logprobs: the N best of the model's own distribution at each new token (None: none).
+    Every value is checked for type and range, whoever makes it: Python, the command line, a message.
     """
 
     max_new_tokens: int = 128
@@ -38,23 +46,44 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        rules = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1 is off), and finite"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
-        )
-        for name, holds, allowed in rules:
-            if not holds:
-                raise UserError(f"{name} is {getattr(self, name)!r}: set it {allowed}")
-        if isinstance(self.stop, str):
-            raise UserError(f"stop is the string {self.stop!r}: give a tuple of strings")
-        if any(not text for text in self.stop):
-            raise UserError("a stop string is empty: give at least one character")
+        """Raises UserError for what no request can have; keeps plain Python values."""
+        checked = {
+            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS),
+            "temperature": real(
+                "temperature",
+                self.temperature,
+                lambda value: value == 0 or _LEAST_TEMPERATURE <= value < math.inf,
+                f"0 (greedy), or {_LEAST_TEMPERATURE} or more, and finite",
+            ),
+            "top_k": whole("top_k", self.top_k, 0, MOST_TOKENS, " (0 is off)"),
+            "top_p": real("top_p", self.top_p, lambda value: 0 < value <= 1, "a number above 0 and at most 1 (off)"),
+            "min_p": real("min_p", self.min_p, lambda value: 0 <= value <= 1, "a number from 0 (off) to 1"),
+            "repetition_penalty": real(
+                "repetition_penalty",
+                self.repetition_penalty,
+                lambda value: 1 / _MOST_PENALTY <= value <= _MOST_PENALTY,
+                f"a number from {1 / _MOST_PENALTY} to {_MOST_PENALTY} (1 is off)",
+            ),
+            "seed": None if self.seed is None else whole("seed", self.seed, 0, 2**63 - 1),
+            "stop": tuple(_stop_string(string) for string in items("stop", self.stop, _MOST_STOPS, "strings")),
+            "stop_token_ids": tuple(
+                whole("a stop token id", token_id, 0, MOST_TOKENS)
+                for token_id in items("stop_token_ids", self.stop_token_ids, _MOST_STOP_IDS, "token ids")
+            ),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "logprobs": None if self.logprobs is None else whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def _stop_string(value: object) -> str:
+    string = text("a stop string", value)
+    if not string:
+        raise UserError("a stop string is empty: give at least one character")
+    if len(string) > _LONGEST_STOP:
+        raise UserError(f"a stop string has {len(string)} characters: give at most {_LONGEST_STOP}")
+    return string
 
 
 @dataclass(frozen=True)
@@ -120,11 +149,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution."""
+    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution.
+
+    error: why there is none, where choosing it failed; the request ends, and others go on.
+    """
 
     sequence_id: int
     token_id: int
     logprobs: Mapping[int, float] = field(default_factory=dict)
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def wait_for(find, count, timeout_s=30):
 
 
 MISTAKES = {
-    "kvp is 0": (["--kvp", 0], "kvp is 0: set it to a whole number of 1 or more"),
+    "kvp is 0": (["--kvp", 0], "kvp is 0: set it to a whole number from 1"),
     "tpa above the query heads": (["--tpa", 10], "tpa is 10, but the model has 9 query heads: set tpa to 9 or less"),
     "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
     "a threshold beside a placement": (
@@ -188,8 +188,8 @@ MISTAKES = {
     "beyond max-model-len": (["--max-model-len", 40], "37 prompt tokens plus 8 new tokens exceed --max-model-len 40"),
     "beyond the pool": (["--kv-cache-tokens", 16], "set --kv-cache-tokens to at least 48"),
     "pool beyond memory": (["--kv-cache-tokens", "1000G"], "set --kv-cache-tokens to at most"),
-    "no block": (["--block-tokens", 0], "block_tokens is 0: set it to 1 or more"),
-    "no chunk": (["--chunk-tokens", 0], "chunk_tokens is 0: set it to 1 or more"),
+    "no block": (["--block-tokens", 0], "block_tokens is 0: set it to a whole number from 1"),
+    "no chunk": (["--chunk-tokens", 0], "chunk_tokens is 0: set it to a whole number from 1"),
     "no pool": (["--kv-cache-tokens", 0], "kv_cache_tokens is 0"),
     "a limit inside a block": (
         ["--placement", "growing", "--growth-limit-tokens", 20],
@@ -201,7 +201,7 @@ MISTAKES = {
     "rope settings that are not JSON": (["--rope-scaling", "{yarn"], "--rope-scaling is not JSON"),
     "unknown rope type": (["--rope-scaling", '{"type": "spiral"}'], "use one of default, linear, dynamic, llama3"),
     "unknown rope key": (["--rope-scaling", '{"rope_tipe": "linear"}'], "unknown rope setting 'rope_tipe'"),
-    "negative temperature": (["--temperature", -1], "temperature is -1.0: set it 0 (greedy) or more"),
+    "negative temperature": (["--temperature", -1], "temperature is -1.0: set it to 0 (greedy), or"),
     "both prompts": (["--prompt-file", "x"], "give one of --prompt and --prompt-file"),
     "no chat template": (["--chat"], "no chat template"),
 }  # fmt: skip

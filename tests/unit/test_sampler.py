@@ -267,7 +267,7 @@ def test_logprobs_of_the_whole_vocabulary_sum_to_one():
     ],
 )
 def test_sampling_settings_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(UserError, match=f"^{name} is {value!r}: set it "):
+    with pytest.raises(UserError, match=f"^{name} is {value!r}: set it to "):
         SamplingParams(**{name: value})
 
 

@@ -501,7 +501,7 @@ def test_a_request_that_fills_the_pool_to_the_last_token_runs():
 
 @pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
 def test_a_setting_below_one_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} is 0: set it to 1 or more"):
+    with pytest.raises(UserError, match=f"{name} is 0: set it to a whole number from 1"):
         config(**{name: 0})
 
 
@@ -629,3 +629,43 @@ def test_no_request_needs_more_of_a_rank_than_the_longest(placement, threshold_t
         for rank in range(3)
     ]
     assert settings.longest_local_tokens == max(needed)
+
+
+class Counted(Request):
+    """Counts how often its id is asked for."""
+
+    asked = 0
+
+    def __getattribute__(self, name):
+        if name == "id":
+            Counted.asked += 1
+        return super().__getattribute__(name)
+
+
+def test_cancelling_a_request_in_the_queue_looks_at_no_other():
+    scheduler = Scheduler(config(max_running=1))
+    sampling = SamplingParams(max_new_tokens=1)
+    for request_id in range(2_000):
+        scheduler.add(Counted(request_id, (1,), sampling, frozenset(), 0, 0.0))
+    Counted.asked = 0
+    assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [(0, 0)] * 1_000
+    assert scheduler.end(1_500) is None
+    assert Counted.asked == 0
+    assert [new.id for new in scheduler.schedule().new] == [0]
+
+
+def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
+    scheduler = Scheduler(config())
+    for request_id in (1, 2):
+        scheduler.add(request(request_id, 3, 5))
+    step = scheduler.schedule()
+    events = scheduler.complete(
+        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.num_tokens, 0)
+    )
+    assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
+    assert events[0].sampled.error == "ValueError: no"
+    step = scheduler.schedule()
+    assert step.ended == (1,)
+    assert [work.id for work in step.work] == [2]
+    scheduler.end(2)
+    assert [allocator.available for allocator in scheduler._allocators] == [100, 100]

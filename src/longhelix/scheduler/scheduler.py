@@ -4,16 +4,17 @@ It is the only decision maker: admission, blocks, chunks, ends. It never needs a
 next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, BlockAllocator
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
-from longhelix.request import NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
+from longhelix.request import MOST_TOKENS, NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
+from longhelix.values import flag, whole
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class SchedulerConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "chunk_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: set it to 1 or more")
-        if self.kvp_threshold_tokens < 0:
-            raise UserError(f"kvp_threshold_tokens is {self.kvp_threshold_tokens}: set it to 0 or more")
+        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
+        for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
+        flag("batch_invariant", self.batch_invariant)
         self.place(1, 1, start=0)  # refuses a policy that cannot be
 
     def policy(self, prompt_tokens: int, capacity_tokens: int) -> str:
@@ -69,7 +70,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A request's new token (None where a stop token ended it), and why it ended, if it did.
+    """A request's new token (None where a stop token ended it), and why it ended, if it did; `sampled.error` where that
+    was an error.
 
     A request that ends here is gone; `kv_tokens_per_rank` says what it held.
     """
@@ -113,7 +115,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[int, Request] = OrderedDict()  # cancelled anywhere at the cost of one
         self._running: dict[int, _Sequence] = {}
         self._ended: list[int] = []
         self._next_step_id = 0
@@ -144,7 +146,7 @@ class Scheduler:
                 f"at least {max(needed) * block_tokens * self.config.kvp}, or lower --max-new-tokens",
                 "kv_cache_exceeded",
             )
-        self._waiting.append(request)
+        self._waiting[request.id] = request
 
     def schedule(self) -> Step | None:
         """The next step, or None if there is nothing to run: all decodes, then prompt chunks, oldest first."""
@@ -189,10 +191,7 @@ class Scheduler:
         """
         seq = self._running.pop(request_id, None)
         if seq is None:
-            waiting = [request for request in self._waiting if request.id != request_id]
-            found = len(waiting) < len(self._waiting)
-            self._waiting = deque(waiting)
-            return (0,) * self.config.kvp if found else None
+            return None if self._waiting.pop(request_id, None) is None else (0,) * self.config.kvp
         held: list[list[int]] = [[] for _ in self._allocators]
         for owner, block_id in zip(seq.owners, seq.block_ids, strict=True):
             held[owner].append(block_id)
@@ -228,14 +227,14 @@ class Scheduler:
     def _admit(self) -> tuple[NewSequence, ...]:
         new = []
         while self._waiting and len(self._running) < self.config.max_running:
-            request = self._waiting[0]
+            request = next(iter(self._waiting.values()))
             placement = self._place(request, self._start(request))
             needed = self._blocks_needed(request, placement)
             if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
                 break
             for count, allocator in zip(needed, self._allocators, strict=True):
                 allocator.reserve(count)
-            self._waiting.popleft()
+            del self._waiting[request.id]
             self._running[request.id] = _Sequence(request, placement, needed)
             new.append(
                 NewSequence(
@@ -265,6 +264,8 @@ class Scheduler:
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]
         request = seq.request
+        if sampled.error:
+            return TokenEvent(request.id, sampled, "error", self.end(request.id) or ())
         seq.output.append(sampled.token_id)
         if sampled.token_id in request.stop_token_ids:
             return TokenEvent(request.id, None, "stop", self.end(request.id) or ())

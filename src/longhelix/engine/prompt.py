@@ -1,0 +1,79 @@
+"""What users give as a prompt, as token ids."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from longhelix.errors import UserError
+from longhelix.values import shown
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list; raises UserError for what is neither."""
+    if isinstance(prompts, str) or _is_array(prompts) or (_is_sequence(prompts) and _holds_ids(prompts)):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise UserError(f"the prompts are {shown(prompts)}: give text, token ids, or a list of those")
+    return list(prompts)
+
+
+def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]":
+    """The ids of a prompt that is none of text: whole numbers of any kind, checked against the vocabulary.
+
+    Raises UserError, for more than `most` of them before any is looked at.
+    """
+    if not (_is_sequence(prompt) or _is_array(prompt)):
+        raise UserError(f"a prompt is {shown(prompt)}: give text, or a list of token ids")
+    count = _length(prompt)
+    if count > most:
+        raise UserError(
+            f"the prompt has {count} tokens, but --max-model-len is {most}: shorten the prompt, or set --max-model-len "
+            f"to more than {count}",
+            "context_length_exceeded",
+        )
+    ids = np.asarray(prompt) if _is_array(prompt) else _numbers(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise UserError(f"a prompt is {shown(prompt)}: its token ids must be whole numbers, one after the other")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise UserError(f"prompt token {wrong[0]} is outside the model's vocabulary of {vocab_size}")
+    return array("i", ids.astype(np.int32).tobytes())
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, (list, tuple, range, array))
+
+
+def _is_array(value: object) -> bool:
+    """numpy's arrays, and what gives one, such as torch's tensors."""
+    return hasattr(value, "__array__") and hasattr(value, "__len__") and getattr(value, "ndim", 0) > 0
+
+
+def _holds_ids(values: Sequence[object]) -> bool:
+    return _length(values) > 0 and isinstance(values[0], (int, np.integer))
+
+
+def _length(values: Sequence[object]) -> int:
+    try:
+        return len(values)
+    except OverflowError as error:  # of a range that no memory holds
+        raise UserError(f"a prompt is {shown(values)}: that is too long") from error
+
+
+def _numbers(values: Sequence[object]) -> np.ndarray:
+    """Python's and numpy's whole numbers as an array; True and 2.0 are none."""
+    wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
+    if wrong is not None:
+        first = next(value for value in values if type(value) is wrong)
+        raise UserError(f"a prompt token is {shown(first)}: token ids are whole numbers")
+    try:
+        return np.fromiter(values, dtype=np.int64, count=len(values))
+    except OverflowError as error:
+        raise UserError(f"a prompt token of {shown(values)} is outside of every vocabulary") from error
+
+
+def _is_whole(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and not issubclass(kind, bool)

@@ -1,0 +1,83 @@
+"""Values from outside: of the type, in the range and of the number asked for, or refused in a sentence.
+
+Whoever takes a value from a user checks it here before anything is done with it. What is returned is a plain Python
+value, so that numpy's numbers are as welcome as Python's. `name` is what the user calls the value, and `allowed` ends
+the sentence "NAME is VALUE: set it to ...".
+"""
+
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Sized
+
+from longhelix.errors import UserError
+
+_LONGEST_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: what Python would write, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # of huge whole numbers, and of whatever users make
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def refused(name: str, value: object, allowed: str, code: str = "invalid_argument") -> UserError:
+    return UserError(f"{name} is {shown(value)}: set it to {allowed}", code)
+
+
+def whole(name: str, value: object, least: int, most: int, note: str = "", code: str = "invalid_argument") -> int:
+    """A whole number from `least` to `most`; True and 2.0 are none."""
+    allowed = f"a whole number from {least} to {most}{note}"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # anything may come, and raises if it is none
+    except Exception as error:
+        raise refused(name, value, allowed, code) from error
+    if isinstance(value, bool) or not least <= number <= most:
+        raise refused(name, value, allowed, code)
+    return number
+
+
+def real(name: str, value: object, holds: Callable[[float], bool], allowed: str) -> float:
+    """A number of which `holds` is true; what is no number or is NaN is refused."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise refused(name, value, allowed)
+    try:
+        number = float(value)
+    except Exception as error:  # too large, or whatever users make
+        raise refused(name, value, allowed) from error
+    if not holds(number):  # nothing holds of NaN
+        raise refused(name, value, allowed)
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise refused(name, value, "True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """A string that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise refused(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} has half a surrogate pair at character {error.start}: take it out") from error
+    return value
+
+
+def items(name: str, value: object, most: int, of: str) -> tuple[object, ...]:
+    """The items of a list, a tuple or the like, `most` at the most; `of` says what they are to be."""
+    if isinstance(value, (str, bytes)):
+        raise UserError(f"{name} is the string {shown(value)}: give a tuple of {of}")
+    if not (isinstance(value, Iterable) and isinstance(value, Sized)):
+        raise refused(name, value, f"a tuple of {of}")
+    try:
+        if len(value) <= most:
+            return tuple(value)
+    except Exception as error:  # of whatever users make
+        raise refused(name, value, f"a tuple of {of}") from error
+    raise UserError(f"{name} has {len(value)} {of}: give at most {most}")

@@ -1,0 +1,141 @@
+"""Values from outside: settings, layouts and prompts take what they can and refuse the rest in a sentence."""
+
+import dataclasses
+import math
+from array import array
+from fractions import Fraction
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anything import VALUES
+from longhelix import Layout, SamplingParams, UserError
+from longhelix.engine.prompt import as_prompts, token_ids
+from longhelix.scheduler.scheduler import SchedulerConfig
+
+pytestmark = pytest.mark.unit
+
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+
+
+def assert_sentence(error):
+    """Short, and can be written."""
+    assert 10 < len(str(error).encode()) < 400
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_sentence(settings):
+    try:
+        params = SamplingParams(**settings)
+    except UserError as refused:
+        assert_sentence(refused)
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    plain = {int, float, str, bool, tuple, type(None)}
+    assert {type(getattr(params, name)) for name in FIELDS} <= plain
+    assert {type(item) for item in params.stop} <= {str}
+    assert {type(item) for item in params.stop_token_ids} <= {int}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("stop", ("\ud800",), "half a surrogate pair at character 0"),
+        ("stop", ("a",) * 65, "has 65 strings: give at most 64"),
+        ("stop", ("a" * 1001,), "has 1001 characters: give at most 1000"),
+        ("stop", (5,), "a stop string is 5: set it to a string"),
+        ("stop", b"ab", "give a tuple of strings"),
+        ("top_k", 10**20, "set it to a whole number from 0 to 2147483647"),
+        ("top_k", 5.5, "set it to a whole number"),
+        ("top_k", True, "set it to a whole number"),
+        ("max_new_tokens", 2.0, "set it to a whole number"),
+        ("max_new_tokens", "12", "set it to a whole number"),
+        ("stop_token_ids", (10**20,), "set it to a whole number from 0 to 2147483647"),
+        ("stop_token_ids", 5, "stop_token_ids is 5: set it to a tuple of token ids"),
+        ("temperature", "warm", "temperature is 'warm': set it to 0"),
+        ("temperature", True, "temperature is True"),
+        ("temperature", 1e-300, "set it to 0 (greedy), or 1e-05 or more"),
+        ("temperature", 10**400, "set it to 0"),
+        ("top_p", math.nan, "top_p is nan"),
+        ("repetition_penalty", 1e300, "set it to a number from"),
+        ("ignore_eos", 1, "ignore_eos is 1: set it to True or False"),
+        ("seed", 1.5, "seed is 1.5"),
+        ("logprobs", "all", "logprobs is 'all'"),
+    ],
+)
+def test_what_no_request_can_have_is_refused_in_words(name, value, words):
+    with pytest.raises(UserError) as refused:
+        SamplingParams(**{name: value})
+    assert words in str(refused.value)
+
+
+def test_numbers_of_numpy_are_welcome():
+    params = SamplingParams(
+        max_new_tokens=np.int32(7), top_k=np.uint8(5), temperature=np.float32(0.5), top_p=Fraction(1, 2),
+        seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=["x"], logprobs=np.int8(2),
+    )  # fmt: skip
+    assert params == SamplingParams(
+        max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2
+    )
+    assert Layout(kvp=np.int64(2)) == Layout(kvp=2)
+    assert type(SchedulerConfig(kvp=1, num_blocks=np.int64(4), max_model_len=9).num_blocks) is int
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "16", 10**20, None])
+def test_scheduler_settings_are_whole_numbers(name, value):
+    with pytest.raises(UserError, match=f"{name} is .*: set it to a whole number from 1 to"):
+        SchedulerConfig(**{"kvp": 1, "num_blocks": 1, "max_model_len": 1} | {name: value})
+
+
+@given(VALUES)
+def test_prompts_are_ids_of_the_vocabulary_or_refused_in_a_sentence(value):
+    try:
+        for prompt in as_prompts(value):
+            if not isinstance(prompt, str):
+                ids = token_ids(prompt, 100, 1000)
+                assert (ids.typecode, ids.itemsize) == ("i", 4)
+                assert all(0 <= token_id < 100 for token_id in ids)
+                assert list(ids) == [int(token_id) for token_id in prompt]
+    except UserError as refused:
+        assert_sentence(refused)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, 2, 3], (1, 2, 3), range(1, 4), array("q", [1, 2, 3]), np.array([1, 2, 3], dtype=np.uint16),
+               [np.int64(1), 2, np.uint8(3)], torch.tensor([1, 2, 3])],
+    ids=lambda prompt: type(prompt).__name__,
+)  # fmt: skip
+def test_whole_numbers_of_every_kind_are_token_ids(prompt):
+    assert token_ids(prompt, 10, 10) == array("i", [1, 2, 3])
+    assert len(as_prompts(prompt)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([1, 2.0], "a prompt token is 2.0: token ids are whole numbers"),
+        ([True, 2], "a prompt token is True"),
+        ([1, "a"], "a prompt token is 'a'"),
+        ([1, None], "a prompt token is None"),
+        ([1, 10**20], "outside of every vocabulary"),
+        ([1, 10], "prompt token 10 is outside the model's vocabulary of 10"),
+        ([-1], "prompt token -1 is outside"),
+        (np.array([1.0, 2.0]), "must be whole numbers"),
+        (np.array([[1, 2]]), "one after the other"),
+        (np.array([True]), "must be whole numbers"),
+        (5, "a prompt is 5: give text, or a list of token ids"),
+        (b"abc", "give text, or a list of token ids"),
+        ({"a": 1}, "give text, or a list of token ids"),
+        (range(10**12), "has 1000000000000 tokens, but --max-model-len is 50"),
+        (range(10**20), "too long"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_words(prompt, words):
+    with pytest.raises(UserError) as refused:
+        token_ids(prompt, 10, 50)
+    assert words in str(refused.value)
