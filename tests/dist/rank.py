@@ -30,6 +30,7 @@ from longhelix.models.checkpoint import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
+from longhelix.perf.predictor import Lengths
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
@@ -51,7 +52,7 @@ class RecordingRunner(ModelRunner):
         self._results = []
 
     def submit(self, step):
-        step = replace(step, parts=self.parts.of(step))
+        step = replace(step, parts=self.parts.of(step, self.lengths.advance(step)))
         self.most_parts = max(self.most_parts, step.parts)
         self._results.append(self.execute(step))
 
@@ -123,7 +124,7 @@ def build(case, rank, meshes):
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
-    runner.parts = Parts(config, mesh.kvp.overlaps)
+    runner.parts, runner.lengths = Parts(config, mesh.kvp.overlaps), Lengths()
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh.kvp, capture=run_again)
     runner.num_requests = len(case["prompts"])

@@ -10,6 +10,7 @@ from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.perf.attention import overlap
 from longhelix.perf.layouts import Layouts
+from longhelix.perf.predictor import Lengths
 from longhelix.perf.setting import Setting
 from longhelix.perf.work import Work
 from longhelix.presets import load_system
@@ -29,7 +30,17 @@ def step(*rows, id=0, ended=()):
 
 
 def parts(system=SLOW_LINK, overlaps=True, **changes):
-    return Parts(replace(BUILTIN, system=system, **changes), overlaps)
+    return Followed(Parts(replace(BUILTIN, system=system, **changes), overlaps))
+
+
+class Followed:
+    """Parts of steps in order, each with what it computes, as the pool asks for them."""
+
+    def __init__(self, parts):
+        self._parts, self._lengths = parts, Lengths()
+
+    def of(self, step):
+        return self._parts.of(step, self._lengths.advance(step))
 
 
 def decode_parts(chosen, sequences, context):

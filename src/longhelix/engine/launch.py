@@ -16,6 +16,7 @@ from longhelix.engine.config import EngineConfig
 from longhelix.engine.parts import Parts
 from longhelix.engine.trace import TraceEvent
 from longhelix.engine.transport import (
+    Alive,
     CountRows,
     Done,
     EngineSocket,
@@ -31,7 +32,9 @@ from longhelix.engine.transport import (
     Traced,
     Warmed,
 )
+from longhelix.engine.watchdog import Watchdog
 from longhelix.errors import EngineError, UserError
+from longhelix.perf.predictor import Lengths
 from longhelix.request import Step, StepResult
 
 # A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
@@ -56,6 +59,7 @@ class WorkerPool:
         `on_warmed` the share of the first rank's warm-up that is done, where there is one, `on_traced` what a rank did
         in a step, where that is traced."""
         self._ranks = range(config.layout.world_size)
+        self._watchdog = Watchdog(config)
         self._results: dict[int, dict[int, StepResult]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Quiet time counts only while the engine itself listens, so that a suspended engine blames nobody.
@@ -76,6 +80,7 @@ class WorkerPool:
             self.close(grace_s=0)
             raise
         self._parts = Parts(config, overlaps)
+        self._lengths = Lengths()
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -83,24 +88,33 @@ class WorkerPool:
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def submit(self, step: Step) -> None:
+        """Give a step to all ranks. A step that cannot be sent ends the engine: what it was to do is lost."""
         self._check_open()
+        work = self._lengths.advance(step)
+        try:
+            self._socket.send(self._ranks, Run(replace(step, parts=self._parts.of(step, work))))
+        except Exception as error:
+            self.close(grace_s=0)
+            raise EngineError(f"step {step.id} cannot be sent: {type(error).__name__}: {error}") from error
         self._results[step.id] = {}
-        self._socket.send(self._ranks, Run(replace(step, parts=self._parts.of(step))))
+        self._watchdog.submitted(step.id, work)
 
     def collect(self) -> StepResult:
         """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""
         self._check_open()
         step_id = next(iter(self._results))
         try:
-            while len(self._results[step_id]) < len(self._ranks):
+            while len(done := self._results[step_id]) < len(self._ranks):
                 rank, message = self._receive()
                 if isinstance(message, Traced):
                     self._on_traced(rank, message.events)
                 if isinstance(message, Done):
                     self._results[message.result.step_id][rank] = message.result
+                self._watchdog.check(step_id, set(done))
         except BaseException:
             self.close(grace_s=0)
             raise
+        self._watchdog.finished(step_id)
         by_rank = self._results.pop(step_id)
         exposed_s = [result.exposed_s for result in by_rank.values()]
         return replace(
@@ -176,6 +190,7 @@ class WorkerPool:
             before = time.monotonic()
             received = self._socket.receive(_POLL_S)
             waited_s = min(time.monotonic() - before, _POLL_S)
+            self._watchdog.waited(waited_s)
             for rank in self._ranks:
                 self._quiet_s[rank] += waited_s
             if received is None:
@@ -183,6 +198,11 @@ class WorkerPool:
                 continue
             rank, message = received
             self._quiet_s[rank] = 0.0
+            match message:
+                case Alive(progress):
+                    self._watchdog.heard(rank, progress)
+                case _:
+                    self._watchdog.got_on()
             if not isinstance(message, Failed):
                 return rank, message
             if message.user_error_code:

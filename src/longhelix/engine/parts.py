@@ -5,7 +5,6 @@ from dataclasses import replace
 from longhelix.engine.config import EngineConfig
 from longhelix.perf.attention import overlap
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.predictor import Lengths
 from longhelix.perf.setting import Setting
 from longhelix.perf.work import Work
 from longhelix.request import PART_ROWS, Step
@@ -17,7 +16,7 @@ _PART_S = 84e-6
 
 
 class Parts:
-    """The parts of steps, which must come in order. `overlaps`: whether what ranks send travels while they compute.
+    """The parts of steps. `overlaps`: whether what ranks send travels while they compute.
 
     As many as `config.hop_b` allows and the batch can be cut into, or, where it is None, as many of these as take the
     fewest seconds by the cost model: 1 where a second exchange does not pay.
@@ -31,13 +30,12 @@ class Parts:
         self._setting = Setting(config.spec, _system(config), config.weight_dtype, config.kv_dtype)
         self._layouts = Layouts.of([config.layout])
         self._part_s = _PART_S if config.device == "cpu" else 0.0
-        self._lengths = Lengths()
 
-    def of(self, step: Step) -> int:
-        """In how many parts `step` attends, 1 or more."""
+    def of(self, step: Step, work: Work) -> int:
+        """In how many parts `step`, which computes `work`, attends, 1 or more."""
         if not self._overlaps:
             return 1
-        work, most = self._lengths.advance(step), self._most(step)
+        most = self._most(step)
         if self._limit is not None:
             return min(self._limit, most)
         return self._cheapest(work, most) if most > 1 else 1

@@ -11,6 +11,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
 from longhelix.engine.block_table import BlockTable
 from longhelix.engine.layers import make_layers
+from longhelix.engine.watchdog import Progress
 from longhelix.kernels.flashinfer import Planner
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
@@ -74,6 +75,7 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
+        self._step_id = 0
         self.table = BlockTable(self.device)
         # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
         self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
@@ -83,10 +85,16 @@ class ModelRunner:
         """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
         kvp = self.mesh.kvp
         sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
+        self._step_id = step.id
         self.admit(step)
         sampled = self.sample(step, self.forward(step)) if step.work else ()
+        self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, waited_s if self._sees_waits else None)
+
+    def progress(self) -> Progress:
+        """How far it is; may be asked by another thread."""
+        return Progress(self._step_id)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""

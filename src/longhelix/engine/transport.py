@@ -11,6 +11,7 @@ import zmq
 
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.trace import TraceEvent
+from longhelix.engine.watchdog import Progress
 from longhelix.request import Step, StepResult
 
 
@@ -39,7 +40,9 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs (sent about every second, whatever its main thread does)."""
+    """Worker: my process runs, and my main thread is there (sent about every second, whatever that does)."""
+
+    progress: Progress
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from longhelix.cache.pool import KVPool
@@ -32,6 +33,7 @@ from longhelix.engine.transport import (
     WorkerSocket,
 )
 from longhelix.engine.warm_up import warm_up_steps
+from longhelix.engine.watchdog import Progress
 from longhelix.errors import UserError
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import PeerLostError
@@ -57,10 +59,10 @@ def serve(directory: Path, rank: int, parent: int) -> int:
     is imported the parent may be gone, and the id that the system then gives is another's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the engine's to handle
-    threading.Thread(target=_beat, args=(directory, rank, parent), daemon=True).start()
+    heart = _Heart(directory, rank, parent)
     socket = WorkerSocket(directory, rank)
     try:
-        _serve(socket, directory, rank)
+        _serve(socket, directory, rank, heart)
     except Exception as error:
         user_error_code = error.code if isinstance(error, UserError) else ""
         lost_peer = isinstance(error, PeerLostError)
@@ -74,13 +76,14 @@ def serve(directory: Path, rank: int, parent: int) -> int:
     return 0
 
 
-def _serve(socket: WorkerSocket, directory: Path, rank: int) -> None:
+def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") -> None:
     socket.send(Joined())
     match socket.receive():
         case Start(config):
             runner, tracer = _load(config, directory, rank, socket)
         case _:
             return
+    heart.progress = runner.progress
     socket.send(Ready(runner.mesh.kvp.overlaps))
     while True:
         match socket.receive():
@@ -135,14 +138,21 @@ def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:
     )
 
 
-def _beat(directory: Path, rank: int, parent: int) -> None:
-    """Tell the engine that this process runs; end it if the parent is gone, so that no rank is left an orphan."""
-    socket = WorkerSocket(directory, rank, role="heartbeat")
-    while os.getppid() == parent:
-        socket.send(Alive())
-        time.sleep(HEARTBEAT_S)
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
+class _Heart:
+    """Tells the engine, from a thread of its own, that this process runs and how far it is."""
+
+    def __init__(self, directory: Path, rank: int, parent: int) -> None:
+        self.progress: Callable[[], Progress] = Progress
+        threading.Thread(target=self._beat, args=(directory, rank, parent), daemon=True).start()
+
+    def _beat(self, directory: Path, rank: int, parent: int) -> None:
+        """Until the parent is gone: then the process ends, so that no rank is left an orphan."""
+        socket = WorkerSocket(directory, rank, role="heartbeat")
+        while os.getppid() == parent:
+            socket.send(Alive(self.progress()))
+            time.sleep(HEARTBEAT_S)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,21 @@ class Lengths:
         """What `step` computes; steps must come in order."""
         for ended in step.ended:
             self._lengths.pop(ended, None)
-        work = Work()
+        # In plain numbers, because every step of the live engine comes by here.
+        decode_rows = decode_kv_tokens = chunk_rows = chunk_kv_tokens = sampled_rows = 0
+        chunk_pairs = 0.0
         for piece in step.work:
-            prefix = self._lengths.get(piece.id, 0)
-            self._lengths[piece.id] = prefix + piece.num_tokens
-            work = work + _of_sequence(piece.num_tokens, prefix, piece.sample)
-        return work
+            rows, prefix = piece.num_tokens, self._lengths.get(piece.id, 0)
+            self._lengths[piece.id] = prefix + rows
+            sampled_rows += piece.sample
+            if rows == 1:
+                decode_rows += 1
+                decode_kv_tokens += prefix + 1
+            else:
+                chunk_rows += rows
+                chunk_kv_tokens += prefix + rows
+                chunk_pairs += rows * (prefix + (rows + 1) / 2)
+        return Work(decode_rows, decode_kv_tokens, chunk_rows, chunk_kv_tokens, chunk_pairs, sampled_rows)
 
 
 class Predictor:
@@ -37,9 +46,3 @@ class Predictor:
     def predict(self, step: Step) -> float:
         """Seconds that `step` takes."""
         return float(step_seconds(self._setting, self._layouts, self._lengths.advance(step))[0])
-
-
-def _of_sequence(rows: int, prefix: int, sample: bool) -> Work:
-    if rows == 1:
-        return Work(decode_rows=1.0, decode_kv_tokens=prefix + 1.0, sampled_rows=float(sample))
-    return Work.chunk(float(rows), float(prefix)) + Work(sampled_rows=float(sample))

@@ -1,0 +1,93 @@
+"""The watchdog on steps: finds ranks that stand still while their processes live, such as ranks that wait for each
+other forever."""
+
+from dataclasses import dataclass
+
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.devices import has_native_kernels
+from longhelix.errors import EngineError
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import step_seconds
+from longhelix.perf.work import Work
+
+FACTOR, GRACE_S = 10.0, 5.0
+# What steps may take beside their prediction: the compiler at work for a shape that is new to it; reference kernels.
+_COMPILER_S = 600.0
+_REFERENCE_FACTOR = 100.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: the step that it runs (0: none), collectives that it has begun, and the one that it is in."""
+
+    step_id: int = 0
+    collectives: int = 0
+    collective: str = ""
+
+
+class Watchdog:
+    """Follows the steps in flight and what ranks say of themselves.
+
+    A step stands still when no rank has got on, by one collective or by its end, for FACTOR times the seconds that the
+    cost model predicts for the whole step, plus GRACE_S. Time counts only while the engine listens. The prediction is
+    made when it is needed, which is hardly ever.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._in_flight: dict[int, Work] = {}
+        self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
+        self._still_s = 0.0
+
+    def submitted(self, step_id: int, work: Work) -> None:
+        self._in_flight[step_id] = work
+
+    def finished(self, step_id: int) -> None:
+        del self._in_flight[step_id]
+
+    def got_on(self) -> None:
+        """A rank has done something."""
+        self._still_s = 0.0
+
+    def heard(self, rank: int, progress: Progress) -> None:
+        """A rank's sign of life."""
+        if progress != self._progress[rank]:
+            self._progress[rank] = progress
+            self._still_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        self._still_s += seconds
+
+    def check(self, step_id: int, done: set[int]) -> None:
+        """Raise EngineError, which names ranks and step, if step `step_id`, which `done` ranks have done, stands."""
+        if self._still_s > GRACE_S and self._still_s > (limit_s := self._limit_s(step_id)):
+            raise EngineError(self._words(step_id, done, limit_s))
+
+    def _limit_s(self, step_id: int) -> float:
+        config = self._config
+        setting = Setting(config.spec, config.system, config.weight_dtype, config.kv_dtype)
+        predicted_s = float(step_seconds(setting, Layouts.of([config.layout]), self._in_flight[step_id])[0])
+        if config.device == "cpu" and not has_native_kernels():
+            predicted_s *= _REFERENCE_FACTOR
+        compiles = config.execution == "compiled" or config.device == "cuda"
+        return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if compiles else 0.0)
+
+    def _words(self, step_id: int, done: set[int], limit_s: float) -> str:
+        left = {rank: progress for rank, progress in self._progress.items() if rank not in done}
+        # A rank that waits in a collective is held up by one that does not come there.
+        first = min(left, key=lambda rank: (left[rank].collective != "", left[rank].collectives))
+        others = [f"rank {rank} has done the step" for rank in sorted(done)]
+        others += [f"rank {rank} is {_where(progress)}" for rank, progress in left.items() if rank != first]
+        return "; ".join(
+            [
+                f"rank {first} stands still in step {step_id}, {_where(left[first])}: nothing has got on for "
+                f"{self._still_s:.1f} s, and {limit_s:.1f} s are the limit of this step",
+                *others,
+            ]
+        )
+
+
+def _where(progress: Progress) -> str:
+    begun = f"after {progress.collectives} collectives" if progress.collectives else "before any collective"
+    return f"in {progress.collective}" if progress.collective else f"outside of collectives, {begun}"
