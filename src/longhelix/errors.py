@@ -1,4 +1,4 @@
-"""What can go wrong, in two kinds: the user's input, and the world of ranks."""
+"""What can go wrong, in three kinds: the user's input, one request, and the world of ranks."""
 
 
 class UserError(ValueError):
@@ -10,6 +10,12 @@ class UserError(ValueError):
     def __init__(self, message: str, code: str = "invalid_argument") -> None:
         super().__init__(message)
         self.code = code
+
+
+class RequestError(RuntimeError):
+    """One request failed, and it alone: others go on, and so does the engine."""
+
+    code = "request_failed"
 
 
 class EngineError(RuntimeError):

@@ -10,6 +10,7 @@ import signal as signals
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -165,6 +166,147 @@ def test_streamed_text_is_the_result_text(llm):
     assert [delta.result is None for delta in deltas] == [True] * 11 + [False]
 
 
+def test_streams_are_read_in_any_order_beside_other_requests(llm, oracle):
+    """Each gets its own deltas, whoever runs the engine meanwhile."""
+    sampling = SamplingParams(max_new_tokens=32)
+    added = llm.add(oracle.prompts[0], sampling)
+    streams = [llm.stream(prompt, sampling) for prompt in oracle.prompts[1:]]
+    texts, results = [""] * 3, {}
+    for turn in range(32):
+        for index in random.Random(turn).sample(range(3), 3):
+            delta = next(streams[index])
+            texts[index] += delta.text
+            results[index] = delta.result
+        if turn == 15:
+            (whole,) = llm.generate([oracle.prompts[2]], sampling)
+    assert all(list(stream) == [] for stream in streams)
+    assert [results[index].token_ids for index in range(3)] == oracle.tokens[1:]
+    assert [results[index].text for index in range(3)] == texts
+    assert whole.token_ids == oracle.tokens[2]
+    deltas = llm.step()  # nobody has asked for these before
+    assert {delta.request_id for delta in deltas} == {added}
+    assert deltas[-1].result.token_ids == oracle.tokens[0]
+    assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
+
+
+@pytest.mark.parametrize("leave", ["close", "drop", "with", "never read"])
+def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
+    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
+    if leave != "never read":
+        next(stream)
+        assert [allocator.available for allocator in llm._loop.scheduler._allocators] != free
+    if leave == "close":
+        stream.close()
+        assert list(stream) == []
+    elif leave == "with":
+        with stream:
+            next(stream)
+    else:
+        del stream
+    run_all(llm)
+    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+    assert not llm._live
+
+
+def test_what_is_interrupted_leaves_no_request(llm, monkeypatch):
+    steps = itertools.count()
+    advance = llm._advance
+
+    def interrupted():
+        advance()
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "_advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT, PROMPT], SamplingParams(max_new_tokens=90))
+    monkeypatch.undo()
+    assert not llm._live
+    run_all(llm)
+
+
+class BrokenText:
+    """Text that cannot be made of the fourth token."""
+
+    def __init__(self):
+        self.pushed = 0
+
+    def push(self, token_id):
+        self.pushed += 1
+        if self.pushed == 4:
+            raise ValueError("no such byte")
+        return "x"
+
+    def finish(self):
+        raise ValueError("no end")
+
+
+@pytest.mark.parametrize(("max_new_tokens", "words"), [(12, "no such byte"), (3, "no end")])
+def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_new_tokens, words):
+    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    others = [llm.stream(prompt, SamplingParams(max_new_tokens=32)) for prompt in oracle.prompts]
+    monkeypatch.setattr(llm.tokenizer, "stream", BrokenText)
+    broken = llm.stream(PROMPT, SamplingParams(max_new_tokens=max_new_tokens))
+    monkeypatch.undo()
+    *_, last = broken
+    assert (last.result.finish_reason, last.result.error) == ("error", f"ValueError: {words}")
+    assert [list(stream)[-1].result.token_ids for stream in others] == oracle.tokens
+    run_all(llm)
+    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "words"),
+    [
+        ([1, 2.0], {}, "a prompt token is 2.0"),
+        (5, {}, "a prompt is 5"),
+        ("\ud800", {}, "half a surrogate pair"),
+        (PROMPT, {"stop_token_ids": (10**6,)}, "stop token id 1000000 is outside the model's vocabulary"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_the_next_request_runs(llm, prompt, settings, words):
+    with pytest.raises(UserError, match=words):
+        llm.add(prompt, SamplingParams(**settings))
+    with pytest.raises(UserError, match="give SamplingParams"):
+        llm.add(PROMPT, {"max_new_tokens": 4})
+    assert not llm._live
+    assert len(tokens_of(llm, PROMPT)) == 12
+
+
+class Unwalked(dict):
+    """Requests of which a step may look up some, and not go through all."""
+
+    def _refused(self, *arguments):
+        raise AssertionError("a step goes through all requests, those in the queue as well")
+
+    __iter__ = values = items = keys = _refused
+
+
+def test_no_step_touches_requests_that_only_wait(llm, oracle):
+    waiting = [llm.add(PROMPT, SamplingParams(max_new_tokens=4)) for _ in range(100)]  # more than run at a time
+    llm._live = Unwalked(llm._live)
+    try:
+        for _ in range(3):
+            llm.step()
+    finally:
+        llm._live = dict(dict.items(llm._live))
+    for request_id in waiting:
+        llm.abort(request_id)
+    run_all(llm)
+
+
+def test_a_step_that_cannot_be_sent_ends_the_engine_in_words(oracle, monkeypatch):
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    llm.add(PROMPT, SamplingParams(max_new_tokens=4))
+    schedule = llm._loop.scheduler.schedule
+    monkeypatch.setattr(llm._loop.scheduler, "schedule", lambda: replace(schedule(), id=10**20))
+    with pytest.raises(EngineError, match=r"step 1\d+ cannot be sent: OverflowError"):
+        run_all(llm)
+    assert_nothing_left(process_ids, directory)
+
+
 def test_requests_come_and_go_and_others_do_not_notice(llm, oracle):
     """Adds and aborts in all phases; every survivor's tokens equal those it gets alone."""
     rng = random.Random(0)
@@ -256,6 +398,33 @@ def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout,
     assert_nothing_left(process_ids, directory)
     with pytest.raises(EngineError, match="ended"):
         llm.generate([PROMPT], SamplingParams(max_new_tokens=4))
+
+
+@pytest.fixture
+def stuck_rank(tmp_path, monkeypatch):
+    """Rank 1's main thread stands still in its fourth step, while its heart goes on."""
+    program = """
+import sys, time
+from longhelix.engine.runner import ModelRunner
+forward = ModelRunner.forward
+def stand(runner, step):
+    if runner.mesh.rank == 1 and step.id == 4:
+        time.sleep(600)
+    return forward(runner, step)
+ModelRunner.forward = stand
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    before_s = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 1 stands still in step 4, outside of collectives.*rank 0 is in "):
+        llm.generate([PROMPT], SamplingParams(max_new_tokens=12))
+    assert time.monotonic() - before_s < 30
+    assert_nothing_left(process_ids, directory)
 
 
 def test_ranks_listen_on_loopback_alone(llm):

@@ -5,7 +5,7 @@ import sys
 
 from longhelix.cli.options import ModelOptions, SamplingOptions
 from longhelix.engine.llm import LLM
-from longhelix.errors import UserError
+from longhelix.errors import RequestError, UserError
 from longhelix.request import SamplingParams
 
 
@@ -18,7 +18,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions = SamplingOptions()) -> 
             messages.append({"role": "user", "content": line})
             try:
                 messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
-            except UserError as error:  # too long, say: the conversation so far is still good
+            except (UserError, RequestError) as error:  # too long, say: the conversation so far is still good
                 messages.pop()
                 print(f"error: {error}", file=sys.stderr)
 
@@ -41,6 +41,8 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
             for delta in llm.step():
                 text += delta.text
                 print(delta.text, end="", flush=True)
+                if delta.result is not None and delta.result.error is not None:
+                    raise RequestError(f"the answer failed: {delta.result.error}")
             if interrupts:
                 llm.abort(request_id)
     finally:

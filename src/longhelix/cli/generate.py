@@ -13,7 +13,7 @@ from longhelix.cli.values import Flag
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.engine.result import Result
-from longhelix.errors import UserError
+from longhelix.errors import RequestError, UserError
 
 
 def generate(
@@ -81,12 +81,15 @@ def _run(llm: LLM, prompt_ids: list[int], params, echo: bool) -> Result:
             result = delta.result
     if echo:
         print()
+    if result.error is not None:
+        raise RequestError(f"the request failed: {result.error}")
     return result
 
 
 def _as_json(result: Result) -> dict:
-    """The result's fields; logprobs only where they were asked for."""
-    return {name: value for name, value in asdict(result).items() if name != "logprobs" or value is not None}
+    """The result's fields; logprobs only where they were asked for, an error only where there was one."""
+    optional = ("logprobs", "error")
+    return {name: value for name, value in asdict(result).items() if name not in optional or value is not None}
 
 
 def fullest(load: list[list[int]]) -> str:

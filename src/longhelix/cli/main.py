@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from longhelix.errors import EngineError, UserError
+from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(" ".join(str(error).split()), "usage", USER_ERROR, as_json)
     except UserError as error:
         return _fail(str(error), error.code, USER_ERROR, as_json)
-    except EngineError as error:
+    except (EngineError, RequestError) as error:
         return _fail(str(error), error.code, ENGINE_ERROR, as_json)
     except KeyboardInterrupt:
         return INTERRUPTED

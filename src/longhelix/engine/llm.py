@@ -2,8 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +13,11 @@ from typing import Any, Self
 
 from longhelix.engine import torchrun
 from longhelix.engine.config import resolve
+from longhelix.engine.exchanges import ExchangeLog, Moment
 from longhelix.engine.launch import WorkerPool
-from longhelix.engine.result import Delta, HopB, Result
+from longhelix.engine.prompt import Prompt, as_prompts, token_ids
+from longhelix.engine.result import Delta, Result
+from longhelix.engine.stream import Stream
 from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
 from longhelix.engine.trace import TraceFile
 from longhelix.errors import EngineError, UserError
@@ -21,6 +26,7 @@ from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
+from longhelix.values import shown
 
 
 @dataclass
@@ -30,11 +36,12 @@ class _Live:
     request: Request
     tokens: TextStream
     stops: StopStrings
+    deltas: deque[Delta]  # whoever asked for it takes them from here
+    arrival: Moment
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    hop_b: HopB = field(default_factory=HopB)
 
 
 class LLM:
@@ -111,6 +118,9 @@ class LLM:
             else Tokenizer.from_folder(checkpoint.path)
         )
         self._live: dict[int, _Live] = {}
+        self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
+        self._failure: EngineError | None = None
+        self._exchanges = ExchangeLog(layout.kvp)
         self._rows = 0
         self._exchanged_bytes = 0
         self._next_id = 0
@@ -147,42 +157,70 @@ class LLM:
     def has_work(self) -> bool:
         return self._loop.has_work
 
-    def add(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> int:
-        """Queue a prompt, as text or as token ids; returns the request's id. Raises UserError if it can never run."""
-        sampling = sampling or SamplingParams()
-        # A tokenizer may make a token of nothing, its BOS.
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else list(prompt)
-        _check_token_ids(token_ids, self.config.spec.vocab_size)
-        ends = frozenset(sampling.stop_token_ids) | frozenset(
-            () if sampling.ignore_eos else self.config.spec.eos_token_ids
-        )
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        request = Request(self._next_id, tuple(token_ids), sampling, ends, seed, time.monotonic())
-        self._loop.add(request)
-        self._next_id += 1
-        self._live[request.id] = _Live(request, self.tokenizer.stream(), StopStrings(sampling.stop))
-        return request.id
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
+        """Queue a prompt, as text or as token ids; returns the request's id, whose deltas `step` gives.
+
+        Raises UserError if it can never run.
+        """
+        return self._queue(prompt, sampling, self._deltas)
 
     def step(self) -> list[Delta]:
-        """Run until the oldest step in flight is done; what it gave, request by request.
+        """Run until the oldest step in flight is done; what requests that were added got since the last call.
 
         Raises EngineError if a rank failed: every request is then over.
         """
+        self._advance()
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        return deltas
+
+    def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
+        vocab_size = self.config.spec.vocab_size
+        beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
+        if beyond is not None:
+            raise UserError(f"stop token id {beyond} is outside the model's vocabulary of {vocab_size}")
+        # A tokenizer may make a token of nothing, its BOS.
+        given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
+        prompt_ids = token_ids(given, vocab_size, self.config.scheduler.max_model_len)
+        eos_ids = () if sampling.ignore_eos else self.config.spec.eos_token_ids
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        request = Request(
+            self._next_id,
+            tuple(prompt_ids),
+            sampling,
+            frozenset(sampling.stop_token_ids + eos_ids),
+            seed,
+            time.monotonic(),
+        )
+        self._loop.add(request)
+        self._next_id += 1
+        stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
+        self._live[request.id] = _Live(request, stream, stops, deltas, self._exchanges.now)
+        return request.id
+
+    def _advance(self) -> None:
+        """Run until the oldest step in flight is done, and leave what it gave with those who asked for it."""
+        if self._failure is not None:
+            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
         try:
             stepped = self._loop.step()
-        except EngineError:
+        except EngineError as error:
+            self._failure = error
             self._live.clear()
             raise
         if stepped is None:
-            return []
+            return
         result, events = stepped
         self._exchanged_bytes += result.exchanged_bytes
         self._rows += result.num_tokens
         if result.num_tokens:
-            for live in self._live.values():
-                live.hop_b = live.hop_b.after(result, self.config.layout.kvp)
+            self._exchanges.add(result)
         now_s = time.monotonic()
-        return [self._deliver(event, now_s) for event in events]
+        for event in events:
+            self._live[event.request_id].deltas.append(self._delivered(event, now_s))
 
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
@@ -200,53 +238,66 @@ class LLM:
             return None
         return self._result(live, "abort", kv_tokens_per_rank)
 
-    def generate(
-        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
-    ) -> list[Result]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Result]:
         """Run prompts to their ends, together; one result per prompt, in order. All are refused if one is."""
         ids: list[int] = []
+        deltas: deque[Delta] = deque()
+        results: dict[int, Result] = {}
         try:
-            for prompt in _as_prompts(prompts):
-                ids.append(self.add(prompt, sampling))
-        except UserError:
+            for prompt in as_prompts(prompts):
+                ids.append(self._queue(prompt, sampling, deltas))
+            while len(results) < len(ids):
+                self._advance()
+                while deltas:
+                    delta = deltas.popleft()
+                    results |= {delta.request_id: delta.result} if delta.result else {}
+        except BaseException:
             for request_id in ids:
                 self.abort(request_id)
             raise
-        results: dict[int, Result] = {}
-        while len(results) < len(ids):
-            results |= {delta.request_id: delta.result for delta in self.step() if delta.result}
         return [results[request_id] for request_id in ids]
 
-    def stream(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
         """Run one prompt, giving its text as it comes; the last delta has the result."""
-        request_id = self.add(prompt, sampling)
-        while request_id in self._live:
-            yield from (delta for delta in self.step() if delta.request_id == request_id)
+        deltas: deque[Delta] = deque()
+        request_id = self._queue(prompt, sampling, deltas)
+        return Stream(deltas, self._advance, partial(self.abort, request_id))
 
-    def _deliver(self, event: TokenEvent, now_s: float) -> Delta:
+    def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
+        """What a token gives its request. What fails here fails this request alone."""
         live = self._live[event.request_id]
-        finish_reason, kv_tokens_per_rank = event.finish_reason, event.kv_tokens_per_rank
-        text, stopped = "", False
-        if event.sampled is not None:
-            live.token_ids.append(event.sampled.token_id)
-            live.times_s.append(now_s)
-            if live.request.sampling.logprobs is not None:
-                live.logprobs.append(dict(event.sampled.logprobs))
-            text, stopped = live.stops.push(live.tokens.push(event.sampled.token_id))
-        if finish_reason is not None and not stopped:
-            rest, stopped = live.stops.push(live.tokens.finish())
-            text += rest if stopped else rest + live.stops.flush()
-        if stopped and finish_reason is None:
-            kv_tokens_per_rank = self._loop.abort(event.request_id) or ()
-        if stopped:
-            finish_reason = "stop"
+        if event.finish_reason == "error":
+            assert event.sampled is not None
+            return self._ended(live, "", "error", event.kv_tokens_per_rank, event.sampled.error)
+        try:
+            text, finish_reason = _taken(live, event, now_s)
+        except Exception as error:
+            held = event.kv_tokens_per_rank if event.finish_reason else self._loop.abort(event.request_id) or ()
+            return self._ended(live, "", "error", held, f"{type(error).__name__}: {error}")
         live.text += text
         if finish_reason is None:
             return Delta(event.request_id, text, None)
-        del self._live[event.request_id]
-        return Delta(event.request_id, text, self._result(live, finish_reason, kv_tokens_per_rank))
+        held = event.kv_tokens_per_rank if event.finish_reason else self._loop.abort(event.request_id) or ()
+        return self._ended(live, text, finish_reason, held)
 
-    def _result(self, live: _Live, finish_reason: FinishReason, kv_tokens_per_rank: tuple[int, ...]) -> Result:
+    def _ended(
+        self,
+        live: _Live,
+        text: str,
+        finish_reason: FinishReason,
+        kv_tokens_per_rank: tuple[int, ...],
+        error: str | None = None,
+    ) -> Delta:
+        del self._live[live.request.id]
+        return Delta(live.request.id, text, self._result(live, finish_reason, kv_tokens_per_rank, error))
+
+    def _result(
+        self,
+        live: _Live,
+        finish_reason: FinishReason,
+        kv_tokens_per_rank: tuple[int, ...],
+        error: str | None = None,
+    ) -> Result:
         layout, times_s = self.config.layout, live.times_s
         return Result(
             text=live.text,
@@ -258,8 +309,9 @@ class LLM:
             layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
             kv_tokens_per_rank=list(kv_tokens_per_rank),
             exchanged_bytes_per_token=self._exchanged_bytes / max(self._rows, 1),
-            hop_b=live.hop_b,
+            hop_b=self._exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
+            error=error,
         )
 
     def _loading(self, on_load: Callable[[float], None]) -> Callable[[int], None]:
@@ -274,11 +326,16 @@ class LLM:
         return report
 
 
-def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> Sequence[str | Sequence[int]]:
-    return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
-
-
-def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise UserError(f"prompt token {wrong} is outside the model's vocabulary of {vocab_size}")
+def _taken(live: _Live, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
+    """The text that a token completes, and why the request ends, if it does."""
+    text, stopped = "", False
+    if event.sampled is not None:
+        live.token_ids.append(event.sampled.token_id)
+        live.times_s.append(now_s)
+        if live.request.sampling.logprobs is not None:
+            live.logprobs.append(dict(event.sampled.logprobs))
+        text, stopped = live.stops.push(live.tokens.push(event.sampled.token_id))
+    if event.finish_reason is not None and not stopped:
+        rest, stopped = live.stops.push(live.tokens.finish())
+        text += rest if stopped else rest + live.stops.flush()
+    return text, "stop" if stopped else event.finish_reason
