@@ -10,13 +10,16 @@ from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.engine.machine import machine
 from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks
 from longhelix.errors import UserError
+from longhelix.kv.placement import PLACEMENTS
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
 from longhelix.perf.setting import Setting
 from longhelix.perf.threshold import local_threshold_tokens
+from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.scheduler import SchedulerConfig
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
+from longhelix.values import flag, refused, shown, whole
 
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
@@ -94,21 +97,31 @@ def resolve(
     trace: bool = False,
 ) -> EngineConfig:
     """Fill every default and check everything that can be checked before a rank starts; raises UserError."""
+    if not isinstance(layout, Layout):
+        raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
+    if not isinstance(rope_scaling, Mapping | None):
+        raise refused("rope_scaling", rope_scaling, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
+    max_model_len = _count("max_model_len", max_model_len)
+    kv_cache_tokens = _count("kv_cache_tokens", kv_cache_tokens, most=2**62)
+    kvp_threshold_tokens = _count("kvp_threshold_tokens", kvp_threshold_tokens, least=0)
+    hop_b = _count("hop_b", hop_b)  # 1: one exchange
+    batch_invariant, trace = flag("batch_invariant", batch_invariant), flag("trace", trace)
     spec = _spec(checkpoint)
     if rope_scaling is not None:
         rope = RopeSpec.from_config(
             {"rope_theta": spec.rope.theta, **rope_scaling}, spec.rotated_size, spec.max_positions
         )
         spec = replace(spec, rope=rope)
-    dtype = _known("dtype", dtype or spec.dtype, DTYPES)
-    weight_dtype = _known("weight_dtype", weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
-    kv_dtype = _known("kv_dtype", kv_dtype or dtype, KV_DTYPES)
+    dtype = _known("dtype", spec.dtype if dtype is None else dtype, DTYPES)
+    weight_dtypes = (dtype, *WEIGHT_DTYPES[len(DTYPES) :])
+    weight_dtype = _known("weight_dtype", dtype if weight_dtype is None else weight_dtype, weight_dtypes)
+    kv_dtype = _known("kv_dtype", dtype if kv_dtype is None else kv_dtype, KV_DTYPES)
+    placement = _known("placement", placement, (*PLACEMENTS, "auto"))
     max_model_len = _max_model_len(spec, max_model_len)
     _check_layout(spec, layout)
+    device = _known("device", device, DEVICES)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
-    if hop_b is not None and hop_b < 1:
-        raise UserError(f"hop_b is {hop_b}: set it to 1 (one exchange) or more parts, or leave it out")
     execution = _execution(spec, execution, device, trace)
     if batch_invariant and spec.mla is not None:
         raise UserError(
@@ -151,9 +164,9 @@ def resolve(
         batch_invariant=batch_invariant,
     )
     affordable = min(
-        affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
+        affordable_blocks(spec, layout, weight_dtype, kv_dtype, scheduler.block_tokens, *memory) for memory in memories
     )
-    held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
+    held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, scheduler.block_tokens, layout.kvp)
     scheduler = replace(scheduler, num_blocks=held)
     return EngineConfig(
         model_path=str(checkpoint.path),
@@ -193,15 +206,18 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
 
-def _known(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise UserError(f"{name} {value!r} is not known: use one of {', '.join(known)}")
+def _known(name: str, value: object, known: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise UserError(f"{name} {shown(value)} is not known: use one of {', '.join(known)}")
     return value
 
 
-def _device(asked: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
+def _count(name: str, value: object, least: int = 1, most: int = MOST_TOKENS) -> int | None:
+    return None if value is None else whole(name, value, least, most)
+
+
+def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
     """Where the ranks run: on GPUs where there is one for each and nothing else is asked for."""
-    device = _known("device", asked, DEVICES)
     if device == "auto":
         device = "cuda" if num_gpus >= layout.world_size else "cpu"
     if device == "cpu":
@@ -234,8 +250,6 @@ def _execution(spec: ModelSpec, asked: str, device: str, trace: bool) -> str:
 
 def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
     max_model_len = spec.max_positions if asked is None else asked
-    if max_model_len < 1:
-        raise UserError(f"max_model_len is {max_model_len}: set it to 1 or more")
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
         raise UserError(
             f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not run "

@@ -1,5 +1,6 @@
 """LLM: prompts in, results out. Holds the tokenizer, the loop and the worker pool; tells the loop the time."""
 
+import os
 import secrets
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
-from longhelix.values import shown
+from longhelix.values import refused, shown
 
 
 @dataclass
@@ -88,8 +89,13 @@ class LLM:
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
-        layout = layout or Layout()
-        torchrun.join(layout.world_size)
+        layout = Layout() if layout is None else layout
+        if not isinstance(model, str | os.PathLike):
+            raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
+        if not isinstance(trace, str | os.PathLike | None):
+            raise refused("trace", trace, "the path of a file")
+        if isinstance(layout, Layout):  # what is none, `resolve` refuses
+            torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(str(model))
         self.config = resolve(
             checkpoint,

@@ -52,9 +52,9 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
                 stacklevel=3,
             )
         return min(wanted, affordable)
-    if not 1 <= asked_tokens <= affordable_tokens:
+    if asked_tokens > affordable_tokens:
         raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds 1 to "
+            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds "
             f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
             "out_of_memory",
         )

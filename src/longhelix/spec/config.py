@@ -6,6 +6,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.dtypes import DTYPES
+from longhelix.values import real
 
 
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
@@ -13,9 +14,7 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{key} is {value!r} in the model's settings: set it to a number above 0")
-    return float(value)
+    return real(f"{key} in the model's settings", value, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.config import positive
+from longhelix.values import shown
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_KEYS = {
@@ -49,16 +50,16 @@ class RopeSpec:
     @classmethod
     def from_config(cls, rope: Mapping[str, Any], head_size: int, max_positions: int) -> "RopeSpec":
         """Resolve a `rope_parameters` (or `rope_scaling` plus theta) mapping; all defaults are filled here."""
-        unknown = sorted(set(rope) - _ROPE_KEYS)
+        unknown = sorted(map(shown, set(rope) - _ROPE_KEYS))
         if unknown:
-            raise UserError(f"unknown rope setting {unknown[0]!r}: known ones are {', '.join(sorted(_ROPE_KEYS))}")
+            raise UserError(f"unknown rope setting {unknown[0]}: known ones are {', '.join(sorted(_ROPE_KEYS))}")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_KINDS:
-            raise UserError(f"rope type {kind!r} is not known: use one of {', '.join(ROPE_KINDS)}", "unknown_rope")
+        if not isinstance(kind, str) or kind not in ROPE_KINDS:
+            raise UserError(f"rope type {shown(kind)} is not known: use one of {', '.join(ROPE_KINDS)}", "unknown_rope")
         missing = [key for key in _ROPE_NEEDS[kind] if rope.get(key) is None]
         if missing:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
-        if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        if positive(rope, "partial_rotary_factor", 1.0) != 1:
             raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
         original = int(positive(rope, "original_max_position_embeddings", max_positions))
         factor = positive(rope, "factor", max_positions / original)

@@ -1,0 +1,78 @@
+"""The engine's options, from Python: resolved or refused in a sentence, whatever they are."""
+
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anything import VALUES
+from longhelix import LLM, UserError
+from longhelix.engine.config import resolve
+from longhelix.layout import Layout
+from longhelix.models.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.unit
+
+SOUND = {
+    "layout": Layout(kvp=2), "dtype": None, "weight_dtype": None, "kv_dtype": None, "max_model_len": None,
+    "rope_scaling": None, "kv_cache_tokens": 1024, "chunk_tokens": 512, "block_tokens": 16, "placement": "striped",
+    "growth_limit_tokens": 4096, "kvp_threshold_tokens": None, "batch_invariant": False, "device": "cpu",
+    "execution": "recorded", "attention": "own", "hop_b": None, "trace": False,
+}  # fmt: skip
+ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",
+             "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"]  # fmt: skip
+ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["yarn", "dynamic", 2.0]), max_size=4)
+CHECKPOINT = open_checkpoint("builtin")
+
+
+@pytest.mark.parametrize("name", SOUND)
+@settings(max_examples=40)
+@given(st.data())
+def test_any_option_is_resolved_or_refused_in_a_sentence(name, data):
+    value = data.draw(VALUES | ROPE if name == "rope_scaling" else VALUES)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            resolve(CHECKPOINT, **SOUND | {name: value})
+    except UserError as refused:
+        assert_sentence(refused)
+
+
+def assert_sentence(error):
+    assert 10 < len(str(error).encode()) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "kvp=2"}, "layout is 'kvp=2': set it to a Layout"),
+        ({"max_model_len": 12.0}, "max_model_len is 12.0: set it to a whole number"),
+        ({"kv_cache_tokens": True}, "kv_cache_tokens is True: set it to a whole number"),
+        ({"hop_b": 2.5}, "hop_b is 2.5: set it to a whole number from 1"),
+        ({"dtype": ""}, "dtype '' is not known: use one of float32"),
+        ({"kv_dtype": 8}, "kv_dtype 8 is not known"),
+        ({"placement": None}, "placement None is not known: use one of striped, growing, local, auto"),
+        ({"batch_invariant": "no"}, "batch_invariant is 'no': set it to True or False"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': set it to settings by name"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
+        ({"device": ["cpu"]}, "device ['cpu'] is not known"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_in_words(options, words):
+    with pytest.raises(UserError) as refused:
+        resolve(CHECKPOINT, **SOUND | options)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": 5}, 'model is 5: set it to "builtin", or the path'),
+        ({"model": "builtin", "layout": 2}, "layout is 2: set it to a Layout"),
+        ({"model": "builtin", "trace": 7}, "trace is 7: set it to the path of a file"),
+    ],
+)
+def test_an_engine_of_nonsense_is_refused_before_anything_starts(arguments, words):
+    with pytest.raises(UserError) as refused:
+        LLM(**arguments)
+    assert words in str(refused.value)
