@@ -214,9 +214,9 @@ def test_what_is_interrupted_leaves_no_request(llm, monkeypatch):
     advance = llm._advance
 
     def interrupted():
-        advance()
         if next(steps) == 3:
             raise KeyboardInterrupt
+        return advance()
 
     monkeypatch.setattr(llm, "_advance", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -24,7 +24,7 @@ from longhelix.engine.trace import TraceFile
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
-from longhelix.request import Request, SamplingParams
+from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
 from longhelix.values import refused, shown
@@ -125,7 +125,7 @@ class LLM:
         )
         self._live: dict[int, _Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
-        self._failure: EngineError | None = None
+        self._failure = ""  # why the engine ended, once it has
         self._exchanges = ExchangeLog(layout.kvp)
         self._rows = 0
         self._exchanged_bytes = 0
@@ -207,19 +207,32 @@ class LLM:
         self._live[request.id] = _Live(request, stream, stops, deltas, self._exchanges.now)
         return request.id
 
-    def _advance(self) -> None:
-        """Run until the oldest step in flight is done, and leave what it gave with those who asked for it."""
-        if self._failure is not None:
+    def _next_delta(self, deltas: deque[Delta]) -> Delta:
+        """The next delta of some requests, one of which at least has not ended; others' are left where they belong."""
+        while not deltas:
+            if not self._advance():
+                raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+        return deltas.popleft()
+
+    def _advance(self) -> bool:
+        """Run until the oldest step in flight is done, and leave what it gave with those who asked for it.
+
+        False: there is nothing to do.
+        """
+        if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
         try:
             stepped = self._loop.step()
-        except EngineError as error:
-            self._failure = error
+            if stepped is not None:
+                self._take(*stepped)
+        except BaseException as error:  # a step that is left half done leaves ranks and engine at odds
+            self._failure = str(error) or type(error).__name__
             self._live.clear()
+            self.close()
             raise
-        if stepped is None:
-            return
-        result, events = stepped
+        return stepped is not None
+
+    def _take(self, result: StepResult, events: list[TokenEvent]) -> None:
         self._exchanged_bytes += result.exchanged_bytes
         self._rows += result.num_tokens
         if result.num_tokens:
@@ -253,10 +266,9 @@ class LLM:
             for prompt in as_prompts(prompts):
                 ids.append(self._queue(prompt, sampling, deltas))
             while len(results) < len(ids):
-                self._advance()
-                while deltas:
-                    delta = deltas.popleft()
-                    results |= {delta.request_id: delta.result} if delta.result else {}
+                delta = self._next_delta(deltas)
+                if delta.result is not None:
+                    results[delta.request_id] = delta.result
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -267,7 +279,7 @@ class LLM:
         """Run one prompt, giving its text as it comes; the last delta has the result."""
         deltas: deque[Delta] = deque()
         request_id = self._queue(prompt, sampling, deltas)
-        return Stream(deltas, self._advance, partial(self.abort, request_id))
+        return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id))
 
     def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
         """What a token gives its request. What fails here fails this request alone."""

@@ -1,6 +1,5 @@
 """One request's text as it comes."""
 
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -14,10 +13,8 @@ class Stream:
     A stream that is closed, dropped, or left by an error before its end aborts its request, which frees its KV.
     """
 
-    def __init__(self, deltas: deque[Delta], advance: Callable[[], None], abort: Callable[[], object]) -> None:
-        """`deltas` is where the engine leaves what `advance`, one more step of it, gives this request."""
-        self._deltas = deltas
-        self._advance = advance
+    def __init__(self, next_delta: Callable[[], Delta], abort: Callable[[], object]) -> None:
+        self._next_delta = next_delta
         self._abort = abort
         self._ended = False
 
@@ -25,11 +22,9 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
-        while not self._ended and not self._deltas:
-            self._advance()
         if self._ended:
             raise StopIteration
-        delta = self._deltas.popleft()
+        delta = self._next_delta()
         self._ended = delta.result is not None
         return delta
 
