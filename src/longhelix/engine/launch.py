@@ -98,6 +98,7 @@ class WorkerPool:
                     self._on_traced(rank, message.events)
                 if isinstance(message, Done):
                     self._results[message.result.step_id][rank] = message.result
+            _check_same_collectives(self._results[step_id])
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -208,6 +209,14 @@ class WorkerPool:
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")
+
+
+def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
+    """Raise EngineError if ranks ran other collectives than rank 0 for a step, and so computed with others' numbers."""
+    first = by_rank[0]
+    others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
+    if others:
+        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank 0")
 
 
 def rank_environment() -> dict[str, str]:

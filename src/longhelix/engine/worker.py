@@ -32,9 +32,8 @@ from longhelix.engine.transport import (
     WorkerSocket,
 )
 from longhelix.engine.warm_up import warm_up_steps
-from longhelix.errors import UserError
+from longhelix.errors import PeerLostError, UserError
 from longhelix.models.decoder import Decoder
-from longhelix.parallel.collectives import PeerLostError
 from longhelix.parallel.mesh import Mesh
 
 HEARTBEAT_S = 1.0
