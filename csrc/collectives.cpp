@@ -1,12 +1,10 @@
 #include "collectives.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <system_error>
 #include <thread>
 
@@ -66,13 +64,47 @@ Span share(std::size_t count, std::size_t item_bytes, int rank, int size) {
     return {first, stop - first};
 }
 
+const char* words(Collective kind) {
+    switch (kind) {
+        case Collective::none: return "no collective";
+        case Collective::all_reduce: return "all-reduce";
+        case Collective::reduce_scatter: return "reduce-scatter";
+        case Collective::all_gather: return "all-gather";
+        case Collective::all_to_all: return "all-to-all";
+        case Collective::exchange: return "exchange";
+        case Collective::exchange_among_holders: return "exchange among holders";
+        case Collective::broadcast: return "broadcast";
+        case Collective::barrier: return "barrier";
+    }
+    return "unknown collective";
+}
+
+std::string describe(const Call& call) {
+    bool rows = call.kind == Collective::exchange || call.kind == Collective::exchange_among_holders;
+    std::string size = call.size ? " of " + std::to_string(call.size) + (rows ? " rows" : " bytes") : "";
+    return title(call.kind, call.ordinal) + size;
+}
+
+// Bits of all inputs in all bits of the result (the finaliser of MurmurHash3).
+std::uint64_t mix(std::uint64_t bits) {
+    bits = (bits ^ bits >> 33) * 0xff51afd7ed558ccd;
+    bits = (bits ^ bits >> 33) * 0xc4ceb9fe1a85ec53;
+    return bits ^ bits >> 33;
+}
+
 }  // namespace
+
+std::string title(Collective kind, std::uint64_t ordinal) {
+    return std::string(words(kind)) + " " + std::to_string(ordinal);
+}
 
 // A rank's own cache lines in the segment: only it writes `posted`; those that wait for it count themselves.
 struct alignas(128) Channel::Post {
     std::atomic<std::uint32_t> posted;
     std::atomic<std::uint32_t> waiters;
-    std::uint32_t rounds[2];  // beside each slot: how many rounds an all-to-all takes, by this rank's largest piece
+    // Beside each slot: how many rounds an all-to-all takes, by this rank's largest piece; what the round belongs to.
+    std::uint32_t rounds[2];
+    Call calls[2];
 };
 
 struct alignas(4096) Channel::Rank {
@@ -80,10 +112,36 @@ struct alignas(4096) Channel::Rank {
     alignas(4096) std::byte slots[2][kSlotBytes];
 };
 
+// From its begin to its end a collective is what the channel's rounds belong to.
+class Channel::Running {
+  public:
+    Running(Channel& channel, Collective kind, std::uint64_t size) : channel_(channel) {
+        channel.call_ = {channel.call_.ordinal + 1, size, kind};
+        std::uint64_t bits = mix(size << 8 | static_cast<std::uint64_t>(kind));
+        channel.fingerprint_ = channel.fingerprint_ * kFingerprintFactor + bits;
+        show(kind);
+    }
+    ~Running() { show(Collective::none); }
+    Running(const Running&) = delete;
+    Running& operator=(const Running&) = delete;
+
+  private:
+    void show(Collective kind) {
+        channel_.progress_.store(channel_.call_.ordinal << 8 | static_cast<std::uint64_t>(kind),
+                                 std::memory_order_relaxed);
+    }
+
+    Channel& channel_;
+};
+
 std::size_t Channel::segment_bytes(int size) { return size * sizeof(Rank); }
 
-Channel::Channel(int fd, int rank, std::vector<int> pids, double timeout_s)
-    : rank_(rank), size_(static_cast<int>(pids.size())), timeout_s_(timeout_s), pids_(std::move(pids)) {
+Channel::Channel(int fd, int rank, std::vector<int> pids, std::vector<int> names, double timeout_s)
+    : rank_(rank),
+      size_(static_cast<int>(pids.size())),
+      timeout_s_(timeout_s),
+      pids_(std::move(pids)),
+      names_(std::move(names)) {
     cpu_set_t cores;
     fits_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 && size_ <= CPU_COUNT(&cores);
     void* mapped = mmap(nullptr, segment_bytes(size_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -92,7 +150,8 @@ Channel::Channel(int fd, int rank, std::vector<int> pids, double timeout_s)
     }
     segment_ = static_cast<std::byte*>(mapped);
     for (int pid : pids_) {
-        // A process id can be given to another process; a descriptor of the process cannot.
+        // A process id can be given to another process; a descriptor of the process cannot. Systems that have none, or
+        // have no more of them, leave the id.
         pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     }
 }
@@ -108,12 +167,29 @@ std::byte* Channel::slot(int rank) const { return reinterpret_cast<Rank*>(segmen
 
 Channel::Post& Channel::post(int rank) const { return reinterpret_cast<Rank*>(segment_)[rank].post; }
 
-void Channel::check_alive(int rank) const {
+Channel::Progress Channel::progress() const {
+    std::uint64_t now = progress_.load(std::memory_order_relaxed);
+    return {now >> 8, static_cast<Collective>(now & 0xff)};
+}
+
+std::string Channel::name(int rank) const { return "rank " + std::to_string(names_[rank]); }
+
+bool Channel::has_ended(int rank) const {
+    if (pidfds_[rank] < 0) return kill(pids_[rank], 0) != 0 && errno == ESRCH;
     pollfd ended{pidfds_[rank], POLLIN, 0};
-    if (pidfds_[rank] < 0 || poll(&ended, 1, 0) > 0) {
-        throw std::runtime_error("rank " + std::to_string(rank) + " of the group (process " +
-                                 std::to_string(pids_[rank]) + ") has ended");
-    }
+    return poll(&ended, 1, 0) > 0;
+}
+
+void Channel::check_alive(int rank) const {
+    if (!has_ended(rank)) return;
+    throw PeerLost(name(rank) + " (process " + std::to_string(pids_[rank]) + ") has ended before " + describe(call_));
+}
+
+void Channel::check_same(int rank) const {
+    const Call& other = post(rank).calls[round_ & 1];
+    if (other == call_) return;
+    throw CollectivesDiffer(name(rank) + " is in " + describe(other) + " where " + name(rank_) + " is in " +
+                            describe(call_) + ": all ranks must run the same collectives");
 }
 
 void Channel::wait_for(int rank, std::uint32_t round) {
@@ -143,8 +219,8 @@ void Channel::wait_for(int rank, std::uint32_t round) {
         try {
             check_alive(rank);
             if (waited.count() > timeout_s_) {
-                throw std::runtime_error("rank " + std::to_string(rank) + " of the group did not take part for " +
-                                         std::to_string(static_cast<int>(timeout_s_)) + " s");
+                throw PeerLost(name(rank) + " did not take part in " + describe(call_) + " for " +
+                               std::to_string(static_cast<int>(timeout_s_)) + " s");
             }
         } catch (...) {
             peer.waiters.fetch_sub(1);
@@ -159,16 +235,20 @@ void Channel::round(Write write, Read read) {
     ++round_;
     write(slot(rank_));
     Post& own = post(rank_);
+    own.calls[round_ & 1] = call_;
     own.posted.store(round_);  // sequentially consistent against the waiters that are read next
     if (own.waiters.load() > 0) futex_wake(own.posted);
     for (int peer = 0; peer < size_; ++peer) {
-        if (peer != rank_) wait_for(peer, round_);
+        if (peer == rank_) continue;
+        wait_for(peer, round_);
+        check_same(peer);
     }
     read();
 }
 
 void Channel::all_reduce(void* values, std::size_t count, Number number) {
     dispatch(number, [&]<typename T>(T) {
+        Running running(*this, Collective::all_reduce, count * sizeof(T));
         T* next = static_cast<T*>(values);
         std::size_t chunk = (count * sizeof(T) <= kDirectBytes ? kDirectBytes : kSlotBytes) / sizeof(T);
         for (std::size_t left = count; left > 0;) {
@@ -209,6 +289,7 @@ void Channel::all_reduce_add(void* values, const void* residual, void* out, std:
 
 void Channel::exchange(const void* out, const float* lse, std::size_t rows, const std::int64_t* places,
                        const std::vector<int>& heads, std::size_t head_size, Number number, void* merged) {
+    Running running(*this, places ? Collective::exchange_among_holders : Collective::exchange, rows);
     auto place_of = [&](int rank, std::size_t row) {
         return places ? places[rank * rows + row] : static_cast<std::int64_t>(row);
     };
@@ -287,6 +368,7 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
 
 void Channel::reduce_scatter(const void* input, void* output, std::size_t count, Number number) {
     dispatch(number, [&]<typename T>(T) {
+        Running running(*this, Collective::reduce_scatter, count * sizeof(T));
         // A slot holds a window of every rank's part, one after the other.
         std::size_t window = kSlotBytes / sizeof(T) / size_;
         const T* in = static_cast<const T*>(input);
@@ -312,6 +394,7 @@ void Channel::reduce_scatter(const void* input, void* output, std::size_t count,
 }
 
 void Channel::all_gather(const void* input, void* output, std::size_t bytes) {
+    Running running(*this, Collective::all_gather, bytes);
     const std::byte* in = static_cast<const std::byte*>(input);
     std::byte* out = static_cast<std::byte*>(output);
     for (std::size_t first = 0; first < bytes; first += kSlotBytes) {
@@ -327,6 +410,7 @@ void Channel::all_gather(const void* input, void* output, std::size_t bytes) {
 
 void Channel::all_to_all(const std::byte* send, const std::vector<std::size_t>& send_bytes, std::byte* received,
                          const std::vector<std::size_t>& received_bytes) {
+    Running running(*this, Collective::all_to_all, 0);
     // A slot has one window for every receiver; whoever has the largest piece of all sets the number of rounds.
     std::size_t window = kSlotBytes / size_ / 64 * 64;
     std::size_t largest = *std::max_element(send_bytes.begin(), send_bytes.end());
@@ -357,6 +441,7 @@ void Channel::all_to_all(const std::byte* send, const std::vector<std::size_t>& 
 }
 
 void Channel::broadcast(void* values, std::size_t bytes, int root) {
+    Running running(*this, Collective::broadcast, bytes);
     std::byte* all = static_cast<std::byte*>(values);
     for (std::size_t first = 0; first < bytes; first += kSlotBytes) {
         std::size_t now = std::min(kSlotBytes, bytes - first);
@@ -371,6 +456,7 @@ void Channel::broadcast(void* values, std::size_t bytes, int root) {
 }
 
 void Channel::barrier() {
+    Running running(*this, Collective::barrier, 0);
     round([](std::byte*) {}, [] {});
 }
 

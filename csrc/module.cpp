@@ -1,11 +1,15 @@
 // The Python face of the native code. Tensors come as addresses, so that no torch header is needed to build it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives.hpp"
@@ -16,6 +20,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using longhelix::Channel;
+using longhelix::Collective;
 using longhelix::ExpertSet;
 using longhelix::Number;
 using longhelix::Pool;
@@ -76,7 +81,8 @@ void bind_numbers(nb::module_& module) {
 void bind_collectives(nb::module_& module) {
     auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Channel>(module, "Channel")
-        .def(nb::init<int, int, std::vector<int>, double>(), "fd"_a, "rank"_a, "pids"_a, "timeout_s"_a)
+        .def(nb::init<int, int, std::vector<int>, std::vector<int>, double>(), "fd"_a, "rank"_a, "pids"_a, "names"_a,
+             "timeout_s"_a)
         .def_static("segment_bytes", &Channel::segment_bytes, "size"_a)
         .def(
             "all_reduce",
@@ -128,7 +134,24 @@ void bind_collectives(nb::module_& module) {
             },
             unlocked)
         .def("barrier", &Channel::barrier, unlocked)
-        .def_prop_ro("exchanged_bytes", &Channel::exchanged_bytes);
+        .def_prop_ro("exchanged_bytes", &Channel::exchanged_bytes)
+        .def_prop_ro("fingerprint", &Channel::fingerprint)
+        .def(
+            "progress",
+            [](const Channel& self) {
+                auto [begun, current] = self.progress();
+                bool runs = current != Collective::none;
+                return std::pair(begun, runs ? longhelix::title(current, begun) : std::string());
+            },
+            "How many collectives have begun, and which of them runs now; for any thread.");
+}
+
+// What Python's own errors of these names catch.
+void bind_errors(nb::module_& module) {
+    nb::object errors = nb::module_::import_("longhelix.errors");
+    nb::exception<longhelix::PeerLost>(module, "PeerLostError", errors.attr("PeerLostError"));
+    nb::exception<longhelix::CollectivesDiffer>(module, "CollectivesDifferError",
+                                                errors.attr("CollectivesDifferError"));
 }
 
 void bind_kernels(nb::module_& module) {
@@ -307,6 +330,7 @@ void bind_kernels(nb::module_& module) {
 NB_MODULE(_native, module) {
     // torch's caches of compiled code keep pools and weights to the end of the process.
     nb::set_leak_warnings(false);
+    bind_errors(module);
     bind_numbers(module);
     bind_collectives(module);
     bind_kernels(module);

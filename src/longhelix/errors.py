@@ -22,3 +22,11 @@ class EngineError(RuntimeError):
     """The engine cannot go on: names the rank that failed and the cause."""
 
     code = "engine_failed"
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another rank is gone: a consequence, never the first cause."""
+
+
+class CollectivesDifferError(RuntimeError):
+    """Ranks are in different collectives, which only an error of ours can bring about. Names both."""

@@ -166,6 +166,7 @@ class StepResult:
 
     A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that
     a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
+    fingerprint: of the collectives that the rank ran for it, the same on all ranks.
     """
 
     step_id: int
@@ -174,3 +175,4 @@ class StepResult:
     exchanged_bytes: int
     parts: int = 1
     exposed_s: float | None = None
+    fingerprint: int = 0

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from longhelix.errors import PeerLostError
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import PeerLostError
 from longhelix.parallel.mesh import Mesh
 
 COUNTS = (1, 7, 576, 8193, 300_001)

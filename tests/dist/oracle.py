@@ -122,6 +122,13 @@ NATIVE_LATENTS = DeepseekV3Config(
     q_lora_rank=16, n_routed_experts=4, n_group=2, topk_group=1,
     **(_LATENT | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}), **_SIXTEENS,
 )  # fmt: skip
+# Over two ranks: one has no row of Wo; one has 17 columns, which cannot be packed, and one 16.
+UNEVEN: dict[str, PreTrainedConfig] = {
+    "one-head": LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_SIXTEENS),
+    "33-columns": LlamaConfig(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, **(_SIXTEENS | {"intermediate_size": 33})
+    ),
+}
 SINGLE_HEAD = LlamaConfig(num_attention_heads=1, num_key_value_heads=1, head_dim=32, **_COMMON)
 
 

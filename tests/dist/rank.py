@@ -47,7 +47,7 @@ class RecordingRunner(ModelRunner):
         super().__init__(*arguments)
         self.logits = {}
         self.local_lengths = {}
-        self.history, self.rows, self.counted = [], [], []
+        self.history, self.rows, self.counted, self.fingerprints = [], [], [], []
         self.most_parts = 0
         self._results = []
 
@@ -55,6 +55,7 @@ class RecordingRunner(ModelRunner):
         step = replace(step, parts=self.parts.of(step, self.lengths.advance(step)))
         self.most_parts = max(self.most_parts, step.parts)
         self._results.append(self.execute(step))
+        self.fingerprints.append(self._results[-1].fingerprint)
 
     def collect(self):
         return self._results.pop(0)
@@ -126,7 +127,7 @@ def build(case, rank, meshes):
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
     runner.parts, runner.lengths = Parts(config, mesh.kvp.overlaps), Lengths()
     if case.get("graphed"):
-        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh.kvp, capture=run_again)
+        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
     runner.num_requests = len(case["prompts"])
     return config, runner
 
@@ -163,6 +164,7 @@ def run(case, rank, meshes, direct_rows):
     arrays["direct_rows"] = np.array(direct_rows.count)
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
+    arrays["fingerprints"] = np.array(runner.fingerprints, dtype=np.uint64)
     arrays["parts"] = np.array(runner.most_parts)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):

@@ -14,6 +14,7 @@ from oracle import (
     NATIVE_SIZES,
     NEW_TOKENS,
     SINGLE_HEAD,
+    UNEVEN,
     WITH_EXPERTS,
     make_oracle,
 )
@@ -48,7 +49,7 @@ def oracles(tmp_path_factory):
 
     def oracle(family):
         if family not in made:
-            configs = FAMILIES | WITH_EXPERTS | NATIVE_EXPERTS
+            configs = FAMILIES | WITH_EXPERTS | NATIVE_EXPERTS | UNEVEN
             made[family] = make_oracle(configs[family], tmp_path_factory.mktemp(family))
         return made[family]
 
@@ -376,6 +377,20 @@ def test_rank_that_owns_no_query_head(worlds, tmp_path):
     assert_equal(oracle, worlds(2).run(make_case(oracle, 2, 1, 7, "striped")))
 
 
+@pytest.mark.parametrize("family", UNEVEN)
+@pytest.mark.parametrize("placement", ["striped", "auto"])
+def test_ranks_of_which_some_have_tapes(worlds, oracles, family, placement):
+    """Whether a rank can tape its layers is its own affair: the collectives are those of every other rank.
+
+    A rank without rows of Wo can, one whose weights are not packed cannot.
+    """
+    oracle = oracles(family)
+    ranks = worlds(2).run(make_case(oracle, 2, 1, 16, placement, block_tokens=16))
+    assert_equal(oracle, ranks)
+    if native.module is not None:
+        assert [bool(rank["tapes"]) for rank in ranks] == [family == "one-head", True]
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 def test_steps_in_flight_change_nothing(worlds, oracles, depth):
     oracle = oracles("llama")
@@ -431,9 +446,7 @@ def test_ranks_work_and_send_for_requests_that_they_hold(worlds, tmp_path_factor
     threshold = 40
     kinds = ["local", "local", "growing", "growing", "growing", "striped"]
     sizes = {"block_tokens": 16, "prompts": prompts, "kvp_threshold_tokens": threshold, "backend": backend}
-    # Over gloo nothing runs from tapes, and an attempt to record one would count as well.
-    execution = "recorded" if backend is None else "eager"
-    case = make_case(oracle, kvp, tpa, chunk_tokens, "auto", execution=execution, **sizes)
+    case = make_case(oracle, kvp, tpa, chunk_tokens, "auto", **sizes)
     ranks = worlds(kvp * tpa).run(case)
     layout, heads = Layout(kvp=kvp, tpa=tpa), HeadShape(config.num_attention_heads, config.num_key_value_heads)
     rows_LB, layers, size = ranks[0]["rows"], config.num_hidden_layers, config.head_dim

@@ -14,7 +14,10 @@ CASE_TIMEOUT_S = 180
 
 
 class World:
-    """N processes over gloo; `run` gives every rank the same case and returns their arrays, in rank order."""
+    """N processes over gloo; `run` gives every rank the same case and returns their arrays, in rank order.
+
+    All ranks have run the same collectives in every step of every case.
+    """
 
     def __init__(self, size):
         self.size = size
@@ -41,7 +44,11 @@ class World:
         finally:
             watchdog.cancel()
         assert replies == ["ok"] * self.size, f"ranks said {replies} for {case}"
-        return [dict(np.load(Path(self.directory.name) / f"rank{rank}.npz")) for rank in range(self.size)]
+        found = [dict(np.load(Path(self.directory.name) / f"rank{rank}.npz")) for rank in range(self.size)]
+        for rank in found:
+            assert rank["fingerprints"].tolist() == found[0]["fingerprints"].tolist(), f"collectives differ in {case}"
+            assert self.size == 1 or rank["fingerprints"].any()
+        return found
 
     def kill(self):
         for process in self.processes:

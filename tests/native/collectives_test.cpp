@@ -1,5 +1,6 @@
 // The collectives between processes: real ones, over one shared segment, against what each rank knows that it must get.
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -7,6 +8,7 @@
 #include <atomic>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "../../csrc/collectives.hpp"
@@ -156,8 +158,23 @@ void run_all(Channel& channel, int rank, int size) {
     channel.barrier();
 }
 
-// Forks `size - 1` processes; all of them, and this one, run `body` as ranks of one channel.
-void on_ranks(int size, const std::function<void(Channel&, int rank)>& body) {
+// While it lives, the system has no descriptor to give, of a process or anything else.
+class NoDescriptors {
+  public:
+    NoDescriptors() {
+        getrlimit(RLIMIT_NOFILE, &before_);
+        rlimit none{0, before_.rlim_max};
+        setrlimit(RLIMIT_NOFILE, &none);
+    }
+    ~NoDescriptors() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+  private:
+    rlimit before_;
+};
+
+// Forks `size - 1` processes; all of them, and this one, run `body` as ranks of one channel. `sees_processes`: by a
+// descriptor of each.
+void on_ranks(int size, const std::function<void(Channel&, int rank)>& body, bool sees_processes = true) {
     what = std::to_string(size) + " ranks";
     int fd = memfd_create("longhelix", 0);
     check(fd >= 0 && ftruncate(fd, static_cast<off_t>(Channel::segment_bytes(size))) == 0, "there is no segment");
@@ -169,8 +186,13 @@ void on_ranks(int size, const std::function<void(Channel&, int rank)>& body) {
     for (int peer = 0; peer < size; ++peer) {
         while (pids[peer] == 0) usleep(100);
     }
+    std::vector<int> names(size);
+    std::iota(names.begin(), names.end(), 10);
     try {
-        Channel channel(fd, rank, std::vector<int>(pids, pids + size), 60.0);
+        std::optional<NoDescriptors> limit;
+        if (!sees_processes) limit.emplace();
+        Channel channel(fd, rank, std::vector<int>(pids, pids + size), names, 60.0);
+        limit.reset();
         body(channel, rank);
     } catch (const std::exception& error) {
         fail(error.what());
@@ -184,6 +206,59 @@ void on_ranks(int size, const std::function<void(Channel&, int rank)>& body) {
     close(fd);
 }
 
+// That `call` throws an E of whose message `part` is a part.
+template <typename E>
+void check_throws(const std::function<void()>& call, const std::string& part) {
+    try {
+        call();
+    } catch (const E& error) {
+        return check(std::string(error.what()).find(part) != std::string::npos, error.what());
+    }
+    fail("there is no error that says " + part);
+}
+
+// A peer that is late by several looks at whether it lives, and one that ended before.
+void run_without_descriptors() {
+    on_ranks(
+        2,
+        [](Channel& channel, int rank) {
+            if (rank) usleep(350'000);
+            channel.barrier();
+        },
+        false);
+    what = "a process that has ended";
+    int fd = memfd_create("longhelix", 0), gone = fork();
+    if (gone == 0) std::_Exit(0);
+    check(fd >= 0 && ftruncate(fd, static_cast<off_t>(Channel::segment_bytes(2))) == 0, "there is no segment");
+    check(waitpid(gone, nullptr, 0) == gone, "a process does not end");
+    Channel channel(fd, 0, {getpid(), gone}, {10, 11}, 60.0);
+    check_throws<PeerLost>([&] { channel.barrier(); }, "rank 11 (process " + std::to_string(gone) + ") has ended");
+    close(fd);
+}
+
+// Ranks in different collectives, or in the same of different sizes: all of them learn it.
+void run_differences() {
+    on_ranks(3, [](Channel& channel, int rank) {
+        std::vector<float> values(64);
+        channel.barrier();
+        check_throws<CollectivesDiffer>(
+            [&] {
+                if (rank == 1) {
+                    channel.all_gather(values.data(), values.data(), 16);
+                } else {
+                    channel.all_reduce(values.data(), 64, Number::float32);
+                }
+            },
+            rank == 1 ? "rank 10 is in all-reduce 2 of 256 bytes where rank 11 is in all-gather 2 of 16 bytes"
+                      : "rank 11 is in all-gather 2 of 16 bytes where rank " + std::to_string(10 + rank) + " is in all-reduce 2");
+    });
+    on_ranks(2, [](Channel& channel, int rank) {
+        std::vector<float> values(64);
+        check_throws<CollectivesDiffer>([&] { channel.all_reduce(values.data(), 64 - rank, Number::float32); },
+                                        rank ? "of 256 bytes where rank 11" : "of 252 bytes where rank 10");
+    });
+}
+
 }  // namespace
 
 void test_collectives() {
@@ -191,14 +266,10 @@ void test_collectives() {
         on_ranks(size, [&](Channel& channel, int rank) { run_all(channel, rank, size); });
     }
     on_ranks(2, [](Channel& channel, int rank) {
-        if (rank) return;
-        try {
-            channel.barrier();
-        } catch (const std::runtime_error&) {
-            return;
-        }
-        fail("a rank that has ended is not missed");
+        if (rank == 0) check_throws<PeerLost>([&] { channel.barrier(); }, "rank 11 (process ");
     });
+    run_without_descriptors();
+    run_differences();
     std::printf("collectives of 1, 2 and 3 ranks\n");
 }
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longhelix.errors import PeerLostError
 from longhelix.kernels import merge_states
-from longhelix.parallel.collectives import Group, PeerLostError
+from longhelix.parallel.collectives import Group
 from longhelix.parallel.exchange import exchange
 
 pytestmark = pytest.mark.unit
@@ -188,14 +189,39 @@ def test_a_group_of_one_returns_its_input_and_sends_nothing():
 
 
 def test_a_failed_message_names_the_group_and_is_not_counted():
-    class Lost:
-        def alltoall_base(self, *arguments):
-            raise RuntimeError("Connection closed by peer")
-
-    group = Group((4, 9), 9, Lost())
-    with pytest.raises(PeerLostError, match=r"alltoall_base over ranks \(4, 9\): Connection closed by peer"):
+    group = Group((4, 9), 9, Failing("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    with pytest.raises(PeerLostError, match=r"all-to-all 1 over ranks \(4, 9\): .* Connection closed by peer"):
         exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
     assert group.exchanged_bytes == 0
+    assert group.progress() == (1, "")
+
+
+def test_an_error_that_is_not_the_transports_stays_what_it_is():
+    group = Group((4, 9), 9, Failing("ProcessGroupGloo::alltoall_base: invalid tensor size"))
+    with pytest.raises(RuntimeError, match="invalid tensor size") as raised:
+        exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
+    assert not isinstance(raised.value, PeerLostError)
+
+
+def test_what_a_rank_waits_in_shows_while_it_waits():
+    class Looking(Failing):
+        def alltoall_base(self, *arguments):
+            self.seen = group.progress()
+            super().alltoall_base()
+
+    handle = Looking("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    group = Group((4, 9), 9, handle)
+    with pytest.raises(PeerLostError):
+        exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
+    assert handle.seen == (1, "all-to-all 1 over ranks (4, 9)")
+
+
+class Failing:
+    def __init__(self, message):
+        self._message = message
+
+    def alltoall_base(self, *arguments):
+        raise RuntimeError(self._message)
 
 
 def test_heads_swapped_between_ranks_would_be_seen():

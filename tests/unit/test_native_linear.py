@@ -518,6 +518,20 @@ def test_no_rows_give_no_rows_and_read_nothing():
     )
 
 
+@needs_native
+@pytest.mark.parametrize("weight_dtype", [*FLOATS, *NARROW])
+@pytest.mark.parametrize("rows", [0, 1, 13])
+def test_a_rank_that_owns_nothing_of_a_weight_multiplies_it_as_others_do_theirs(rows, weight_dtype):
+    """Without inputs the product is zero and what stands around it stays; without outputs nothing is left."""
+    no_inputs, no_outputs = (make_weight(torch.zeros(*shape), weight_dtype) for shape in ((20, 0), (0, 64)))
+    assert no_inputs.packed
+    assert no_outputs.packed
+    bias, residual = inputs(1, 20, torch.float32, 31)[0], torch.randn(rows, 20)
+    assert torch.equal(linear(torch.zeros(rows, 0), no_inputs), torch.zeros(rows, 20))
+    assert torch.equal(linear(torch.zeros(rows, 0), no_inputs, bias=bias, residual=residual), bias + residual)
+    assert linear(torch.randn(rows, 64), no_outputs, norm=torch.ones(64), norm_eps=1e-5, swiglu=True).shape == (rows, 0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Registration, and what is refused.
 # ----------------------------------------------------------------------------------------------------------------------
@@ -564,7 +578,7 @@ def test_compiled_without_a_break_is_one_node_and_the_same_bits(packed):
 
 
 def test_weights_that_cannot_be_packed_are_kept_as_rows(monkeypatch):
-    unfit = [torch.zeros(4, 24), torch.zeros(0, 32), torch.zeros(4, 0), torch.zeros(4, 32, device="meta")]
+    unfit = [torch.zeros(4, 24), torch.zeros(0, 24), torch.zeros(4, 32, device="meta")]
     for weight_NK in unfit:
         weight = make_weight(weight_NK, "float32")
         assert weight.values is weight_NK

@@ -20,8 +20,7 @@ from longhelix.bench.decode import DecodeJob
 from longhelix.bench.kernels import KernelsJob
 from longhelix.bench.layouts import LayoutsJob
 from longhelix.bench.prefill import PrefillJob
-from longhelix.errors import UserError
-from longhelix.parallel.collectives import PeerLostError
+from longhelix.errors import PeerLostError, UserError
 
 Job = KernelsJob | DecodeJob | LayoutsJob | PrefillJob | CollectivesJob | MachineJob | ProductsJob
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.mesh import Mesh
+from longhelix.parallel.traffic import Traffic
 
 _MOST_GRAPHS = 64
 
@@ -93,7 +94,7 @@ class _Graph:
     inputs: _Inputs
     result_TH: Tensor
     replay: Callable[[], None]
-    sent_bytes: int
+    traffic: list[Traffic]
 
 
 class GraphedLayers:
@@ -101,19 +102,19 @@ class GraphedLayers:
 
     Steps of which ranks have different rows run as they are: what ranks send each other differs from step to step.
 
-    `exchange`: the group that counts what layers send; a replay sends what its capture did, which nobody sees.
+    `mesh`: its groups count collectives; a replay runs those of its capture, which nobody sees.
     `planner`: FlashInfer's, which wants to see a batch before its capture and before every replay.
     """
 
     def __init__(
         self,
         layers: Callable[[Tensor, Batch], Tensor],
-        exchange: Group,
+        mesh: Mesh,
         planner: Planner | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._layers = layers
-        self._exchange = exchange
+        self._mesh = mesh
         self._planner = planner
         self._capture = capture or _CudaCapture()
         self._graphs: dict[Bucket, _Graph] = {}
@@ -128,7 +129,8 @@ class GraphedLayers:
             graph = self._graphs[bucket] = self._new_graph(bucket, hidden_TH, batch)
         else:
             self._fill(graph.inputs, hidden_TH, batch)
-            self._exchange.count_sent(graph.sent_bytes)
+            for group, traffic in zip(self._mesh.groups, graph.traffic, strict=True):
+                group.count(traffic)
         graph.replay()
         return graph.result_TH[: len(hidden_TH)]
 
@@ -139,17 +141,16 @@ class GraphedLayers:
                 self._planner.forget(oldest.inputs.batch.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
-        sent_bytes = 0
+        traffic: list[Traffic] = []
 
         def call() -> Tensor:
-            nonlocal sent_bytes
-            before = self._exchange.exchanged_bytes
+            before = self._mesh.traffic
             result_TH = self._layers(inputs.hidden_TH, inputs.batch)
-            sent_bytes = self._exchange.exchanged_bytes - before
+            traffic[:] = (now.since(then) for now, then in zip(self._mesh.traffic, before, strict=True))
             return result_TH
 
         result_TH, replay = self._capture(call)
-        return _Graph(inputs, result_TH, replay, sent_bytes)
+        return _Graph(inputs, result_TH, replay, traffic)
 
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)

@@ -105,12 +105,9 @@ class WorkerPool:
         step_id = next(iter(self._results))
         try:
             while len(done := self._results[step_id]) < len(self._ranks):
-                rank, message = self._receive()
-                if isinstance(message, Traced):
-                    self._on_traced(rank, message.events)
-                if isinstance(message, Done):
-                    self._results[message.result.step_id][rank] = message.result
+                self._take(*self._receive())
                 self._watchdog.check(step_id, set(done))
+            _check_same_collectives(done)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -133,12 +130,20 @@ class WorkerPool:
                 match self._receive():
                     case rank, RowCounts(rows):
                         counted[rank] = rows
-                    case rank, Done(result):
-                        self._results[result.step_id][rank] = result
+                    case rank, message:
+                        self._take(rank, message)
         except BaseException:
             self.close(grace_s=0)
             raise
         return [counted[rank] for rank in ranks]
+
+    def _take(self, rank: int, message: ToEngine) -> None:
+        """Keep what a rank says of its steps."""
+        match message:
+            case Done(result):
+                self._results[result.step_id][rank] = result
+            case Traced(events):
+                self._on_traced(rank, events)
 
     def close(self, grace_s: float = _STOP_S) -> None:
         """End every process that this pool started and remove its sockets; does nothing the second time."""
@@ -228,6 +233,14 @@ class WorkerPool:
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")
+
+
+def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
+    """Raise EngineError if ranks ran other collectives than rank 0 for a step, and so computed with others' numbers."""
+    first = by_rank[0]
+    others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
+    if others:
+        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank 0")
 
 
 def rank_environment() -> dict[str, str]:

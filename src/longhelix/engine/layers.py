@@ -11,11 +11,12 @@ from torch import Tensor
 from longhelix.cache.pool import KVPool
 from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.taped_layers import TapedLayers
-from longhelix.errors import UserError
+from longhelix.errors import PeerLostError, UserError
 from longhelix.kernels import native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
+from longhelix.parallel.collectives import is_lost_peer
 
 Layers = Callable[[Tensor, Batch], Tensor]
 
@@ -34,7 +35,7 @@ def make_layers(model: Decoder, pool: KVPool, execution: str, planner: Planner |
         _check_compiler()
         layers = _Compiled(model, pool)
     if pool.device.type == "cuda":
-        return GraphedLayers(layers, model.mesh.kvp, planner)
+        return GraphedLayers(layers, model.mesh, planner)
     # Kernels that the compiler made would be missing from a tape.
     return TapedLayers(layers) if execution == "recorded" and native.module is not None else layers
 
@@ -47,7 +48,14 @@ class _Compiled:
         self._graph = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        return (self._graph if batch.holders is None else self._layers)(hidden_TH, batch)
+        if batch.holders is not None:
+            return self._layers(hidden_TH, batch)
+        try:
+            return self._graph(hidden_TH, batch)
+        except RuntimeError as error:  # of collectives in the graph, which no Group sees
+            if not is_lost_peer(error):
+                raise
+            raise PeerLostError(f"a compiled graph: {error}") from error
 
 
 def _check_compiler() -> None:

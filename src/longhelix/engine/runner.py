@@ -84,17 +84,18 @@ class ModelRunner:
     def execute(self, step: Step) -> StepResult:
         """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
         kvp = self.mesh.kvp
-        sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
+        traffic_before, sent_before, waited_before_s = self.mesh.traffic, kvp.exchanged_bytes, kvp.waited_s
         self._step_id = step.id
         self.admit(step)
         sampled = self.sample(step, self.forward(step)) if step.work else ()
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
-        return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, waited_s if self._sees_waits else None)
+        exposed_s, fingerprint = waited_s if self._sees_waits else None, self.mesh.fingerprint(since=traffic_before)
+        return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, exposed_s, fingerprint)
 
     def progress(self) -> Progress:
         """How far it is; may be asked by another thread."""
-        return Progress(self._step_id)
+        return Progress(self._step_id, *self.mesh.progress())
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""

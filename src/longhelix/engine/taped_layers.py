@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longhelix.kernels.tape import NotTapedError, Tape
+from longhelix.kernels.tape import Tape
 from longhelix.models.batch import Batch
 
 _MOST_TAPES = 16  # each keeps the activations of its rows
@@ -25,6 +25,7 @@ class TapedLayers:
     """Runs `layers` for steps whose sequences all have one row from a tape, where that is possible.
 
     The first step of a kind runs as it is and is recorded; later ones copy their few inputs over those of the first.
+    Ranks differ in what they can record; all of them run the same collectives, once, in either case.
     """
 
     def __init__(self, layers: Callable[[Tensor, Batch], Tensor]) -> None:
@@ -50,12 +51,11 @@ class TapedLayers:
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:
         own = _own(batch)
         own_TH, tape = hidden_TH.clone(), Tape()
-        try:
-            with tape:
-                result_TH = self._layers(own_TH, own)
-        except NotTapedError:
+        with tape:
+            result_TH = self._layers(own_TH, own)
+        if not tape.complete:
             self._possible = False
-            return self._layers(hidden_TH, batch)
+            return result_TH
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
         self._tapes[key] = _Recorded(tape, own_TH, own, result_TH)

@@ -34,9 +34,8 @@ from longhelix.engine.transport import (
 )
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.engine.watchdog import Progress
-from longhelix.errors import UserError
+from longhelix.errors import PeerLostError, UserError
 from longhelix.models.decoder import Decoder
-from longhelix.parallel.collectives import PeerLostError
 from longhelix.parallel.mesh import Mesh
 
 HEARTBEAT_S = 1.0

@@ -14,12 +14,12 @@ _EMPTY = {"empty", "new_empty", "empty_like"}
 _VIEWS = {"detach", "view", "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze"}
 
 
-class NotTapedError(Exception):
-    """A step computes something outside of the native kernels, which a tape would not run again."""
-
-
 class Tape:
-    """Records what runs inside of `with tape:`; `run` does it again, reading and writing the same memory."""
+    """Records what runs inside of `with tape:`; `run` does it again, reading and writing the same memory.
+
+    Recording changes nothing of what runs, so ranks that wait for each other meanwhile may record or not. What a tape
+    cannot hold makes it incomplete, and then it cannot run.
+    """
 
     def __init__(self) -> None:
         self._calls = native.module.Tape()
@@ -33,16 +33,23 @@ class Tape:
         self._watch.__exit__(*error)
         native.module.record(None)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all that ran was native calls, so that `run` does the same."""
+        return self._watch.complete
+
     def run(self) -> None:
         """Run the recorded calls, in order. Raises what they raise."""
+        assert self.complete, "a tape lacks what ran outside of native calls"
         self._calls.run()
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps alive every tensor that is made, and refuses operators that compute."""
+    """Keeps alive every tensor that is made, and notes operators that compute."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.complete = True
         self._kept: list[Tensor] = []
 
     @classmethod
@@ -51,14 +58,11 @@ class _Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        # Refused before it runs: the step is done again, and some operators count what they did.
-        if name not in _EMPTY | _VIEWS:
-            raise NotTapedError(str(func))
-        result = func(*args, **(kwargs or {}))
-        if name in _VIEWS and not _shares_memory(result, args[0]):
-            raise NotTapedError(str(func))
-        self._kept.append(result)
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if name in _EMPTY or (name in _VIEWS and _shares_memory(result, args[0])):
+            self._kept.append(result)
+        else:
+            self.complete = False
         return result
 
 

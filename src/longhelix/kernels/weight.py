@@ -52,7 +52,7 @@ def can_pack(weight_NK: Tensor, dtype: str) -> bool:
     """Whether the native kernels can use this matrix, stored in `dtype`."""
     block = SCALE_BLOCK if dtype in _BITS else native.LANES
     on_cpu = native.module is not None and weight_NK.device.type == "cpu"
-    return on_cpu and weight_NK.numel() > 0 and weight_NK.shape[1] % block == 0
+    return on_cpu and weight_NK.shape[1] % block == 0
 
 
 def make_weight(weight_NK: Tensor, dtype: str, halves: int = 1) -> Weight:
@@ -74,6 +74,8 @@ def make_weight(weight_NK: Tensor, dtype: str, halves: int = 1) -> Weight:
 
 
 def _pack(weight_NK: Tensor, dtype: str) -> Tensor:
+    if not weight_NK.numel():  # of a rank that owns nothing of it
+        return weight_NK.new_empty(0, dtype=torch.uint8)
     lanes_NLK = weight_NK.unflatten(0, (-1, native.LANES))
     if dtype in _BITS:
         return _pack_narrow(lanes_NLK.float(), dtype)

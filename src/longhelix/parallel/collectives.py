@@ -1,30 +1,39 @@
-"""Collectives of one group of ranks, counting what they send."""
+"""Collectives of one group of ranks, counting them and what they send."""
 
 import time
 from collections.abc import Callable
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from longhelix.errors import PeerLostError
 from longhelix.kernels import native
+from longhelix.parallel.traffic import Traffic
 
 
-class PeerLostError(RuntimeError):
-    """A collective failed because another rank is gone: a consequence, never the first cause."""
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether gloo or NCCL says by `error` that a peer is gone, and not that a call was wrong."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class Group:
-    """The ranks of one group, in its order. A group of one does nothing and sends nothing."""
+    """The ranks of one group, in its order. A group of one does nothing and sends nothing.
+
+    A peer that is gone is a PeerLostError. Ranks that share memory notice if they are in different collectives, which
+    is a CollectivesDifferError; for others, `traffic` must be the same on all ranks, bytes apart.
+    """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> None:
         self.ranks = ranks
         self.index = ranks.index(rank)
         self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
-        self._sent_bytes = 0
         self._handle = handle
         self._channel = getattr(handle, "channel", None)  # of ranks that share memory
+        self._own = Traffic()  # what no channel counts
+        self._current = ""
 
     def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Group":
         """The same ranks, with collectives by `wrap` of their process group."""
@@ -45,20 +54,33 @@ class Group:
         return self.size > 1 and self._channel is None
 
     @property
+    def traffic(self) -> Traffic:
+        """All collectives so far, but for those in graphs of the compiler over gloo and NCCL, which nobody counts."""
+        if self._channel is None:
+            return self._own
+        begun, _ = self._channel.progress()
+        return self._own.then(Traffic(begun, self._channel.fingerprint, self._channel.exchanged_bytes))
+
+    @property
     def exchanged_bytes(self) -> int:
         """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
-        return self._sent_bytes + (self._channel.exchanged_bytes if self._channel is not None else 0)
+        return self.traffic.exchanged_bytes
 
-    def count_sent(self, num_bytes: int) -> None:
-        """Add what was sent by a CUDA graph, which no call here has seen."""
-        self._sent_bytes += num_bytes
+    def count(self, traffic: Traffic) -> None:
+        """Add what a CUDA graph did, which no call here has seen."""
+        self._own = self._own.then(traffic)
+
+    def progress(self) -> tuple[int, str]:
+        """How many collectives have begun, and which of them runs, in words, or "". For any thread."""
+        begun, current = (self._own.collectives, self._current) if self._channel is None else self._channel.progress()
+        return begun, current and f"{current} over ranks {self.ranks}"
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
         if self.size > 1 and torch.compiler.is_compiling():
             return functional.all_reduce(values, "sum", self._handle)
         if self.size > 1:
-            self._run("allreduce", [values])
+            self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
@@ -67,7 +89,7 @@ class Group:
             return residual + self.all_reduce(values)
         total = torch.empty_like(values)
         addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
-        self._call(self._channel.all_reduce_add, *addresses, values.numel(), native.NUMBERS[values.dtype])
+        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBERS[values.dtype])
         return total
 
     def exchange_states(
@@ -80,8 +102,7 @@ class Group:
         if self._channel is None or head_size > native.LONGEST_HEAD or torch.compiler.is_compiling():
             return None
         merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
-        self._call(
-            self._channel.exchange,
+        self._channel.exchange(
             out_tqC.data_ptr(),
             lse_tq.data_ptr(),
             rows,
@@ -102,13 +123,14 @@ class Group:
         if torch.compiler.is_compiling():
             received = functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
             return lambda: received
-        name, received = "alltoall_base", send.new_empty(sum(receive_sizes))
-        work = self._call(self._handle.alltoall_base, received, send, receive_sizes, send_sizes, name=name)
-        self._sent_bytes += (sum(send_sizes) - send_sizes[self.index]) * send.element_size()
+        # Sizes differ by rank, and are not counted.
+        title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
+        work = self._call(title, self._handle.alltoall_base, received, send, receive_sizes, send_sizes)
+        self.count(Traffic(exchanged_bytes=(sum(send_sizes) - send_sizes[self.index]) * send.element_size()))
 
         def finish() -> Tensor:
             before_s = time.perf_counter()
-            self._call(work.wait, name=name)
+            self._call(title, work.wait)
             self.waited_s += time.perf_counter() - before_s
             return received
 
@@ -119,21 +141,33 @@ class Group:
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
-        self._run("gather", [parts] if parts else [], [values.contiguous()], dist.GatherOptions())
+        receivers = [parts] if parts else []
+        self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
         return parts
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's values, in place, on all."""
         if self.size > 1:
-            self._run("broadcast", [values], dist.BroadcastOptions())
+            self._run("broadcast", values.nbytes, self._handle.broadcast, [values], dist.BroadcastOptions())
         return values
 
-    def _run(self, collective: str, *arguments) -> None:
+    def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
         # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
-        self._call(lambda: getattr(self._handle, collective)(*arguments).wait(), name=collective)
+        self._call(self._begin(kind, size_bytes), lambda: collective(*arguments).wait())
 
-    def _call(self, call, *arguments, name: str | None = None):
+    def _begin(self, kind: str, size_bytes: int) -> str:
+        """Count a collective, unless the channel does; its name in words."""
+        if self._channel is None:
+            self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
+        return f"{kind} {self._own.collectives}"
+
+    def _call(self, title: str, call: Callable, *arguments):
+        self._current = title
         try:
             return call(*arguments)
         except RuntimeError as error:
-            raise PeerLostError(f"{name or call.__name__} over ranks {self.ranks}: {error}") from error
+            if not is_lost_peer(error):
+                raise
+            raise PeerLostError(f"{title} over ranks {self.ranks}: {error}") from error
+        finally:
+            self._current = ""

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import Group
+from longhelix.parallel.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,28 @@ class Mesh:
 
     def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Mesh":
         """The same groups, with collectives by `wrap` of their process groups."""
-        return replace(self, stage=self.stage.over(wrap), kvp=self.kvp.over(wrap), ffn=self.ffn.over(wrap))
+        stage, kvp = self.stage.over(wrap), self.kvp.over(wrap)
+        return replace(self, stage=stage, kvp=kvp, ffn=stage if self.ffn is self.stage else self.ffn.over(wrap))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Each once."""
+        return (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
+
+    @property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Of each group, so far."""
+        return tuple(group.traffic for group in self.groups)
+
+    def fingerprint(self, since: tuple[Traffic, ...]) -> int:
+        """Of the collectives after `since`: the same number on all ranks of the stage."""
+        new = (now.since(before) for now, before in zip(self.traffic, since, strict=True))
+        return reduce(Traffic.then, new).fingerprint
+
+    def progress(self) -> tuple[int, str]:
+        """How many collectives this rank has begun, and which of them it is in, in words, or "". For any thread."""
+        begun, current = zip(*(group.progress() for group in self.groups), strict=True)
+        return sum(begun), next(filter(None, current), "")
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None) -> Group:

@@ -19,8 +19,9 @@ NAME = "shm"
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group over `native.module.Channel`. Every call has completed when it returns; its Work is done already.
 
-    A peer that ends, or takes no part for `timeout`, is a RuntimeError that names it. The only reduction is the sum,
-    in rank order: the same bits on all ranks and on every run.
+    A peer that ends, or takes no part for `timeout`, is a PeerLostError that names it; one that is in another
+    collective is a CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks and
+    on every run.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -126,9 +127,10 @@ def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
         store.set("segment", f"{os.getpid()}/fd/{fd}")
     else:
         fd = os.open(f"/proc/{store.get('segment').decode()}", os.O_RDWR)
-    store.set(f"process/{rank}", str(os.getpid()))
-    pids = [int(store.get(f"process/{peer}")) for peer in range(size)]
-    channel = native.module.Channel(fd, rank, pids, timeout_s)
+    store.set(f"process/{rank}", f"{os.getpid()} {dist.get_rank()}")
+    processes = [store.get(f"process/{peer}").decode().split() for peer in range(size)]
+    pids, ranks = ([int(number) for number in numbers] for numbers in zip(*processes, strict=True))
+    channel = native.module.Channel(fd, rank, pids, ranks, timeout_s)
     channel.barrier()
     os.close(fd)
     return channel

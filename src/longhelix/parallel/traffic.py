@@ -1,0 +1,40 @@
+"""What a group's collectives were: counts and a fingerprint that can be compared between ranks."""
+
+from dataclasses import dataclass
+
+_MODULUS = 2**64
+_FACTOR = 0x100000001B3  # that of csrc/collectives.hpp
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A run of collectives: how many, a fingerprint of them in their order, and what this rank sent in exchanges.
+
+    The fingerprint is a polynomial in a fixed factor, modulo 2^64, of a number for each collective: its kind, and its
+    size where all ranks of the stage agree on that. So the fingerprint of two runs, or of the later one, follows from
+    those of the others. exchanged_bytes: see `Group.exchanged_bytes`.
+    """
+
+    collectives: int = 0
+    fingerprint: int = 0
+    exchanged_bytes: int = 0
+
+    def then(self, later: "Traffic") -> "Traffic":
+        """Both, one after the other."""
+        return Traffic(
+            self.collectives + later.collectives,
+            (self._shifted(later.collectives) + later.fingerprint) % _MODULUS,
+            self.exchanged_bytes + later.exchanged_bytes,
+        )
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What came after `before`, with which this one begins."""
+        count = self.collectives - before.collectives
+        return Traffic(
+            count,
+            (self.fingerprint - before._shifted(count)) % _MODULUS,
+            self.exchanged_bytes - before.exchanged_bytes,
+        )
+
+    def _shifted(self, count: int) -> int:
+        return self.fingerprint * pow(_FACTOR, count, _MODULUS)
