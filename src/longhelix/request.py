@@ -78,7 +78,8 @@ class Request:
 class NewSequence:
     """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
 
-    spread: every KVP rank takes part in its attention from the first row on; otherwise those that hold KV of it.
+    blocks_per_rank: the KV blocks that each KVP rank may ever hold of it. spread: every KVP rank takes part in its
+    attention from the first row on; otherwise those that hold KV of it.
     """
 
     id: int
@@ -86,6 +87,7 @@ class NewSequence:
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
+    blocks_per_rank: tuple[int, ...]
     spread: bool
 
 
@@ -103,7 +105,8 @@ class SequenceWork:
 class Step:
     """One iteration of the engine over a mixed batch: prefill chunks and decodes alike.
 
-    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). It is chosen
+    most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
+    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). Both are chosen
     once, and not by ranks, which would wait for each other forever if they disagreed.
     """
 
@@ -111,6 +114,7 @@ class Step:
     new: tuple[NewSequence, ...]
     work: tuple[SequenceWork, ...]
     ended: tuple[int, ...]
+    most_tokens: int
     parts: int = 1
 
     @property

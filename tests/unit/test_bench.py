@@ -142,9 +142,8 @@ def test_filled_keys_and_values_are_finite_and_not_all_alike(dtype, monkeypatch)
     fill(pool)
     for layer in pool.layers:
         q_TqC = torch.randn(1, 4, 32)
-        out_TqC, lse_Tq = partial_attention(
-            q_TqC, layer, torch.arange(5).unsqueeze(0), torch.tensor([0, 1]), torch.tensor([80]), 0.2
-        )
+        table = torch.arange(5), torch.tensor([[0, 5]]), torch.tensor([0, 1]), torch.tensor([80])
+        out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, 0.2)
         assert out_TqC.isfinite().all()
         assert lse_Tq.isfinite().all()
         assert out_TqC.std() > 0.01

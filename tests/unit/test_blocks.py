@@ -1,4 +1,5 @@
 import itertools
+from array import array
 
 import pytest
 from hypothesis import settings
@@ -20,7 +21,7 @@ class Allocation(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.allocator = BlockAllocator(NUM_BLOCKS)
-        self.held: dict[int, list[int]] = {}
+        self.held: dict[int, array[int]] = {}
         self.promised: dict[int, int] = {}
         self.ids = itertools.count()
 
@@ -30,7 +31,7 @@ class Allocation(RuleBasedStateMachine):
         count = data.draw(st.integers(0, self.allocator.available))
         request = next(self.ids)
         self.allocator.reserve(count)
-        self.held[request], self.promised[request] = [], count
+        self.held[request], self.promised[request] = array("q"), count
         return request
 
     @rule(request=requests)
@@ -61,7 +62,7 @@ TestAllocation.settings = settings(max_examples=60, stateful_step_count=40, dead
 def test_ids_are_unique_until_the_pool_is_empty():
     allocator = BlockAllocator(5)
     allocator.reserve(5)
-    ids = [allocator.take_reserved() for _ in range(5)]
+    ids = array("q", [allocator.take_reserved() for _ in range(5)])
     assert sorted(ids) == [0, 1, 2, 3, 4]
     assert allocator.available == 0
     allocator.release(ids, 0)
@@ -85,13 +86,13 @@ def test_a_released_reservation_is_available_again():
     allocator = BlockAllocator(4)
     allocator.reserve(4)
     block = allocator.take_reserved()
-    allocator.release([block], 3)
+    allocator.release(array("q", [block]), 3)
     assert (allocator.available, allocator.reserved) == (4, 0)
 
 
 def test_more_is_never_taken_back_than_there_is():
     allocator = BlockAllocator(2)
     with pytest.raises(AssertionError):
-        allocator.release([0], 0)
+        allocator.release(array("q", [0]), 0)
     with pytest.raises(AssertionError):
-        allocator.release([], 1)
+        allocator.release(array("q"), 1)

@@ -83,6 +83,8 @@ class FakeRunner:
         self.check_plan(step)
         for work in step.work:
             self.write(work)
+        held = [self.blocks_of(self.replicas[work.id]) for work in step.work]
+        assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
         for work in step.work:
             seq = self.replicas[work.id]
@@ -136,6 +138,11 @@ class FakeRunner:
         seq.length += work.num_tokens
         assert len(seq.blocks) == -(-seq.length // block_tokens)
         self.first_blocks.setdefault(work.id, seq.blocks[0][0])
+
+    def blocks_of(self, seq: Replica) -> list[int]:
+        counts = [sum(owner == rank for owner, _ in seq.blocks) for rank in range(self.config.kvp)]
+        assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
+        return counts
 
     def place(self, sequence_id: int) -> Placement:
         new = self.new[sequence_id]

@@ -10,7 +10,7 @@ import psutil
 
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.engine.machine import machine
-from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks
+from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks, split_state_bytes
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
@@ -127,11 +127,6 @@ def resolve(
     cores = os.cpu_count() or 1
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
-    ranks = range(layout.world_size)
-    if device == "cuda":
-        memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
-    else:
-        memories = [(psutil.virtual_memory().available, ranks)]
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)
@@ -152,10 +147,17 @@ def resolve(
         kvp_threshold_tokens=kvp_threshold_tokens or 0,
         batch_invariant=batch_invariant,
     )
+    longest_tokens = scheduler.longest_local_tokens
+    ranks = range(layout.world_size)
+    if device == "cuda":
+        state_bytes = [split_state_bytes(spec, layout, longest_tokens, rank) for rank in ranks]
+        memories = [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
+    else:
+        memories = [(psutil.virtual_memory().available, ranks)]
     affordable = min(
         affordable_blocks(spec, layout, weight_dtype, kv_dtype, block_tokens, *memory) for memory in memories
     )
-    held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, block_tokens, layout.kvp)
+    held = num_blocks(kv_cache_tokens, longest_tokens, affordable, block_tokens, layout.kvp)
     scheduler = replace(scheduler, num_blocks=held)
     return EngineConfig(
         model_path=str(checkpoint.path),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
-from longhelix.engine.block_table import BlockTable
+from longhelix.engine.block_arena import BlockArena, Extent
 from longhelix.engine.layers import make_layers
 from longhelix.kernels.flashinfer import Planner
 from longhelix.kv.blocks import Block
@@ -29,16 +29,17 @@ class SequenceState:
     new: NewSequence
     token_ids: list[int]
     frequencies_R: Tensor
-    row: int  # of the block table
+    extent: Extent
     length: int = 0
     local_length: int = 0
-    owners: list[int] = field(default_factory=list)
+    last_owner: int = -1  # of the last KV block
     holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
 
-    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, table: BlockTable) -> None:
-        self.owners += [block.owner for block in blocks]
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
+        if blocks:
+            self.last_owner = blocks[-1].owner
         self.holders.update(block.owner for block in blocks)
-        table.append(self.row, [block.id for block in blocks if block.owner == kvp_rank])
+        arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
-        self.table = BlockTable(self.device)
+        self.arena = BlockArena(pool.num_blocks, self.device)
         # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
         self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
 
@@ -91,11 +92,12 @@ class ModelRunner:
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""
         for sequence_id in step.ended:
-            self.table.close(self.sequences.pop(sequence_id).row)
+            self.arena.close(self.sequences.pop(sequence_id).extent)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
-            seq = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
+            extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
+            seq = SequenceState(new, list(new.prompt_token_ids), frequencies_R, extent)
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
             self.sequences[new.id] = seq
 
@@ -151,13 +153,15 @@ class ModelRunner:
         rows: list[_Rows] = []
         for seq, work in zip(sequences, step.work, strict=True):
             token_ids += seq.token_ids[seq.length : seq.length + work.num_tokens]
-            seq.add_blocks(work.new_blocks, self.kvp_rank, self.table)
+            owners = self._owners(seq, work)
+            seq.add_blocks(work.new_blocks, self.kvp_rank, self.arena)
             if self.kvp_rank in seq.holders:
-                rows.append(self._advance(seq, work))
+                rows.append(self._advance(seq, work.num_tokens, owners))
             else:
                 seq.length += work.num_tokens
                 rows.append(_NO_ROWS)
         held = [index for index, seq in enumerate(sequences) if self.kvp_rank in seq.holders]
+        extents = [(seq.extent.begin, seq.extent.end) for seq in map(sequences.__getitem__, held)]
         counts_B = torch.tensor([len(part.positions) for part in rows])
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
         positions_t = _join(part.positions for part in rows)
@@ -172,9 +176,11 @@ class ModelRunner:
             slots_t=_join(part.slots for part in rows).to(self.device),
             limits_t=_join(part.limits for part in rows).to(self.device),
             row_starts_b=nn.functional.pad(counts_B[held].cumsum(0), (1, 0)).to(self.device),
-            blocks_bJ=self.table.rows([sequences[index].row for index in held]),
+            blocks_X=self.arena.blocks_X,
+            extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
             max_rows=int(counts_B.max()),
             num_sequences=len(step.work),
+            most_tokens=step.most_tokens,
             parts=step.parts,
         )
 
@@ -187,18 +193,23 @@ class ModelRunner:
         held_NT = held_NB.repeat([work.num_tokens for work in step.work], axis=1)
         return Holders.of(held_NT, self.kvp_rank, self.device)
 
-    def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
+    def _owners(self, seq: SequenceState, work: SequenceWork) -> list[int]:
+        """Whose blocks the next rows of a sequence fall into: new ones, and before them perhaps the last one."""
+        stop_block = -(-(seq.length + work.num_tokens) // self.block_tokens)
+        num_old = stop_block - seq.length // self.block_tokens - len(work.new_blocks)
+        return [seq.last_owner] * num_old + [block.owner for block in work.new_blocks]
+
+    def _advance(self, seq: SequenceState, num_tokens: int, owners: list[int]) -> _Rows:
         """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""
-        stop = seq.length + work.num_tokens
+        stop = seq.length + num_tokens
         positions = np.arange(seq.length, stop)
         first_block = seq.length // self.block_tokens
-        owners = np.array(seq.owners[first_block : -(-stop // self.block_tokens)])
-        mine = owners[positions // self.block_tokens - first_block] == self.kvp_rank
+        mine = np.array(owners)[positions // self.block_tokens - first_block] == self.kvp_rank
         limits = seq.local_length + mine.cumsum()
         # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
         # writes nothing here may find no block, and takes any.
         local_index = np.maximum(limits - 1, 0)
-        blocks = self.table.blocks(seq.row)
+        blocks = self.arena.ids(seq.extent)
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         seq.length, seq.local_length = stop, int(limits[-1])

@@ -1,6 +1,6 @@
 """KV blocks: ids on each KVP rank, reserved at admission, handed out as a request grows."""
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass, field
 
 
@@ -18,10 +18,10 @@ class BlockAllocator:
 
     num_blocks: int
     reserved: int = 0
-    _free: list[int] = field(init=False)
+    _free: "array[int]" = field(init=False)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free = array("q", range(self.num_blocks - 1, -1, -1))
 
     @property
     def available(self) -> int:
@@ -39,9 +39,9 @@ class BlockAllocator:
         self.reserved -= 1
         return self._free.pop()
 
-    def release(self, ids: Sequence[int], unused_reservation: int) -> None:
+    def release(self, ids: "array[int]", unused_reservation: int) -> None:
         """Take back a request's blocks and what it was promised but never used."""
-        self._free.extend(reversed(ids))
+        self._free.extend(ids[::-1])
         self.reserved -= unused_reservation
         assert self.reserved >= 0
         assert len(self._free) <= self.num_blocks
