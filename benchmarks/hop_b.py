@@ -264,7 +264,6 @@ class Requests:
         new = tuple(
             NewSequence(
                 id,
-                (1,) * self.context,
                 params,
                 seed=0,
                 capacity_tokens=self.context,
@@ -296,7 +295,7 @@ class Requests:
     def run(self, runner, parts: int):
         """One decode step at the requests' last token; always the same."""
         for id, sequence in runner.sequences.items():
-            sequence.length = self.context - 1
+            sequence.length, sequence.last_token = self.context - 1, 1
             owned = [self.owner(id, block) == self.rank for block in range(self.blocks_each)]
             last = sequence.length % self.block_tokens if owned[-1] else self.block_tokens
             sequence.local_length = self.block_tokens * (sum(owned) - 1) + last

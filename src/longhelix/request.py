@@ -1,10 +1,11 @@
 """What is asked for, and what crosses from the scheduler to the runner: requests, steps and their results.
 
-Steps carry deltas only: a worker keeps its own copy of every sequence (tokens, blocks, lengths) and advances it by
+Steps carry deltas only: a worker keeps its own copy of every sequence (last token, blocks, lengths) and advances it by
 what the step says (Medha, section 5: replicated sequence state).
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,10 +60,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds."""
+    """One prompt on its way, of int32 token ids. `seed` is resolved (sampling.seed, or drawn at admission); times in
+    seconds."""
 
     id: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: "array[int]"
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     seed: int
@@ -83,7 +85,6 @@ class NewSequence:
     """
 
     id: int
-    prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
@@ -93,12 +94,17 @@ class NewSequence:
 
 @dataclass(frozen=True)
 class SequenceWork:
-    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them."""
+    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them.
+
+    token_ids: those of a prompt, int32 in this machine's byte order; empty for a token that was sampled, which workers
+    know.
+    """
 
     id: int
     num_tokens: int
     new_blocks: tuple[Block, ...]
     sample: bool
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -124,11 +130,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution."""
+    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution.
+
+    error: why there is none, in which case the token means nothing; empty otherwise.
+    """
 
     sequence_id: int
     token_id: int
     logprobs: Mapping[int, float] = field(default_factory=dict)
+    error: str = ""
 
 
 @dataclass(frozen=True)

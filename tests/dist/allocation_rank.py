@@ -5,6 +5,7 @@ import gc
 import json
 import random
 import sys
+from array import array
 
 import psutil
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def run_wave(loop, seed, first_id):
     while waiting or loop.has_work:
         if waiting and (not loop.has_work or chance.random() < 0.1):
             prompt, new = waiting.pop()
-            prompt = tuple(chance.randrange(SPEC.vocab_size) for _ in range(prompt))
+            prompt = array("i", [chance.randrange(SPEC.vocab_size) for _ in range(prompt)])
             loop.add(Request(first_id + len(waiting), prompt, SamplingParams(max_new_tokens=new), frozenset(), 0, 0.0))
         if loop.step() is not None:
             steps += 1

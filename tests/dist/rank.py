@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from array import array
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import toy
 
 from longhelix.engine import runner as runner_module
 from longhelix.engine.config import resolve
@@ -54,7 +56,7 @@ class RecordingRunner(ModelRunner):
     def submit(self, step):
         step = replace(step, parts=self.parts.of(step))
         self.most_parts = max(self.most_parts, step.parts)
-        self._results.append(self.execute(step))
+        self._results.append(toy.with_tokens(self.execute(step), step, self.sequences))
 
     def collect(self):
         return self._results.pop(0)
@@ -148,7 +150,7 @@ def run(case, rank, meshes, direct_rows):
     loop = Loop(scheduler, runner, depth=case.get("depth", 1))
     sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
     for index, prompt in enumerate(case["prompts"]):
-        loop.add(Request(index, tuple(prompt), sampling, frozenset(), 0, 0.0))
+        loop.add(Request(index, array("i", prompt), sampling, frozenset(), 0, 0.0))
     tokens, held = {}, {}
     with mutation(case.get("mutation")):
         while (stepped := loop.step()) is not None:

@@ -13,6 +13,7 @@ import math
 import operator
 import random
 import sys
+from array import array
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -194,7 +195,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     at_once = Recorded(runner)
     loop, watch, tokens, logprobs = Loop(scheduler, at_once), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
-    loop.add(Request(0, tuple(prompt.tolist()), sampling, frozenset(), 0, 0.0))
+    loop.add(Request(0, array("i", prompt.tolist()), sampling, frozenset(), 0, 0.0))
     while (stepped := loop.step()) is not None:
         if stepped[0].num_tokens:  # the last step only tells of the end
             watch.keep()

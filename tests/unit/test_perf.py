@@ -370,7 +370,7 @@ def test_the_predictor_follows_lengths_from_steps():
     how = setting("llama-3-8b", H100, "bfloat16")
     layout = Layout(kvp=2, tpa=4)
     predictor = Predictor(how, layout)
-    new = NewSequence(7, tuple(range(1000)), SamplingParams(), 0, 1100, (69,), spread=True)
+    new = NewSequence(7, SamplingParams(), 0, 1100, (69,), spread=True)
     block = (Block(0, 0),)
     first = predictor.predict(Step(0, (new,), (SequenceWork(7, 600, block, False),), (), 0))
     second = predictor.predict(Step(1, (), (SequenceWork(7, 400, block, True),), (), 0))

@@ -1,5 +1,6 @@
 """The model on one rank, as a worker builds it, and a request that is as long as it should be without its prefill."""
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,6 @@ class LongRequests:
         new = tuple(
             NewSequence(
                 index,
-                (1,) * context,
                 SamplingParams(),
                 seed=0,
                 capacity_tokens=context,
@@ -91,7 +91,7 @@ class LongRequests:
         """Write the KV of the last of each one's tokens and sample the next one; always the same step."""
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
-            seq.length, seq.local_length = length, local_length
+            seq.length, seq.local_length, seq.last_token = length, local_length, 1
         self.runner.execute(self._step)
 
 
@@ -119,7 +119,6 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
     new: tuple[NewSequence, ...] = (
         NewSequence(
             request_id,
-            prompt,
             SamplingParams(),
             seed=0,
             capacity_tokens=length,
@@ -133,6 +132,7 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
         num_tokens = min(chunk_tokens, length - start)
         stop = start + num_tokens
         new_blocks = blocks[-(-start // block_tokens) : -(-stop // block_tokens)]
-        work = SequenceWork(request_id, num_tokens, new_blocks, sample=stop == length)
+        token_ids = array("i", prompt[start:stop]).tobytes()
+        work = SequenceWork(request_id, num_tokens, new_blocks, stop == length, token_ids)
         yield Step(start // chunk_tokens, new=new, work=(work,), ended=ended, most_tokens=stop)
         new, ended = (), ()

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -157,7 +158,7 @@ class LLM:
             () if sampling.ignore_eos else self.config.spec.eos_token_ids
         )
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        request = Request(self._next_id, tuple(token_ids), sampling, ends, seed, time.monotonic())
+        request = Request(self._next_id, array("i", token_ids), sampling, ends, seed, time.monotonic())
         self._loop.add(request)
         self._next_id += 1
         self._live[request.id] = _Live(request, self.tokenizer.stream(), StopStrings(sampling.stop))

@@ -18,18 +18,22 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import NewSequence, SampledToken, SequenceWork, Step, StepResult
+from longhelix.request import NewSequence, SampledToken, SamplingParams, SequenceWork, Step, StepResult
 from longhelix.spec import ModelSpec
 
 
 @dataclass
 class SequenceState:
-    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here."""
+    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here.
+
+    seen_V: which tokens it has, where a repetition penalty asks for them.
+    """
 
     new: NewSequence
-    token_ids: list[int]
     frequencies_R: Tensor
     extent: Extent
+    seen_V: Tensor | None = None
+    last_token: int = 0  # that was sampled, on every rank
     length: int = 0
     local_length: int = 0
     last_owner: int = -1  # of the last KV block
@@ -81,7 +85,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
+        """Run a step; every rank knows the sampled tokens then, the stage's first one returns them."""
         kvp = self.mesh.kvp
         sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         self.admit(step)
@@ -97,9 +101,14 @@ class ModelRunner:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
             extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
-            seq = SequenceState(new, list(new.prompt_token_ids), frequencies_R, extent)
+            seq = SequenceState(new, frequencies_R, extent, self._no_token_seen(new.sampling))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
             self.sequences[new.id] = seq
+
+    def _no_token_seen(self, sampling: SamplingParams) -> Tensor | None:
+        if sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
+            return None
+        return torch.zeros(self.spec.vocab_size, dtype=torch.bool, device=self.device)
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -118,21 +127,13 @@ class ModelRunner:
             return ()
         logits_SV = self._gather_logits(hidden_TH[last_rows])
         tokens_S = torch.zeros(len(sequences), dtype=torch.int64, device=self.device)
+        sampled: tuple[SampledToken, ...] = ()
         if self.mesh.stage.index == 0:
-            chosen = [
-                sampler.sample(logits_V, seq.new.sampling, seq.new.seed, seq.token_ids)
-                for logits_V, seq in zip(logits_SV, sequences, strict=True)
-            ]
-            tokens_S = torch.tensor(chosen, dtype=torch.int64, device=self.device)
-        sampled = []
-        for index, token_id in enumerate(self.mesh.stage.broadcast(tokens_S).tolist()):
-            seq = sequences[index]
-            seq.token_ids.append(token_id)
-            count = seq.new.sampling.logprobs
-            wanted = count is not None and self.mesh.stage.index == 0
-            found = sampler.logprobs(logits_SV[index], count, token_id) if wanted else {}
-            sampled.append(SampledToken(seq.new.id, token_id, found))
-        return tuple(sampled)
+            sampled = tuple(map(_choose, sequences, logits_SV))
+            tokens_S = torch.tensor([token.token_id for token in sampled], dtype=torch.int64, device=self.device)
+        for seq, token_id in zip(sequences, self.mesh.stage.broadcast(tokens_S).tolist(), strict=True):
+            seq.last_token = token_id
+        return sampled
 
     def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
@@ -149,10 +150,10 @@ class ModelRunner:
 
     def _batch(self, step: Step) -> Batch:
         sequences = [self.sequences[work.id] for work in step.work]
-        token_ids: list[int] = []
+        token_ids: list[np.ndarray] = []
         rows: list[_Rows] = []
         for seq, work in zip(sequences, step.work, strict=True):
-            token_ids += seq.token_ids[seq.length : seq.length + work.num_tokens]
+            token_ids.append(_token_ids(seq, work))
             owners = self._owners(seq, work)
             seq.add_blocks(work.new_blocks, self.kvp_rank, self.arena)
             if self.kvp_rank in seq.holders:
@@ -169,7 +170,7 @@ class ModelRunner:
             positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
         )
         return Batch(
-            token_ids_T=torch.tensor(token_ids).to(self.device),
+            token_ids_T=_join(token_ids).to(self.device),
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
@@ -214,6 +215,27 @@ class ModelRunner:
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         seq.length, seq.local_length = stop, int(limits[-1])
         return _Rows(positions, slots, limits)
+
+
+def _token_ids(seq: SequenceState, work: SequenceWork) -> np.ndarray:
+    """The tokens of a sequence's next rows, from here on seen."""
+    ids = np.frombuffer(work.token_ids, np.int32) if work.token_ids else np.array([seq.last_token])
+    ids = ids.astype(np.int64)
+    if seq.seen_V is not None:
+        seq.seen_V[torch.from_numpy(ids)] = True
+    return ids
+
+
+def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
+    """The next token. What goes wrong here is this sequence's alone: other requests, and ranks that wait for the
+    tokens, go on."""
+    sampling = seq.new.sampling
+    try:
+        token_id = sampler.sample(logits_V, sampling, seq.new.seed, seq.length, seq.seen_V)
+        found = {} if sampling.logprobs is None else sampler.logprobs(logits_V, sampling.logprobs, token_id)
+    except Exception as error:
+        return SampledToken(seq.new.id, 0, error=f"{type(error).__name__}: {error}")
+    return SampledToken(seq.new.id, token_id, found)
 
 
 def _join(parts: Iterable[np.ndarray]) -> Tensor:

@@ -29,7 +29,7 @@ def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]
             ids = range(first, first + len(rows))
             new = tuple(_new(config, id, count) for id, count in zip(ids, rows, strict=True))
             work = tuple(
-                SequenceWork(id, count, _blocks(config, count), sample=True)
+                SequenceWork(id, count, _blocks(config, count), sample=True, token_ids=bytes(4 * count))
                 for id, count in zip(ids, rows, strict=True)
             )
             steps.append(Step(len(steps), new, work, ended, most_tokens))
@@ -41,7 +41,6 @@ def _new(config: SchedulerConfig, id: int, length: int) -> NewSequence:
     blocks = _blocks(config, length)
     return NewSequence(
         id,
-        (0,) * length,
         SamplingParams(),
         seed=0,
         capacity_tokens=length,

@@ -238,7 +238,6 @@ class Scheduler:
             new.append(
                 NewSequence(
                     request.id,
-                    request.prompt_token_ids,
                     request.sampling,
                     request.seed,
                     request.capacity_tokens,
@@ -250,6 +249,7 @@ class Scheduler:
 
     def _advance(self, seq: _Sequence, num_tokens: int, sample: bool) -> SequenceWork:
         new_blocks = []
+        token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
         seq.length += num_tokens
         seq.num_sampled += sample
         while seq.num_blocks * self.config.block_tokens < seq.length:
@@ -259,7 +259,7 @@ class Scheduler:
             seq.num_blocks += 1
             seq.block_ids[owner].append(block_id)
             new_blocks.append(Block(owner, block_id))
-        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample)
+        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample, token_ids)
 
     def _most_tokens(self, work: list[SequenceWork]) -> int:
         held = [len(ids) for piece in work for ids in self._running[piece.id].block_ids]
