@@ -31,7 +31,7 @@ from longhelix.request import Request, SampledToken, SamplingParams, Step, StepR
 from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
 from longhelix.spec import RopeSpec
 
-SHORT_REQUESTS, SHORT_TOKENS, NEW_TOKENS, CHUNK_TOKENS, STEPS = 63, 100, 200, 8192, 100
+SHORT_REQUESTS, SHORT_TOKENS, NEW_TOKENS, CHUNK_TOKENS, STEPS = 63, 100, 1500, 8192, 100
 BLOCK_TOKENS = 16
 SPEC = SimpleNamespace(rope=RopeSpec(), rotated_size=128, vocab_size=1000)
 COLUMNS = {

@@ -191,7 +191,9 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         )
     )
     for allocator in scheduler._allocators:
-        random.Random(3).shuffle(allocator._free)  # so that no block lies where it would by chance
+        ids = list(range(num_blocks))
+        random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
+        allocator._runs[0].ids = array("q", ids)
     at_once = Recorded(runner)
     loop, watch, tokens, logprobs = Loop(scheduler, at_once), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)

@@ -54,6 +54,12 @@ class Allocation(RuleBasedStateMachine):
         assert self.allocator.reserved == promised
         assert self.allocator.available == NUM_BLOCKS - held - promised
 
+    @invariant()
+    def free_lists_stay_small(self):
+        runs = self.allocator._runs
+        assert sum(len(run.ids) - run.taken for run in runs) == self.allocator._num_free
+        assert sum(len(run.ids) for run in runs[:-1]) <= 2 * NUM_BLOCKS
+
 
 TestAllocation = Allocation.TestCase
 TestAllocation.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -96,3 +102,13 @@ def test_more_is_never_taken_back_than_there_is():
         allocator.release(array("q", [0]), 0)
     with pytest.raises(AssertionError):
         allocator.release(array("q"), 1)
+
+
+def test_what_came_back_is_handed_out_first_and_in_its_order():
+    allocator = BlockAllocator(8)
+    allocator.reserve(8)
+    first, second = (array("q", [allocator.take_reserved() for _ in range(3)]) for _ in range(2))
+    assert [*first, *second] == [0, 1, 2, 3, 4, 5]
+    allocator.release(first, 0)
+    allocator.reserve(3)
+    assert [allocator.take_reserved() for _ in range(4)] == [0, 1, 2, 6]
