@@ -30,7 +30,7 @@ SPEC = ModelSpec(
     rope=RopeSpec(),
     dtype="float32",
 )
-# Prompt and new tokens. The longest makes the block table's rows wider, and so many at a time make it higher.
+# Prompt and new tokens, long ones and short, so that extents are opened and closed out of order.
 REQUESTS = [(1500, 300), (700, 450), (3, 200), (40, 17), (1, 1), (90, 120), (16, 64), (250, 33), (5, 2), (130, 80)]
 NUM_BLOCKS = 400
 

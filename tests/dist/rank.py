@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import toy
 
 from longhelix.engine import runner as runner_module
 from longhelix.engine.config import resolve
@@ -56,7 +55,7 @@ class RecordingRunner(ModelRunner):
     def submit(self, step):
         step = replace(step, parts=self.parts.of(step))
         self.most_parts = max(self.most_parts, step.parts)
-        self._results.append(toy.with_tokens(self.execute(step), step, self.sequences))
+        self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
 
     def collect(self):
         return self._results.pop(0)

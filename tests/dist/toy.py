@@ -18,7 +18,6 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import SampledToken
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
@@ -85,21 +84,16 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, "float32"), pool)
 
 
-def with_tokens(result, step, sequences):
-    """The result with the tokens, which every rank knows and the first one returns: each has its own scheduler."""
-    known = tuple(SampledToken(work.id, sequences[work.id].last_token) for work in step.work if work.sample)
-    return replace(result, sampled=result.sampled or known)
-
-
 class AtOnce:
-    """A runner of the scheduler's loop that computes a step when it is submitted."""
+    """A runner of the scheduler's loop that computes a step when it is submitted, for a scheduler on every rank."""
 
     def __init__(self, runner):
         self._runner = runner
         self._results = []
 
     def submit(self, step):
-        self._results.append(with_tokens(self._runner.execute(step), step, self._runner.sequences))
+        result = self._runner.execute(step)
+        self._results.append(replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
 
     def collect(self):
         return self._results.pop(0)

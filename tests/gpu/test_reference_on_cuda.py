@@ -187,7 +187,7 @@ def test_torch_accepts_the_ops_on_the_device():
     pool, format = pool_arguments(k_PDkC, v_PDkC)
     *product, out_dtype = linear_inputs(dtype)
     for op, inputs in (
-        (ops.partial_attention, (q_TqC, *pool, *rest, 150, *format)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format)),
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),

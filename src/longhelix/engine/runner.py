@@ -135,6 +135,10 @@ class ModelRunner:
             seq.last_token = token_id
         return sampled
 
+    def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
+        """The next tokens that the step just run chose, as every rank knows them: without logprobs and errors."""
+        return tuple(SampledToken(work.id, self.sequences[work.id].last_token) for work in step.work if work.sample)
+
     def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
         layout, size = self.mesh.layout, self.spec.vocab_size
