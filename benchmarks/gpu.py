@@ -123,14 +123,18 @@ def decode(kv_heads: int, group: int, key_size: int, value_size: int, dtype: tor
     for rows, tokens in CONTEXTS:
         blocks_BJ = torch.randperm(num_blocks, device="cuda").view(rows, -1)
         starts_B = torch.arange(rows + 1, device="cuda")
-        limits_T = torch.full((rows,), tokens, device="cuda")
+        blocks_X, extents_B2 = (
+            blocks_BJ.flatten(),
+            torch.stack((starts_B[:-1], starts_B[1:]), dim=1) * blocks_BJ.shape[1],
+        )
+        table = blocks_X, extents_B2, starts_B, torch.full((rows,), tokens, device="cuda")
         q_TqC = torch.randn(rows, kv_heads * group, key_size, device="cuda", dtype=torch.bfloat16)
         scale = key_size**-0.5
         shape = f"{rows} x {tokens}, {kv_heads * group}/{kv_heads} heads of {key_size}, {str(dtype)[6:]}"
 
-        def attend(q_TqC=q_TqC, blocks_BJ=blocks_BJ, starts_B=starts_B, limits_T=limits_T, scale=scale) -> object:
+        def attend(q_TqC=q_TqC, table=table, tokens=tokens, scale=scale) -> object:
             return partial_attention(
-                q_TqC, kv_PADkC, scales_PADk, blocks_BJ, starts_B, limits_T, scale, value_size, max_rows=1
+                q_TqC, kv_PADkC, scales_PADk, *table, scale, value_size, max_rows=1, most_tokens=tokens
             )
 
         results.append(measure(f"decode {shape}", num_bytes, attend, repeats))

@@ -262,30 +262,41 @@ class Requests:
 
         params = SamplingParams()
         new = tuple(
-            NewSequence(id, (1,) * self.context, params, 0, self.context, spread=True) for id in range(self.batch)
+            NewSequence(
+                id,
+                params,
+                seed=0,
+                capacity_tokens=self.context,
+                blocks_per_rank=(-(-self.blocks_each // self.kvp),) * self.kvp,
+                spread=True,
+            )
+            for id in range(self.batch)
         )
-        runner.admit(Step(0, new=new, work=(), ended=()))
+        runner.admit(Step(0, new=new, work=(), ended=(), most_tokens=0))
         used = [0] * self.kvp
         for id, sequence in runner.sequences.items():
             blocks = []
             for index in range(self.blocks_each):
-                owner = (id + index) % self.kvp
+                owner = self.owner(id, index)
                 blocks.append(Block(owner, used[owner]))
                 used[owner] += 1
-            sequence.add_blocks(tuple(blocks), self.rank, runner.table)
+            sequence.add_blocks(tuple(blocks), self.rank, runner.arena)
         return runner
+
+    def owner(self, id: int, block: int) -> int:
+        return (id + block) % self.kvp
 
     def step(self, rows: int):
         from longhelix.request import SequenceWork, Step
 
         work = tuple(SequenceWork(id, rows, (), sample=True) for id in range(self.batch))
-        return Step(0, new=(), work=work, ended=())
+        return Step(0, new=(), work=work, ended=(), most_tokens=self.context)
 
     def run(self, runner, parts: int):
         """One decode step at the requests' last token; always the same."""
-        for sequence in runner.sequences.values():
-            sequence.length = self.context - 1
-            owned = [owner == self.rank for owner in sequence.owners]
+        for id, sequence in runner.sequences.items():
+            sequence.length, sequence.last_token = self.context - 1, 1
+            owned = [self.owner(id, block) == self.rank for block in range(self.blocks_each)]
             last = sequence.length % self.block_tokens if owned[-1] else self.block_tokens
             sequence.local_length = self.block_tokens * (sum(owned) - 1) + last
         return runner.execute(replace(self.step(1), parts=parts))

@@ -106,7 +106,7 @@ struct Attend {
 
     // Rows [first, first + count) of the sequence, all of one KV head's group.
     struct RowBlock {
-        int sequence;
+        const std::int64_t* blocks;  // of the sequence
         int head;
         std::int64_t first_row;
         int num_rows;  // query rows times the heads of the group
@@ -151,7 +151,7 @@ struct Attend {
 
     const u8* tile(const RowBlock& block, std::int64_t index) const {
         const Pool& pool = call.pool;
-        std::int64_t id = call.blocks[block.sequence * call.blocks_stride + index / pool.tiles_per_block];
+        std::int64_t id = block.blocks[index / pool.tiles_per_block];
         std::int64_t number = tile_number(pool, block.head, id, index % pool.tiles_per_block);
         return pool.data + static_cast<std::size_t>(number) * tile_bytes;
     }
@@ -454,6 +454,9 @@ struct Attend {
             }
             for (int sequence = 0; sequence < call.num_sequences; ++sequence) {
                 std::int64_t begin = call.row_starts[sequence], end = call.row_starts[sequence + 1];
+                const std::int64_t* extent = call.extents + 2 * sequence;
+                const std::int64_t* blocks = call.blocks + extent[0];
+                std::int64_t most = (extent[1] - extent[0]) * call.pool.tiles_per_block * kLanes;
                 std::int64_t row_blocks = (end - begin + rows_per_block - 1) / rows_per_block * call.pool.num_kv_heads;
                 bool split = row_blocks < 4 * threads();
                 for (std::int64_t first = begin; first < end; first += rows_per_block) {
@@ -461,11 +464,11 @@ struct Attend {
                     for (std::int64_t row = first; row < first + count; ++row) {
                         if (call.limits[row] > seen) seen = call.limits[row];
                     }
-                    if (seen > call.blocks_width * call.pool.tiles_per_block * kLanes) return false;
+                    if (seen > most) return false;
                     int rows = static_cast<int>(count) * group;
                     if (rows > most_rows) most_rows = rows;
                     for (int head = 0; head < call.pool.num_kv_heads; ++head) {
-                        RowBlock block{sequence, head, first, rows, seen};
+                        RowBlock block{blocks, head, first, rows, seen};
                         std::int64_t spans = num_spans(seen);
                         if (!split || spans <= 1) {
                             if (pass) items[num_items] = {block, -1, 0, nullptr};

@@ -44,9 +44,8 @@ struct Attention {
     Pool pool;
     int num_query_heads;
     int num_sequences;
-    const std::int64_t* blocks;  // (B, J)
-    std::int64_t blocks_stride;
-    std::int64_t blocks_width;
+    const std::int64_t* blocks;      // of all sequences
+    const std::int64_t* extents;     // (B, 2): where those of each begin and end in `blocks`
     const std::int64_t* row_starts;  // (B + 1)
     const std::int64_t* limits;      // (T)
     float scale;
@@ -160,7 +159,7 @@ struct Experts {
 
 struct Kernels {
     const char* name;
-    bool (*attend)(const Attention&);  // false: a limit is beyond the blocks of its sequence
+    bool (*attend)(const Attention&);  // false: a limit is beyond the extent of its sequence
     void (*expand)(const Expansion&);
     void (*write)(const Write&);
     void (*rotate)(const Rotate&);

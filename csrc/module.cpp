@@ -185,15 +185,14 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "attend",
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
-           Address blocks, std::int64_t blocks_stride, std::int64_t blocks_width, Address row_starts, Address limits,
-           float scale, Address out, Address lse, bool onto) {
+           Address blocks, Address extents, Address row_starts, Address limits, float scale, Address out, Address lse,
+           bool onto) {
             longhelix::Attention call{{at<const void>(q), number, q_stride},
                                          pool,
                                          num_query_heads,
                                          num_sequences,
                                          at<const std::int64_t>(blocks),
-                                         blocks_stride,
-                                         blocks_width,
+                                         at<const std::int64_t>(extents),
                                          at<const std::int64_t>(row_starts),
                                          at<const std::int64_t>(limits),
                                          scale,

@@ -160,9 +160,11 @@ class LayerCase:
             slots_t=torch.cat(slots),
             limits_t=torch.cat(limits),
             row_starts_b=torch.tensor([0, *self.rows]).cumsum(0),
-            blocks_bJ=torch.arange(len(self.rows) * width).view(-1, width),
+            blocks_X=torch.arange(len(self.rows) * width),
+            extents_b2=torch.arange(0, (len(self.rows) + 1) * width, width).unfold(0, 2, 1),
             max_rows=max(self.rows),
             num_sequences=len(self.rows),
+            most_tokens=width * block_tokens,
         )
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from block_extents import side_by_side
 from longhelix.kernels import reference
 from longhelix.kernels.triton import attention, merge_states, partial_attention, write_kv
+from longhelix.kv import splits
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
@@ -48,12 +50,18 @@ class Call(NamedTuple):
     q_TqC: Tensor
     kv_PADkC: Tensor
     scales_PADk: Tensor | None
-    blocks_BJ: Tensor
+    blocks_X: Tensor
+    extents_B2: Tensor
     row_starts_B: Tensor
     limits_T: Tensor
     scale: float
     value_size: int
     max_rows: int
+    most_tokens: int
+
+    def blocks(self, sequence: int) -> Tensor:
+        begin, end = self.extents_B2[sequence]
+        return self.blocks_X[begin:end]
 
     def run(self, device: torch.device, **changes: object) -> tuple[Tensor, Tensor]:
         call = self._replace(**changes)
@@ -87,10 +95,9 @@ class Case:
         counts = [math.ceil(length / self.block_tokens) for length in self.lengths]
         num_blocks = sum(counts) + 3
         ids = torch.randperm(num_blocks, generator=generator)
-        blocks_BJ = ids[-1].repeat(len(counts), max(counts))
+        blocks = ids.split([*counts, 3])[:-1]
         written_PD = torch.zeros(num_blocks, self.block_tokens, dtype=torch.bool)
-        for blocks_J, mine, length in zip(blocks_BJ, ids.split([*counts, 3]), self.lengths, strict=False):
-            blocks_J[: len(mine)] = mine
+        for mine, length in zip(blocks, self.lengths, strict=True):
             written_PD[mine] = (torch.arange(len(mine) * self.block_tokens) < length).view(len(mine), self.block_tokens)
         arrays = 2 if self.key_size == self.value_size else 1
         size = num_blocks, arrays, self.block_tokens, self.kv_heads
@@ -107,12 +114,13 @@ class Case:
             torch.randn(starts[-1], self.kv_heads * self.group, self.key_size, generator=generator).to(self.dtype),
             kv_PADkC.to(self.pool_dtype),
             scales_PADk,
-            blocks_BJ,
+            *side_by_side(blocks, other=int(ids[-1])),
             torch.tensor(starts),
             torch.tensor([*itertools.chain(*self.limits)], dtype=torch.int64),
             self.key_size**-0.5,
             self.value_size,
             max(map(len, self.limits)),
+            max(self.lengths),
         )
 
 
@@ -136,7 +144,7 @@ def softmax_attention(call: Call, case: Case) -> Truth:
     least_error = 2**-25 * LARGEST.get(case.pool_dtype, 1) if product_dtype == torch.float16 else 0
     rows = []
     for index, length in enumerate(case.lengths):
-        k_SkC, v_SkC = kv_PADkC[call.blocks_BJ[index], [[0], [-1]]].flatten(1, 2)[:, :length]
+        k_SkC, v_SkC = kv_PADkC[call.blocks(index), [[0], [-1]]].flatten(1, 2)[:, :length]
         k_kSC, v_kSV = k_SkC.transpose(0, 1), v_SkC[..., : call.value_size].transpose(0, 1)
         for row in range(call.row_starts_B[index], call.row_starts_B[index + 1]):
             limit = int(call.limits_T[row])
@@ -218,7 +226,7 @@ def test_attention_equals_the_reference(dtype, pool_dtype, device):
     out_TqV, lse_Tq = call.run(device)
     truth = softmax_attention(call, case)
     k_PDkC, v_PDkC = call.kv_PADkC.unbind(1)
-    expected_TqV, expected_lse_Tq = reference.partial_attention(call.q_TqC, k_PDkC, v_PDkC, *call[3:7])
+    expected_TqV, expected_lse_Tq = reference.partial_attention(call.q_TqC, k_PDkC, v_PDkC, *call[3:8])
     # The reference is off by as little, and rounds its output too.
     assert_within(out_TqV, expected_TqV.double(), truth.out_error_TqV + ROUNDING[dtype] * truth.out_TqV.abs())
     assert_within(lse_Tq, expected_lse_Tq.double(), 2 * truth.lse_error_Tq)
@@ -235,10 +243,38 @@ def test_more_splits_than_are_merged_at_once(device):
         assert_equals_softmax(Case([[600, 5]], 1, 1, 520, 512), device)
 
 
+@pytest.mark.parametrize("states_bytes", [0, 3 * 2**15])
+@pytest.mark.parametrize("limits", [[[600], [0, 700], [], [5], [900, 1, 2], [300]], [[600, 700]]], ids=str)
+def test_splits_of_few_sequences_at_a_time_give_the_same_bits_in_bounded_memory(
+    limits, states_bytes, monkeypatch, device
+):
+    call = Case(limits).call()
+    allocated = []
+    new_empty = Tensor.new_empty
+
+    def recorded(tensor, *size, **options):
+        made = new_empty(tensor, *size, **options)
+        if made.nbytes:  # the interpreter makes empty ones
+            allocated.append(made.nbytes)
+        return made
+
+    with split_at(128):
+        expected = call.run(device)
+        monkeypatch.setattr(splits, "STATES_BYTES", states_bytes)
+        monkeypatch.setattr(splits, "SPLIT_TOKENS", 128)
+        monkeypatch.setattr(Tensor, "new_empty", recorded)
+        found = call.run(device)
+    assert torch.equal(bits(found[0]), bits(expected[0]))
+    assert torch.equal(bits(found[1]), bits(expected[1]))
+    _, *pairs = map(sum, zip(allocated[::2], allocated[1::2], strict=True))  # the results, then states
+    assert len(pairs) == (len(limits) if not states_bytes else math.ceil(len(limits) / 2))
+    assert max(pairs) <= splits.most_state_bytes(call.most_tokens, call.q_TqC.shape[1], call.value_size)
+
+
 @pytest.mark.parametrize("limits", [[[]], [[], []], [[0, 0]], [[0], [], [0]]], ids=str)
 def test_a_rank_without_tokens_or_rows_needs_no_blocks(limits, device):
     case = Case(limits)
-    assert case.call().blocks_BJ.shape == (len(limits), 0)
+    assert not case.call().extents_B2.diff().any()
     assert_equals_softmax(case, device)
 
 
@@ -246,7 +282,7 @@ def test_a_rank_without_tokens_or_rows_needs_no_blocks(limits, device):
 def test_one_token_gives_its_value(dtype, device):
     call = Case([[1]], dtype=dtype, pool_dtype=dtype).call()
     out_TqV, _ = call.run(device)
-    assert torch.equal(out_TqV[0], call.kv_PADkC[call.blocks_BJ[0, 0], 1, 0].repeat_interleave(3, 0))
+    assert torch.equal(out_TqV[0], call.kv_PADkC[call.blocks(0)[0], 1, 0].repeat_interleave(3, 0))
 
 
 @pytest.mark.parametrize("few_rows", [1, 16])
@@ -262,7 +298,7 @@ def test_one_token_beyond_the_limit_would_be_seen(few_rows, device):
 def test_a_limit_hides_later_tokens_that_another_row_of_the_tile_sees(few_rows, device):
     call = Case([[13, 6]]).call()
     changed_PADkC = call.kv_PADkC.clone()
-    changed_PADkC[call.blocks_BJ[0, 0], :, 6:13] = 1e4
+    changed_PADkC[call.blocks(0)[0], :, 6:13] = 1e4
     with split_at(4096, few_rows):
         out_TqV, lse_Tq = call.run(device)
         changed_TqV, changed_lse_Tq = call.run(device, kv_PADkC=changed_PADkC)
@@ -274,7 +310,7 @@ def test_a_limit_hides_later_tokens_that_another_row_of_the_tile_sees(few_rows, 
 @pytest.mark.parametrize("few_rows", [1, 16])
 def test_a_row_that_sees_nothing_is_0_beside_one_that_sees_infinities(few_rows, device):
     call = Case([[9, 0]]).call()
-    call.kv_PADkC[call.blocks_BJ[0, 0], 1, 3] = math.inf
+    call.kv_PADkC[call.blocks(0)[0], 1, 3] = math.inf
     with split_at(4096, few_rows):
         out_TqV, lse_Tq = call.run(device)
     assert (out_TqV[0] == math.inf).all()
@@ -290,14 +326,14 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype, device):
         out_TqV, lse_Tq = call.run(device)
         for index, (start, rows) in enumerate(zip(call.row_starts_B.tolist(), map(len, limits), strict=False)):
             row_slice = slice(start, start + rows)
-            blocks = math.ceil(max(limits[index]) / 16)
             alone_TqV, alone_lse_Tq = call.run(
                 device,
                 q_TqC=call.q_TqC[row_slice],
-                blocks_BJ=call.blocks_BJ[index : index + 1, :blocks].contiguous(),
+                extents_B2=call.extents_B2[index : index + 1],
                 row_starts_B=torch.tensor([0, rows]),
                 limits_T=call.limits_T[row_slice],
                 max_rows=rows,
+                most_tokens=max(limits[index]),
             )
             assert torch.equal(bits(alone_TqV), bits(out_TqV[row_slice]))
             assert torch.equal(bits(alone_lse_Tq), bits(lse_Tq[row_slice]))
@@ -320,7 +356,7 @@ def test_which_blocks_hold_the_tokens_changes_no_bit(device):
     order_P = torch.randperm(len(call.kv_PADkC), generator=seeded(1))
     moved_PADkC = torch.empty_like(call.kv_PADkC)
     moved_PADkC[order_P] = call.kv_PADkC
-    first, second = call.run(device), call.run(device, kv_PADkC=moved_PADkC, blocks_BJ=order_P[call.blocks_BJ])
+    first, second = call.run(device), call.run(device, kv_PADkC=moved_PADkC, blocks_X=order_P[call.blocks_X])
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -357,12 +393,14 @@ def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written(device):
         torch.zeros(1, 1, 64, device=device),
         kv_PADkC,
         scales_PADk,
-        torch.tensor([[last]], device=device),
+        torch.tensor([last], device=device),
+        torch.tensor([[0, 1]], device=device),
         torch.tensor([0, 1], device=device),
         torch.tensor([2], device=device),
         1.0,
         64,
-        1,
+        max_rows=1,
+        most_tokens=2,
     )
     torch.testing.assert_close(out_TqV[0, 0], rows_TkC[1].mean(0)[0], rtol=0, atol=0.02)
 

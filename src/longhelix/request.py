@@ -1,10 +1,11 @@
 """What is asked for, and what crosses from the scheduler to the runner: requests, steps and their results.
 
-Steps carry deltas only: a worker keeps its own copy of every sequence (tokens, blocks, lengths) and advances it by
+Steps carry deltas only: a worker keeps its own copy of every sequence (last token, blocks, lengths) and advances it by
 what the step says (Medha, section 5: replicated sequence state).
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -88,10 +89,11 @@ def _stop_string(value: object) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds."""
+    """One prompt on its way, of int32 token ids. `seed` is resolved (sampling.seed, or drawn at admission); times in
+    seconds."""
 
     id: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: "array[int]"
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     seed: int
@@ -107,32 +109,39 @@ class Request:
 class NewSequence:
     """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
 
-    spread: every KVP rank takes part in its attention from the first row on; otherwise those that hold KV of it.
+    blocks_per_rank: the KV blocks that each KVP rank may ever hold of it. spread: every KVP rank takes part in its
+    attention from the first row on; otherwise those that hold KV of it.
     """
 
     id: int
-    prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
+    blocks_per_rank: tuple[int, ...]
     spread: bool
 
 
 @dataclass(frozen=True)
 class SequenceWork:
-    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them."""
+    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them.
+
+    token_ids: those of a prompt, int32 in this machine's byte order; empty for a token that was sampled, which workers
+    know.
+    """
 
     id: int
     num_tokens: int
     new_blocks: tuple[Block, ...]
     sample: bool
+    token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
 class Step:
     """One iteration of the engine over a mixed batch: prefill chunks and decodes alike.
 
-    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). It is chosen
+    most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
+    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). Both are chosen
     once, and not by ranks, which would wait for each other forever if they disagreed.
     """
 
@@ -140,6 +149,7 @@ class Step:
     new: tuple[NewSequence, ...]
     work: tuple[SequenceWork, ...]
     ended: tuple[int, ...]
+    most_tokens: int
     parts: int = 1
 
     @property
@@ -151,7 +161,7 @@ class Step:
 class SampledToken:
     """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution.
 
-    error: why there is none, where choosing it failed; the request ends, and others go on.
+    error: why there is none, where choosing it failed; the request ends, and others go on. The id then means nothing.
     """
 
     sequence_id: int

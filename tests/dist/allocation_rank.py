@@ -5,6 +5,7 @@ import gc
 import json
 import random
 import sys
+from array import array
 
 import psutil
 import torch.distributed as dist
@@ -29,7 +30,7 @@ SPEC = ModelSpec(
     rope=RopeSpec(),
     dtype="float32",
 )
-# Prompt and new tokens. The longest makes the block table's rows wider, and so many at a time make it higher.
+# Prompt and new tokens, long ones and short, so that extents are opened and closed out of order.
 REQUESTS = [(1500, 300), (700, 450), (3, 200), (40, 17), (1, 1), (90, 120), (16, 64), (250, 33), (5, 2), (130, 80)]
 NUM_BLOCKS = 400
 
@@ -71,7 +72,7 @@ def run_wave(loop, seed, first_id):
     while waiting or loop.has_work:
         if waiting and (not loop.has_work or chance.random() < 0.1):
             prompt, new = waiting.pop()
-            prompt = tuple(chance.randrange(SPEC.vocab_size) for _ in range(prompt))
+            prompt = array("i", [chance.randrange(SPEC.vocab_size) for _ in range(prompt)])
             loop.add(Request(first_id + len(waiting), prompt, SamplingParams(max_new_tokens=new), frozenset(), 0, 0.0))
         if loop.step() is not None:
             steps += 1

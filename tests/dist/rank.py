@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import warnings
+from array import array
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,8 +23,9 @@ from longhelix.engine.config import resolve
 from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.parts import Parts
 from longhelix.engine.rank import load_model, new_pool
-from longhelix.engine.runner import ModelRunner, SequenceState
+from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import native
+from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.models import latent_attention
 from longhelix.models.checkpoint import open_checkpoint
@@ -54,7 +56,7 @@ class RecordingRunner(ModelRunner):
     def submit(self, step):
         step = replace(step, parts=self.parts.of(step, self.lengths.advance(step)))
         self.most_parts = max(self.most_parts, step.parts)
-        self._results.append(self.execute(step))
+        self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
         self.fingerprints.append(self._results[-1].fingerprint)
 
     def collect(self):
@@ -126,6 +128,7 @@ def build(case, rank, meshes):
     model = load_model(config, mesh)
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
     runner.parts, runner.lengths = Parts(config, mesh.kvp.overlaps), Lengths()
+    splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
     runner.num_requests = len(case["prompts"])
@@ -148,7 +151,7 @@ def run(case, rank, meshes, direct_rows):
     loop = Loop(scheduler, runner, depth=case.get("depth", 1))
     sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
     for index, prompt in enumerate(case["prompts"]):
-        loop.add(Request(index, tuple(prompt), sampling, frozenset(), 0, 0.0))
+        loop.add(Request(index, array("i", prompt), sampling, frozenset(), 0, 0.0))
     tokens, held = {}, {}
     with mutation(case.get("mutation")):
         while (stepped := loop.step()) is not None:
@@ -184,26 +187,27 @@ class mutation:  # noqa: N801 - reads as a statement
     def __enter__(self):
         self.saved = (
             ModelRunner._advance,
-            SequenceState.add_blocks,
+            ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,
         )
-        advance, add_blocks, *_ = self.saved
+        advance, owners_of, *_ = self.saved
         if self.kind == "mask":
 
-            def later_rows_see_less(runner, seq, work):
-                rows = advance(runner, seq, work)
+            def later_rows_see_less(runner, *arguments):
+                rows = advance(runner, *arguments)
                 return runner_module._Rows(rows.positions, rows.slots, np.maximum(rows.limits - 1, 0))
 
             ModelRunner._advance = later_rows_see_less
         if self.kind == "owner":
 
-            def second_block_has_no_owner(seq, blocks, kvp_rank, table):
-                add_blocks(seq, blocks, kvp_rank, table)
-                if len(seq.owners) > 1 and kvp_rank == seq.owners[1]:
-                    seq.owners[1] = -1
+            def second_block_has_no_owner(runner, seq, work):
+                owners, index = owners_of(runner, seq, work), 1 - seq.length // runner.block_tokens
+                if 0 <= index < len(owners) and owners[index] == runner.kvp_rank:
+                    owners[index] = -1
+                return owners
 
-            SequenceState.add_blocks = second_block_has_no_owner
+            ModelRunner._owners = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
             Group.exchange_states = lambda *arguments: None
@@ -220,7 +224,7 @@ class mutation:  # noqa: N801 - reads as a statement
     def __exit__(self, *_):
         (
             ModelRunner._advance,
-            SequenceState.add_blocks,
+            ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,
         ) = self.saved

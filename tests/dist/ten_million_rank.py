@@ -13,6 +13,7 @@ import math
 import operator
 import random
 import sys
+from array import array
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -129,11 +130,11 @@ class Watch:
         self.last = {}
         self.steps = []
 
-    def attend(self, q_TqC, layer, blocks_BJ, row_starts_B, limits_T, *rest):
+    def attend(self, q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest):
         if len(q_TqC) == CHUNK_TOKENS:
             self.last = {}
             return torch.zeros_like(q_TqC), q_TqC.new_zeros(q_TqC.shape[:2])
-        out_TqC, lse_Tq = self._attend(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, *rest)
+        out_TqC, lse_Tq = self._attend(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest)
         self.last = {"q": q_TqC, "limits": limits_T, "out": out_TqC, "lse": lse_Tq}
         return out_TqC, lse_Tq
 
@@ -164,6 +165,18 @@ class Run:
     block_ids: np.ndarray
 
 
+class Recorded(toy.AtOnce):
+    """Keeps owner and id of every block of the request."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.blocks = []
+
+    def submit(self, step):
+        self.blocks += [(block.owner, block.id) for work in step.work for block in work.new_blocks]
+        super().submit(step)
+
+
 def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     num_blocks = FIRST // toy.BLOCK_TOKENS // KVP + 50
     runner = toy.make_runner(SPEC, mesh, tensors, kv_dtype, num_blocks)
@@ -178,19 +191,20 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         )
     )
     for allocator in scheduler._allocators:
-        random.Random(3).shuffle(allocator._free)  # so that no block lies where it would by chance
-    loop, watch, tokens, logprobs = Loop(scheduler, toy.AtOnce(runner)), Watch(runner.model), [], []
+        ids = list(range(num_blocks))
+        random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
+        allocator._runs[0].ids = array("q", ids)
+    at_once = Recorded(runner)
+    loop, watch, tokens, logprobs = Loop(scheduler, at_once), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
-    loop.add(Request(0, tuple(prompt.tolist()), sampling, frozenset(), 0, 0.0))
-    sequence = None
+    loop.add(Request(0, array("i", prompt.tolist()), sampling, frozenset(), 0, 0.0))
     while (stepped := loop.step()) is not None:
         if stepped[0].num_tokens:  # the last step only tells of the end
             watch.keep()
-        sequence = next(iter(scheduler._running.values()), sequence)
         for event in stepped[1]:
             tokens.append(event.sampled.token_id)
             logprobs.append(dict(event.sampled.logprobs))
-    return Run(watch, tokens, logprobs, runner.pool.layers[0], np.array(sequence.owners), np.array(sequence.block_ids))
+    return Run(watch, tokens, logprobs, runner.pool.layers[0], *np.array(at_once.blocks).T)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

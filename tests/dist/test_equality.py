@@ -288,6 +288,25 @@ def test_steps_padded_to_buckets_equal_transformers(worlds, tmp_path_factory, kv
     assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
 
 
+@pytest.mark.parametrize("split_tokens", [4, 4096])
+def test_ranks_capture_the_same_graphs_while_contexts_grow(worlds, tmp_path_factory, split_tokens):
+    """To capture one runs the layers once more. Ranks pass 4 and 16 local tokens, or 1,024, at different steps."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    oracle = NATIVE["native"]
+    more = {"block_tokens": 16, "execution": "eager"}
+    if split_tokens == 4:
+        case = make_case(oracle, 2, 1, 16, "striped", graphed=True, split_tokens=4, **more)
+        assert_equal(oracle, worlds(2).run(case))
+        return
+    more |= {"prompts": [(oracle.prompts[3] * 50)[:2040]], "max_model_len": 4096}
+    eager, graphed = (
+        worlds(2).run(make_case(oracle, 2, 1, 512, "striped", graphed=on, **more)) for on in (False, True)
+    )
+    assert np.array_equal(graphed[0]["tokens_0"], eager[0]["tokens_0"])
+    assert graphed[0]["local_lengths"] > 1024
+
+
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1)])
 def test_layers_from_python_equal_transformers(worlds, tmp_path_factory, kvp, tpa):
     """Op by op, without tapes."""

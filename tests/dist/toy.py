@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -84,14 +85,15 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
 
 
 class AtOnce:
-    """A runner of the scheduler's loop that computes a step when it is submitted."""
+    """A runner of the scheduler's loop that computes a step when it is submitted, for a scheduler on every rank."""
 
     def __init__(self, runner):
         self._runner = runner
         self._results = []
 
     def submit(self, step):
-        self._results.append(self._runner.execute(step))
+        result = self._runner.execute(step)
+        self._results.append(replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
 
     def collect(self):
         return self._results.pop(0)

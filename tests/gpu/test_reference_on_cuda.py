@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from block_extents import side_by_side
 from longhelix.kernels import (
     Experts,
     KVFormat,
@@ -56,20 +57,17 @@ def attention_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
     lengths = [max(rows, default=0) for rows in limits]
     k_PDkC, v_PDkC = torch.full((2, 30, 16, 3, 64), math.nan, dtype=kv_dtype)
     ids = torch.randperm(30, generator=generator)
-    blocks_BJ = torch.zeros(len(limits), 14, dtype=torch.int64)
-    used = 0
-    for index, length in enumerate(lengths):
-        count = math.ceil(length / 16)
-        blocks_BJ[index, :count] = ids[used : used + count]
-        used += count
+    counts = [math.ceil(length / 16) for length in lengths]
+    blocks = ids.split([*counts, 30 - sum(counts)])[:-1]
+    for blocks_J, length in zip(blocks, lengths, strict=True):
         for token in range(length):
-            place = blocks_BJ[index, token // 16], token % 16
+            place = blocks_J[token // 16], token % 16
             k_PDkC[place] = torch.randn(3, 64, generator=generator).to(kv_dtype)
             v_PDkC[place] = torch.randn(3, 64, generator=generator).to(kv_dtype)
-    counts = torch.tensor([0, *map(len, limits)])
+    rows = torch.tensor([0, *map(len, limits)])
     limits_T = torch.tensor([limit for rows in limits for limit in rows])
     q_TqC = torch.randn(len(limits_T), 9, 64, generator=generator).to(dtype)
-    return [q_TqC, k_PDkC, v_PDkC, blocks_BJ, counts.cumsum(0), limits_T, 0.125]
+    return [q_TqC, k_PDkC, v_PDkC, *side_by_side(blocks), rows.cumsum(0), limits_T, 0.125]
 
 
 def pool_arguments(k_PDkC: Tensor, v_PDkC: Tensor) -> tuple:
@@ -189,7 +187,7 @@ def test_torch_accepts_the_ops_on_the_device():
     pool, format = pool_arguments(k_PDkC, v_PDkC)
     *product, out_dtype = linear_inputs(dtype)
     for op, inputs in (
-        (ops.partial_attention, (q_TqC, *pool, *rest, 150, *format)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format)),
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),

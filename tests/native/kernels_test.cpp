@@ -147,7 +147,7 @@ void test_attend(const Kernels& kernels, Random& random) {
     Matrix keys = make_vectors(random, cache, number, cache.num_rows(), pool.key_size);
     Matrix values = make_vectors(random, cache, number, pool.shared ? 0 : cache.num_rows(), pool.value_size);
 
-    std::int64_t num_sequences = static_cast<std::int64_t>(cache.tokens.size()), width = 0;
+    std::int64_t num_sequences = static_cast<std::int64_t>(cache.tokens.size());
     std::vector<std::int64_t> row_starts(num_sequences + 1), limits, sequence_of;
     for (std::int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         int tokens = static_cast<int>(cache.tokens[sequence]);
@@ -156,14 +156,19 @@ void test_attend(const Kernels& kernels, Random& random) {
             sequence_of.push_back(sequence);
         }
         row_starts[sequence + 1] = static_cast<std::int64_t>(limits.size());
-        width = std::max(width, static_cast<std::int64_t>(cache.blocks[sequence].size()));
     }
     limits.shrink_to_fit();
-    std::int64_t rows = row_starts.back(), stride = width + random.below(2);
-    std::vector<std::int64_t> table(num_sequences * stride, INT64_C(1) << 40);  // no block has this id
-    for (std::int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-        std::copy(cache.blocks[sequence].begin(), cache.blocks[sequence].end(), table.begin() + sequence * stride);
+    std::int64_t rows = row_starts.back();
+    std::vector<std::int64_t> blocks, extents(2 * num_sequences), order(num_sequences);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random.engine);
+    for (std::int64_t sequence : order) {
+        blocks.resize(blocks.size() + random.below(3), INT64_C(1) << 40);  // no block has this id
+        extents[2 * sequence] = static_cast<std::int64_t>(blocks.size());
+        blocks.insert(blocks.end(), cache.blocks[sequence].begin(), cache.blocks[sequence].end());
+        extents[2 * sequence + 1] = static_cast<std::int64_t>(blocks.size());
     }
+    blocks.shrink_to_fit();
     int group = random.of({1, 2, 3, 5, 7, 8, 9, 12, 16, 100}), heads = group * pool.num_kv_heads;
     Matrix q(query_number, rows, heads * pool.key_size, random.of({0, 16}));
     q.fill(random, 0.5, 2);
@@ -175,8 +180,9 @@ void test_attend(const Kernels& kernels, Random& random) {
         Pool pool = cache.over(memory);
         out.bytes.reset(), lse.bytes.reset();
         kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
-        attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), table.data(), stride,
-                                   width, row_starts.data(), limits.data(), scale, out.data(), lse.floats(), false});
+        attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), blocks.data(),
+                                   extents.data(), row_starts.data(), limits.data(), scale, out.data(), lse.floats(),
+                                   false});
         return std::pair(out.bytes.copy(), lse.bytes.copy());
     };
     on_threads(attend);
@@ -208,7 +214,9 @@ void test_attend(const Kernels& kernels, Random& random) {
         }
     }
     if (!rows) return;
-    limits[random.below(static_cast<int>(rows))] = width * pool.tiles_per_block * kLanes + 1;
+    int row = random.below(static_cast<int>(rows));
+    auto held = static_cast<std::int64_t>(cache.blocks[sequence_of[row]].size());
+    limits[row] = held * pool.tiles_per_block * kLanes + 1;
     on_threads(attend);
     check(!attended, "a limit beyond the blocks is not refused");
 }

@@ -9,6 +9,7 @@ from longhelix.engine.config import resolve
 from longhelix.engine.devices import free_gpu_bytes, gpu_names
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
+from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.scheduler.scheduler import SchedulerConfig
@@ -81,7 +82,8 @@ def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
     with pytest.warns(UserWarning, match="less than one request"):
         config = configure(monkeypatch, [8 * GIB, GIB], Layout(kvp=2), max_model_len=100_000)
     weights_bytes = config.weight_elements(1) * 2
-    affordable = int((GIB - weights_bytes) * 0.8) // (16 * kv_bytes)
+    states_bytes = splits.STATES_BYTES  # of splits, since 50,000 tokens are more than one
+    affordable = int((GIB - states_bytes - weights_bytes) * 0.8) // (16 * kv_bytes)
     assert config.scheduler.num_blocks == min(affordable, -(-50_000 // 16))
 
 
@@ -102,12 +104,17 @@ def test_what_cannot_run_is_said(monkeypatch, gpus, options, words):
 
 @pytest.mark.parametrize(("chunk_tokens", "num_blocks", "kvp"), [(512, 1000, 1), (512, 4, 2), (1, 3, 1)])
 def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp):
-    steps = warm_up_steps(SchedulerConfig(kvp, num_blocks, 4096, chunk_tokens=chunk_tokens))
+    lengths = [4096, 16384, 65536]
+    steps = warm_up_steps(SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens), lengths)
     opened = [new.id for step in steps for new in step.new]
     assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.ended)
     for step in steps:
         for work in step.work:
             assert len(work.new_blocks) == -(-work.num_tokens // 16)
             assert all(block.owner < kvp and block.id < num_blocks for block in work.new_blocks)
-    longest = min(chunk_tokens, num_blocks * 16 * kvp)
-    assert max(step.num_tokens for step in steps) == max(longest, 16)
+        for rank in range(kvp):
+            assert sum(new.blocks_per_rank[rank] for new in step.new) <= num_blocks + 1
+    longest, most_rows = min(chunk_tokens, num_blocks * 16 * kvp), max(n for n in (1, 2, 4, 8, 16) if n <= num_blocks)
+    assert max(step.num_tokens for step in steps) == max(longest, most_rows)
+    kinds = {(tuple(work.num_tokens for work in step.work), step.most_tokens) for step in steps if step.work}
+    assert kinds == {(rows, length) for rows, _ in kinds for length in lengths}

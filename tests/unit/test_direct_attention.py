@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from block_extents import side_by_side
 from longhelix.kernels import (
     KVFormat,
     KVLayer,
@@ -63,7 +64,7 @@ class Shard:
     """One rank's tokens of some sequences: a pool that is NaN elsewhere, and their blocks, out of order."""
 
     layer: KVLayer
-    blocks_BJ: Tensor
+    blocks: list[Tensor]
 
     @classmethod
     def of(cls, tokens: list[Tensor], kv_dtype: str, packed: bool, block_tokens: int) -> "Shard":
@@ -74,13 +75,15 @@ class Shard:
         format = KVFormat(kv_dtype, block_tokens, 1, LATENT + ROPE, LATENT, packed, shared_values=True)
         layer = format.new_layer(len(ids), CPU)
         layer.values.view(torch.uint8).fill_(0xFF)
-        blocks_BJ = torch.zeros(len(tokens), max([*counts, 1]), dtype=torch.int64)
-        for index, latent_SC in enumerate(tokens):
-            own_J = torch.tensor([ids.pop() for _ in range(counts[index])], dtype=torch.int64)
-            blocks_BJ[index, : counts[index]] = own_J
+        blocks = [torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int64) for count in counts]
+        for own_J, latent_SC in zip(blocks, tokens, strict=True):
             slots_S = (own_J[:, None] * block_tokens + torch.arange(block_tokens)).flatten()[: len(latent_SC)]
             write_kv(latent_SC.unsqueeze(1), None, layer, slots_S)
-        return cls(layer, blocks_BJ)
+        return cls(layer, blocks)
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor]:
+        return side_by_side(self.blocks)
 
 
 def make_latents(lengths: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -103,13 +106,13 @@ class Case:
 
     def direct(self) -> tuple[Tensor, Tensor]:
         shard = self.shard
-        return direct_attention(self.q_TqC, shard.layer, self.up_qXZ, NOPE, shard.blocks_BJ, *self.rows, 0.2)
+        return direct_attention(self.q_TqC, shard.layer, self.up_qXZ, NOPE, *shard.table, *self.rows, 0.2)
 
     def absorbed(self) -> tuple[Tensor, Tensor]:
         key_up_qCZ, value_up_qCZ = self.up_qXZ.split((NOPE, VALUE), dim=1)
         plain_TqC, rotated_TqC = self.q_TqC.split((NOPE, ROPE), dim=2)
         q_TqX = torch.cat((torch.einsum("tqc,qcz->tqz", plain_TqC, key_up_qCZ), rotated_TqC), dim=2)
-        out_TqZ, lse_Tq = partial_attention(q_TqX, self.shard.layer, self.shard.blocks_BJ, *self.rows, 0.2)
+        out_TqZ, lse_Tq = partial_attention(q_TqX, self.shard.layer, *self.shard.table, *self.rows, 0.2)
         return torch.einsum("tqz,qcz->tqc", out_TqZ, value_up_qCZ), lse_Tq
 
 
@@ -147,7 +150,7 @@ def test_packed_keys_and_values_equal_the_reference(kv_dtype, up_dtype, block_to
     (latent_SC,) = make_latents([first + count], getattr(torch, kv_dtype))
     shard = Shard.of([latent_SC], kv_dtype, True, block_tokens)
     up_qXZ = make_up(up_dtype)
-    made = expand_latents(shard.layer, up_qXZ, NOPE, shard.blocks_BJ[0], first, count)
+    made = expand_latents(shard.layer, up_qXZ, NOPE, shard.blocks[0], first, count)
     wanted = reference.expand_latents(latent_SC[first:].double(), up_qXZ.double(), NOPE)
     for found, expected in zip(stored(made).decoded(), wanted, strict=True):
         assert error(torch.from_numpy(found[0, :count]), expected) <= TOLERANCE[kv_dtype]
@@ -182,7 +185,7 @@ def test_rows_of_keys_and_values_equal_the_formula(kv_dtype, first, count):
 def test_tokens_beyond_the_blocks_are_refused(packed):
     shard = Shard.of(make_latents([64], torch.float32), "float32", packed, 16)
     with pytest.raises(ValueError, match=r"64 tokens.*65"):
-        expand_latents(shard.layer, make_up(torch.float32), NOPE, shard.blocks_BJ[0], 32, 33)
+        expand_latents(shard.layer, make_up(torch.float32), NOPE, shard.blocks[0], 32, 33)
 
 
 @pytest.mark.parametrize("packed", POOLS)
@@ -190,7 +193,7 @@ def test_torch_accepts_the_op_and_its_fake(packed):
     shard = Shard.of(make_latents([50], torch.float32), "float32", packed, 16)
     format = shard.layer.format
     sizes = format.key_size, format.dtype, format.value_size, format.shared_values
-    arguments = shard.layer.values, None, make_up(torch.float32), NOPE, shard.blocks_BJ[0], 16, 34, *sizes
+    arguments = shard.layer.values, None, make_up(torch.float32), NOPE, shard.blocks[0], 16, 34, *sizes
     assert set(opcheck(torch.ops.longhelix.expand_latents.default, arguments).values()) == {"SUCCESS"}
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = torch.ops.longhelix.expand_latents(*arguments)
@@ -293,17 +296,17 @@ def test_a_rows_bits_do_not_depend_on_its_chunk(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_merged_onto_a_state_equals_the_merge(packed, dtype):
     format = KVFormat("float32", 16, 2, 32, 32, packed)
-    layer, blocks_1J = format.new_layer(40, CPU), torch.arange(40).view(1, 40)
+    layer, table = format.new_layer(40, CPU), (torch.arange(40), torch.tensor([[0, 40]]))
     write_kv(*torch.randn(2, 640, 2, 32, generator=seeded(6)), layer, torch.arange(640))
     q_TqC = torch.randn(7, 6, 32, generator=seeded(7)).to(dtype)
     rows = torch.tensor([0, 7]), torch.tensor([640, 0, 17, 600, 0, 1, 256])
     held_TqC, held_lse_Tq = torch.randn(7, 6, 32, generator=seeded(8)).to(dtype), torch.randn(7, 6) * 3
     held_TqC[3:5], held_lse_Tq[3:5] = math.nan, -math.inf
-    own = partial_attention(q_TqC, layer, blocks_1J, *rows, 0.2)
+    own = partial_attention(q_TqC, layer, *table, *rows, 0.2)
     expected_TqC, expected_lse_Tq = merge_states(
         torch.stack((own[0], held_TqC)).float(), torch.stack((own[1], held_lse_Tq))
     )
-    out_TqC, lse_Tq = partial_attention(q_TqC, layer, blocks_1J, *rows, 0.2, 7, (held_TqC, held_lse_Tq))
+    out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, *rows, 0.2, 7, onto=(held_TqC, held_lse_Tq))
     assert out_TqC.dtype == dtype
     assert error(out_TqC, expected_TqC) <= (1e-6 if dtype == torch.float32 else 2**-7)
     torch.testing.assert_close(lse_Tq, expected_lse_Tq, rtol=1e-6, atol=1e-6)

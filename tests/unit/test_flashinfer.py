@@ -67,24 +67,29 @@ def test_prepared_decode_steps_equal_the_reference_and_others_are_left_alone(ins
     layer = format.new_layer(64, CPU)
     layer.values.copy_(torch.randn(layer.values.shape))
     planner = flashinfer.Planner(format, KV_HEADS * GROUP, CHANNELS**-0.5, torch.bfloat16)
-    blocks, limits = torch.empty(5, 8, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
+    blocks, limits = torch.empty(40, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
+    extents = torch.empty(5, 2, dtype=torch.int64)
     starts = torch.arange(6)
     for step in range(3):  # the same memory each time, as in a graph
-        blocks.copy_(torch.randperm(64)[:40].view(5, 8))
+        blocks.copy_(torch.randperm(64)[:40])
         limits.copy_(torch.tensor([1, 0, PAGE, 128, 70]) if step else torch.tensor([0, 5, 33, 16, 17]))
+        # A row that sees nothing has no blocks, and the last one's end where the memory does.
+        counts = -(limits // -PAGE)
+        ends = 40 - counts.flip(0).cumsum(0).flip(0) + counts
+        extents.copy_(torch.stack((ends - counts, ends), dim=1))
         q = torch.randn(5, KV_HEADS * GROUP, CHANNELS).bfloat16()
-        planner.prepare(blocks, limits, max_rows=1)
-        out, lse = partial_attention(q, layer, blocks, starts, limits, CHANNELS**-0.5)
+        planner.prepare(blocks, extents, limits, max_rows=1)
+        out, lse = partial_attention(q, layer, blocks, extents, starts, limits, CHANNELS**-0.5)
         planned = flashinfer._planned.pop(limits.data_ptr())
         expected_out, expected_lse = reference.partial_attention(
-            q, *layer.keys_and_values(), blocks, starts, limits, CHANNELS**-0.5
+            q, *layer.keys_and_values(), blocks, extents, starts, limits, CHANNELS**-0.5
         )
         flashinfer._planned[limits.data_ptr()] = planned
         torch.testing.assert_close(out, expected_out, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
         assert (lse[limits == 0] == -math.inf).all()
         assert not out[limits == 0].any()
-    planner.prepare(blocks, limits, max_rows=2)
+    planner.prepare(blocks, extents, limits, max_rows=2)
     assert flashinfer.attend(q, layer.values, limits) is None
 
 

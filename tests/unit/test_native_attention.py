@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
+from block_extents import side_by_side
 from longhelix.kernels import (
     KVFormat,
     KVLayer,
@@ -168,9 +169,8 @@ def test_every_code_of_narrow_numbers_is_stored_and_read_as_what_it_stands_for(k
         q_TqC = torch.zeros(1, 1, 16)
         q_TqC[0, 0, 1] = 1
         write_kv(rows_TkC, rows_TkC, layer, torch.tensor([0]))
-        result = partial_attention(
-            q_TqC, layer, torch.tensor([[0]]), torch.tensor([0, 1]), torch.tensor([1]), scale=1.0
-        )
+        table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([1])
+        result = partial_attention(q_TqC, layer, *table, scale=1.0)
         assert result[0][0, 0, :2].tolist() == [LARGEST[kv_dtype], number]
         # The score times log2(e) and back again: a few roundings of float32.
         assert float(result[1]) == pytest.approx(number, rel=8 * UNIT)
@@ -188,8 +188,8 @@ def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
         k_TkC, v_TkC = torch.ones(20, 2, 16), torch.ones(20, 2, 16)
         (k_TkC if broken_key else v_TkC)[7, 1, 3] = poison
         write_kv(k_TkC, v_TkC, layer, torch.arange(20))
-        rows = torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([20])
-        out_TqC, lse_Tq = partial_attention(torch.ones(1, 6, 16), layer, *rows, 0.25)
+        table = torch.tensor([0, 1]), torch.tensor([[0, 2]]), torch.tensor([0, 1]), torch.tensor([20])
+        out_TqC, lse_Tq = partial_attention(torch.ones(1, 6, 16), layer, *table, 0.25)
         # A scale is rounded up by a step of bfloat16 at most.
         torch.testing.assert_close(out_TqC[:, :3], torch.ones(1, 3, 16), rtol=2 * PAIR_UNIT, atol=0)
         channels = slice(None) if broken_key or kv_dtype in LARGEST else 3
@@ -361,11 +361,16 @@ class Case:
     shape: Shape
     q_TqC: Tensor
     layer: KVLayer
-    blocks_BJ: Tensor
+    blocks_X: Tensor
+    extents_B2: Tensor
     limits: list[list[int]]
     keys: list[np.ndarray]
     values: list[np.ndarray]
     scale: float
+
+    def blocks(self, sequence: int) -> Tensor:
+        begin, end = self.extents_B2[sequence]
+        return self.blocks_X[begin:end]
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """row_starts_B and limits_T."""
@@ -373,15 +378,15 @@ class Case:
         return torch.tensor(starts), torch.tensor([*itertools.chain(*self.limits)], dtype=torch.int64)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        return partial_attention(self.q_TqC, self.layer, self.blocks_BJ, *self.rows(), self.scale)
+        return partial_attention(self.q_TqC, self.layer, self.blocks_X, self.extents_B2, *self.rows(), self.scale)
 
     def part(self, pieces: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
         """Of the same pool, rows [first, last) of some sequences in this order, as one call."""
         starts = self.rows()[0].tolist()
         limits = [self.limits[sequence][first:last] for sequence, first, last in pieces]
         q_TqC = torch.cat([self.q_TqC[starts[at] + first : starts[at] + last] for at, first, last in pieces])
-        blocks_BJ = self.blocks_BJ[[sequence for sequence, _, _ in pieces]]
-        return replace(self, q_TqC=q_TqC, blocks_BJ=blocks_BJ, limits=limits).run()
+        extents_B2 = self.extents_B2[[sequence for sequence, _, _ in pieces]]
+        return replace(self, q_TqC=q_TqC, extents_B2=extents_B2, limits=limits).run()
 
 
 def make_case(
@@ -392,16 +397,14 @@ def make_case(
     sharpness: float = 1.0,
     lengths: list[int] | None = None,
 ) -> Case:
-    """Blocks lie in shuffled order; what no key was written to is NaN, and so are all blocks that pad `blocks_BJ`."""
+    """Blocks lie in shuffled order; what no key was written to is NaN, and so is what lies between the extents."""
     generator = seeded(seed)
     lengths = [max(rows, default=0) for rows in limits] if lengths is None else lengths
     counts = [-(-length // shape.block_tokens) for length in lengths]
     ids = torch.randperm(sum(counts) + 3, generator=generator)
     layer = shape.poisoned(len(ids))
-    # A view of a wider table, as a scheduler's may be.
-    blocks_BJ = ids[-1].repeat(len(limits), max(counts) + 2)[:, 1:-1]
-    for blocks_J, mine_J, length in zip(blocks_BJ, ids.split([*counts, 3]), lengths, strict=False):
-        blocks_J[: len(mine_J)] = mine_J
+    table = side_by_side(ids.split([*counts, 3])[:-1], other=int(ids[-1]))
+    for mine_J, length in zip(ids.split([*counts, 3]), lengths, strict=False):
         token_S = torch.arange(length)
         slots_S = mine_J[token_S // shape.block_tokens] * shape.block_tokens + token_S % shape.block_tokens
         k_SkC = torch.randn(length, shape.kv_heads, shape.key_size, generator=generator).to(dtype)
@@ -413,7 +416,7 @@ def make_case(
             side.append(pool[mine_J.numpy()].reshape(-1, *pool.shape[2:])[:length])
     rows, heads = sum(map(len, limits)), shape.kv_heads * shape.group
     q_TqC = (torch.randn(rows, heads, shape.key_size, generator=generator) * sharpness).to(dtype)
-    return Case(shape, q_TqC, layer, blocks_BJ, limits, *sides, shape.key_size**-0.5)
+    return Case(shape, q_TqC, layer, *table, limits, *sides, shape.key_size**-0.5)
 
 
 @dataclass
@@ -505,7 +508,9 @@ def assert_exact(case: Case, result: tuple[Tensor, Tensor]) -> None:
 def reference_over_decoded(case: Case) -> tuple[Tensor, Tensor]:
     """The reference over float32 rows that hold what the pool holds, which float32 has exactly."""
     k_PDkC, v_PDkC = (torch.from_numpy(side.astype(np.float32)) for side in stored(case.layer).decoded())
-    return reference.partial_attention(case.q_TqC, k_PDkC, v_PDkC, case.blocks_BJ, *case.rows(), case.scale)
+    return reference.partial_attention(
+        case.q_TqC, k_PDkC, v_PDkC, case.blocks_X, case.extents_B2, *case.rows(), case.scale
+    )
 
 
 # Around tiles (16), parts (256) and spans (512), where one more or one less is another path.
@@ -599,9 +604,9 @@ def test_every_token_below_the_limit_counts_once(kv_dtype, edges, alone):
     length = edges[-1]
     case = make_case(shape, [edges], 3)
     v_SkC = torch.eye(16)[torch.arange(length) % 16].unsqueeze(1)
-    slots_S = (case.blocks_BJ[0, :, None] * 128 + torch.arange(128)).flatten()[:length]
+    slots_S = (case.blocks(0)[:, None] * 128 + torch.arange(128)).flatten()[:length]
     write_kv(torch.randn(length, 1, 16, generator=seeded(4)), v_SkC, case.layer, slots_S)
-    one = stored(case.layer).decoded()[1][case.blocks_BJ[0, 0], 0, 0, 0]
+    one = stored(case.layer).decoded()[1][case.blocks(0)[0], 0, 0, 0]
     assert one == pytest.approx(1, rel=0.01)
     case.q_TqC.zero_()
     calls = [case.part([(0, row, row + 1)]) for row in range(len(edges))] if alone else [case.run()]
@@ -643,9 +648,9 @@ def test_rows_that_see_nothing_are_zero_beside_any_value(kv_dtype):
     case = make_case(shape, [[0, 4, 0], [0]], 6)
     if kv_dtype not in LARGEST:
         infinite_TkC = torch.full((4, 1, 32), math.inf)
-        write_kv(torch.ones(4, 1, 32), infinite_TkC, case.layer, case.blocks_BJ[0, 0] * 16 + torch.arange(4))
+        write_kv(torch.ones(4, 1, 32), infinite_TkC, case.layer, case.blocks(0)[0] * 16 + torch.arange(4))
     empty = make_case(shape, [[0, 0], [], [0]], 7)
-    empty.blocks_BJ = empty.blocks_BJ[:, :0]
+    empty.blocks_X = empty.blocks_X[:0]
     for out_TqC, lse_Tq in ([part[[0, 2, 3]] for part in case.run()], empty.run()):
         assert torch.equal(out_TqC, torch.zeros(3, 2, 32))
         assert torch.equal(lse_Tq, torch.full((3, 2), -math.inf))
@@ -654,7 +659,7 @@ def test_rows_that_see_nothing_are_zero_beside_any_value(kv_dtype):
 @pytest.mark.parametrize("limits", [[[]], [[], []], []], ids=str)
 def test_a_call_without_rows_gives_none(limits):
     case = make_case(Shape(), [[9]], 8)
-    case.limits, case.q_TqC, case.blocks_BJ = limits, case.q_TqC[:0], case.blocks_BJ[:1].repeat(len(limits), 1)
+    case.limits, case.q_TqC, case.extents_B2 = limits, case.q_TqC[:0], case.extents_B2[:1].repeat(len(limits), 1)
     out_TqC, lse_Tq = case.run()
     assert (out_TqC.shape, lse_Tq.shape) == ((0, 6, 32), (0, 6))
 
@@ -662,7 +667,6 @@ def test_a_call_without_rows_gives_none(limits):
 def test_a_limit_beyond_the_blocks_is_refused():
     case = make_case(Shape(), [[20], [3]], 9)
     case.limits[1] = [33]
-    case.blocks_BJ = case.blocks_BJ[:, :2]
     with pytest.raises(ValueError, match=r"a row sees .* KV blocks"):
         case.run()
 
@@ -677,10 +681,10 @@ def test_large_scores_do_not_overflow(kv_dtype, size):
     case.q_TqC = case.q_TqC.sign() * 2.0 ** round(math.log2(size))
     k_SkC[300] = case.q_TqC[0, 0].sign()  # the one best key of row 0, head 0
     v_SkC = torch.randn(601, 1, 16, generator=seeded(12))
-    slots_S = (case.blocks_BJ[0, :, None] * 16 + torch.arange(16)).flatten()[:601]
+    slots_S = (case.blocks(0)[:, None] * 16 + torch.arange(16)).flatten()[:601]
     write_kv(k_SkC, v_SkC, case.layer, slots_S)
     pool = stored(case.layer).decoded()
-    case.keys[0], case.values[0] = (side[case.blocks_BJ[0]].reshape(-1, 1, 16)[:601] for side in pool)
+    case.keys[0], case.values[0] = (side[case.blocks(0)].reshape(-1, 1, 16)[:601] for side in pool)
     exact = exact_attention(case, case.q_TqC.double().numpy())
     out_TqC, lse_Tq = case.run()
     assert torch.equal(out_TqC[0, 0].double(), torch.from_numpy(case.values[0][300, 0]))
@@ -699,8 +703,8 @@ def test_weights_of_any_distance_are_exact_to_a_few_units(kv_dtype):
     write_kv(k_SkC, v_SkC, layer, torch.tensor([0, 1]))
     q_TqC = torch.zeros(len(below_T), 1, 16)
     q_TqC[:, 0, 0] = below_T
-    call = torch.tensor([[0]]), torch.tensor([0, len(below_T)]), torch.full((len(below_T),), 2), 1.0
-    out_TqC, lse_Tq = partial_attention(q_TqC, layer, *call)
+    table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, len(below_T)]), torch.full((len(below_T),), 2)
+    out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, 1.0)
     ratio_T = torch.exp(-below_T.double())
     expected_T3 = torch.stack((0 * ratio_T, 1 / (1 + ratio_T), ratio_T / (1 + ratio_T)), dim=1)
     # log2(e) and the product with it: two roundings of a score of up to 100. 2^x to two units, the sum, the quotient;
@@ -810,7 +814,8 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
             ]
             for rows in limits
         ]
-        states.append(replace(case, blocks_BJ=case.blocks_BJ[:, rank::2].contiguous(), limits=mine).run())
+        blocks_X, extents_B2 = side_by_side(case.blocks(sequence)[rank::2] for sequence in range(len(limits)))
+        states.append(replace(case, blocks_X=blocks_X, extents_B2=extents_B2, limits=mine).run())
     merged = merge_states(*(torch.stack(parts) for parts in zip(*states, strict=True)))
     paired = kv_dtype in PAIRS
     rounded_TqC = case.q_TqC.bfloat16() if paired else case.q_TqC
@@ -872,7 +877,7 @@ def test_tokens_beyond_32_bits_are_where_they_belong(shape, packed, num_blocks):
         slots_S = (mine_J.unsqueeze(1) * shape.block_tokens + torch.arange(shape.block_tokens)).flatten()
         write_kv(k_SkC, None if shape.shared else v_SkC, layer, slots_S)
         rows = torch.tensor([0, 3]), torch.tensor([count, count - 5, 20])
-        results.append(partial_attention(q_TqC, layer, mine_J.unsqueeze(0), *rows, 0.1))
+        results.append(partial_attention(q_TqC, layer, mine_J, torch.tensor([[0, len(mine_J)]]), *rows, 0.1))
         blocks.append(layer.values.index_select(int(packed), mine_J))
     assert blocks[0].any()
     assert torch.equal(bits(blocks[0]), bits(blocks[1]))
@@ -917,8 +922,8 @@ def test_tables_of_indices_may_be_any_view():
     case = make_case(Shape(), [[30, 31, 32], [600]], 18)
     expected = case.run()
     starts_B, limits_T = (torch.stack((part, part * 0), dim=1)[:, 0] for part in case.rows())
-    blocks_BJ = torch.stack((case.blocks_BJ, case.blocks_BJ * 0), dim=2)[..., 0]
-    result = partial_attention(case.q_TqC, case.layer, blocks_BJ, starts_B, limits_T, case.scale)
+    table = (torch.stack((part, part * 0), dim=-1)[..., 0] for part in (case.blocks_X, case.extents_B2))
+    result = partial_attention(case.q_TqC, case.layer, *table, starts_B, limits_T, case.scale)
     assert torch.equal(result[0], expected[0])
     assert torch.equal(result[1], expected[1])
 
@@ -950,9 +955,9 @@ def test_torch_accepts_the_ops_on_packed_pools_and_their_fakes(kv_dtype):
     ops = torch.ops.longhelix
     k_TkC, v_TkC = torch.randn(5, 7, 32, generator=seeded(21)).split((2, 5), dim=1)
     rotation = make_rotation(5, 6, 2, 32, (True, False), torch.float32, 22)
-    tables = rotation.angles_TR.cos(), rotation.angles_TR.sin()
+    table, tables = (case.blocks_X, case.extents_B2), (rotation.angles_TR.cos(), rotation.angles_TR.sin())
     calls = [
-        (ops.partial_attention, (case.q_TqC, *pool, case.blocks_BJ, *case.rows(), case.scale, 2, *format)),
+        (ops.partial_attention, (case.q_TqC, *pool, *table, *case.rows(), case.scale, 2, 600, *format)),
         (ops.write_kv, (k_TkC, v_TkC[:, :2], *pool, torch.tensor([3, -1, 0, 40, 9]), *format)),
         (
             ops.rotate_and_write,
@@ -980,7 +985,7 @@ def layer_inputs() -> list[Tensor]:
     k_TkC = torch.randn(4, 2, 32, generator=seeded(24))
     tables = rotation.angles_TR.cos(), rotation.angles_TR.sin()
     slots = torch.tensor([4, -1, 5]), k_TkC, torch.arange(4)
-    reads = torch.tensor([[0]]), torch.tensor([0, 3]), torch.tensor([5, 5, 6])
+    reads = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 3]), torch.tensor([5, 5, 6])
     return [rotation.qkv_TX, *tables, INT8.poisoned(1).values, *slots, *reads]
 
 
@@ -1000,14 +1005,14 @@ def test_decoding_takes_no_more_memory_from_call_to_call():
     case = make_case(Shape(kv_dtype="int8"), [[900], [33]], 25)
     rotation = make_rotation(2, 6, 2, 32, (True, True), torch.float32, 26)
     tables = rotation.angles_TR.cos(), rotation.angles_TR.sin()
-    rotation.slots_T.fill_(int(case.blocks_BJ[1, 0]) * 16)
+    rotation.slots_T.fill_(int(case.blocks(1)[0]) * 16)
     calls = case.rows()
     process = psutil.Process()
 
     def decode(times: int) -> int:
         for _ in range(times):
             q_TqC = rotate_and_write(rotation.qkv_TX, None, None, 0.0, *tables, case.layer, rotation.slots_T)
-            partial_attention(q_TqC, case.layer, case.blocks_BJ, *calls, case.scale)
+            partial_attention(q_TqC, case.layer, case.blocks_X, case.extents_B2, *calls, case.scale)
         return process.memory_info().rss
 
     before = decode(200)

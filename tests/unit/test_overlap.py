@@ -29,9 +29,11 @@ def batch_of(rows_per_sequence, local_length, parts=1):
         slots_t=torch.full((rows,), -1),
         limits_t=torch.full((rows,), local_length) - torch.arange(rows) % 3,
         row_starts_b=starts_b,
-        blocks_bJ=torch.arange(sequences * blocks).view(sequences, blocks),
+        blocks_X=torch.arange(sequences * blocks),
+        extents_b2=torch.arange(0, (sequences + 1) * blocks, blocks).unfold(0, 2, 1),
         max_rows=max(rows_per_sequence),
         num_sequences=len(rows_per_sequence),
+        most_tokens=blocks * BLOCK,
         parts=parts,
     )
 
@@ -54,7 +56,7 @@ def test_a_batch_is_cut_by_sequence_or_by_rows(rows_per_sequence, parts, expecte
     assert [piece.rows.stop - piece.rows.start for piece in pieces] == expected
     assert torch.equal(torch.cat([piece.limits_t for piece in pieces]), batch.limits_t)
     for piece in pieces:
-        assert len(piece.row_starts_b) == len(piece.blocks_bJ) + 1
+        assert len(piece.row_starts_b) == len(piece.extents_b2) + 1
         assert piece.row_starts_b.tolist()[0] == 0
         assert piece.row_starts_b.tolist()[-1] == len(piece.limits_t)
 
@@ -94,8 +96,8 @@ class LateGroup:
 def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10, parts=2)
-    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(batch.blocks_bJ.numel(), CPU)
-    tokens = batch.blocks_bJ.numel() * BLOCK
+    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(len(batch.blocks_X), CPU)
+    tokens = len(batch.blocks_X) * BLOCK
     write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
     q_TqC = torch.randn(len(batch.limits_t), HEADS, SIZE)
     events = []
@@ -111,5 +113,6 @@ def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     whole = attend_and_exchange(q_TqC, layer, replace(batch, parts=1), SIZE**-0.5, group, [2, 2], attend=attend)
     assert events == ["attend", "send 2", "receive 2"]
     assert torch.equal(parted, whole)
-    alone, _ = partial_attention(q_TqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, SIZE**-0.5)
+    table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+    alone, _ = partial_attention(q_TqC, layer, *table, SIZE**-0.5)
     assert torch.allclose(whole, alone[:, :2], atol=1e-6)

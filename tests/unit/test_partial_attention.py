@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
+from block_extents import side_by_side
 from longhelix.kernels import (
     KVFormat,
     KVLayer,
@@ -66,8 +67,8 @@ def rows_format(dtype: torch.dtype, block_tokens: int, kv_heads: int, head_size:
     return KVFormat(str(dtype).removeprefix("torch."), block_tokens, kv_heads, head_size, head_size, packed=False)
 
 
-def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[KVLayer, Tensor]:
-    """A pool in rows that holds NaN wherever no key lies, blocks in shuffled order, and blocks_BJ."""
+def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[KVLayer, Tensor, Tensor]:
+    """A pool in rows that holds NaN wherever no key lies, blocks in shuffled order, blocks_X and extents_B2."""
     counts = [math.ceil(len(sequence.k_SkC) / shape.block_tokens) for sequence in sequences]
     ids = list(range(sum(counts) + 3))
     random.Random(seed).shuffle(ids)
@@ -75,14 +76,12 @@ def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[KVLayer, T
     layer = format.new_layer(len(ids), torch.device("cpu"))
     layer.values.fill_(math.nan)
     k_PDkC, v_PDkC = layer.keys_and_values()
-    blocks_BJ = torch.zeros(len(sequences), max(counts), dtype=torch.int64)
-    for index, sequence in enumerate(sequences):
-        for block in range(counts[index]):
-            blocks_BJ[index, block] = ids.pop()
+    blocks = [torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int64) for count in counts]
+    for blocks_J, sequence in zip(blocks, sequences, strict=True):
         for token in range(len(sequence.k_SkC)):
-            place = blocks_BJ[index, token // shape.block_tokens], token % shape.block_tokens
+            place = blocks_J[token // shape.block_tokens], token % shape.block_tokens
             k_PDkC[place], v_PDkC[place] = sequence.k_SkC[token], sequence.v_SkC[token]
-    return layer, blocks_BJ
+    return layer, *side_by_side(blocks, other=ids[0])
 
 
 def pack(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,9 +180,9 @@ def test_rows_with_limit_0_give_zeros_and_minus_infinity_among_rows_that_see_key
 def test_a_rank_without_keys_or_rows_needs_no_blocks(limits):
     shape = Shape()
     sequences = [make_sequence(shape, rows, seeded(3)) for rows in limits]
-    q_TqC, layer, blocks_BJ, *rest = arguments(sequences, shape)
-    assert blocks_BJ.shape == (len(limits), 0)
-    out_TqC, lse_Tq = partial_attention(q_TqC, layer, blocks_BJ, *rest)
+    q_TqC, layer, _, extents_B2, *rest = arguments(sequences, shape)
+    assert not extents_B2.diff().any()
+    out_TqC, lse_Tq = partial_attention(q_TqC, layer, torch.empty(0, dtype=torch.int64), extents_B2, *rest)
     rows = sum(map(len, limits))
     assert torch.equal(out_TqC, torch.zeros(rows, 6, 16))
     assert torch.equal(lse_Tq, torch.full((rows, 6), -math.inf))
@@ -208,9 +207,9 @@ def test_whole_tiles_may_see_nothing_and_limits_may_fall():
 def test_one_token_beyond_the_limit_would_be_seen():
     shape = Shape(block_tokens=16)
     sequences = [make_sequence(shape, [5], seeded(7)), make_sequence(shape, [4], seeded(8))]
-    q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale = arguments(sequences, shape)
+    q_TqC, layer, *table, row_starts_B, limits_T, scale = arguments(sequences, shape)
     beyond_T = limits_T + torch.tensor([1, 0])
-    out_TqC, _ = partial_attention(q_TqC, layer, blocks_BJ, row_starts_B, beyond_T, scale)
+    out_TqC, _ = partial_attention(q_TqC, layer, *table, row_starts_B, beyond_T, scale)
     assert out_TqC[0].isnan().all()
     assert out_TqC[1].isfinite().all()
 
@@ -342,7 +341,7 @@ def token_owners(placement: Placement, block_tokens: int, length: int) -> list[i
     """The owner of each token, by walking the owner list."""
     owners: list[int] = []
     for _ in range(math.ceil(length / block_tokens)):
-        owners.append(placement.next_owner(owners))
+        owners.append(placement.next_owner(owners[-1] if owners else 0, len(owners)))
     return [owners[token // block_tokens] for token in range(length)]
 
 
@@ -394,16 +393,16 @@ def test_a_limit_one_token_short_on_one_rank_is_seen_after_the_merge():
 def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     shape = Shape()
     sequences = [make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])]
-    q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale = arguments(sequences, shape)
+    q_TqC, layer, *table, row_starts_B, limits_T, scale = arguments(sequences, shape)
     pool = layer.values, layer.scales
     format = layer.format.dtype, layer.format.value_size, layer.format.shared_values
     fused_TXC = torch.cat((q_TqC, q_TqC), dim=1).to(q_dtype)
     turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
         starts_B = row_starts_B if len(view_TqC) else torch.zeros(4, dtype=torch.int64)
-        rows = blocks_BJ, starts_B, limits_T[: len(view_TqC)]
-        for max_rows in (None, 2):
-            call = (view_TqC, *pool, *rows, scale, max_rows, *format)
+        rows = *table, starts_B, limits_T[: len(view_TqC)]
+        for most in ((None, None), (2, 9)):
+            call = (view_TqC, *pool, *rows, scale, *most, *format)
             assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
 
 
@@ -413,10 +412,10 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_op(shared_values, dtype):
     with FakeTensorMode():
         format = KVFormat("float16", 16, 2, 64, 48, packed=False, shared_values=shared_values)
         layer = KVLayer(format, torch.empty(9, 2, 16, 2, 64, dtype=torch.float16), None)
-        ids = torch.empty(3, 4, dtype=torch.int64)
+        table = torch.empty(12, dtype=torch.int64), torch.empty(3, 2, dtype=torch.int64)
         starts, limits = torch.empty(4, dtype=torch.int64), torch.empty(7, dtype=torch.int64)
         q_TqC = torch.empty(7, 6, 64, dtype=dtype)
-        out_TqC, lse_Tq = partial_attention(q_TqC, layer, ids, starts, limits, 0.125)
+        out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, starts, limits, 0.125)
     assert (out_TqC.shape, out_TqC.dtype) == ((7, 6, 48), dtype)
     assert (lse_Tq.shape, lse_Tq.dtype) == ((7, 6), torch.float32)
 
@@ -436,13 +435,13 @@ def test_shared_values_are_the_first_channels_of_the_keys():
 
 def one_layer(x_TH, qkv_XH, cos_TR, sin_TR, pool_PADkC, slots_T, k_TkC, v_TkC, old_slots_T, *reads):
     """Attention of one layer on one rank, with the pool's older half as the other part of a merge of two."""
-    blocks_BJ, row_starts_B, limits_T = reads
+    blocks_X, *rest = reads
     layer = KVLayer(rows_format(pool_PADkC.dtype, 4, 2, 16), pool_PADkC, None)
     qkv_TX = linear(x_TH, Weight(qkv_XH, "float32", *qkv_XH.shape, packed=False))
     q_TqC = rotate_and_write(qkv_TX, None, None, 0.0, cos_TR, sin_TR, layer, slots_T)
     write_kv(k_TkC, v_TkC, layer, old_slots_T)
-    new = partial_attention(q_TqC * 2, layer, blocks_BJ, row_starts_B, limits_T, 0.25)
-    old = partial_attention(q_TqC * 2, layer, blocks_BJ + 2, row_starts_B, limits_T, 0.25)
+    new = partial_attention(q_TqC * 2, layer, blocks_X, *rest, 0.25)
+    old = partial_attention(q_TqC * 2, layer, blocks_X + 2, *rest, 0.25)
     out_TqC, lse_Tq = merge_states(torch.stack((new[0], old[0])), torch.stack((new[1], old[1])))
     return out_TqC + 1, lse_Tq
 
@@ -457,7 +456,7 @@ def layer_inputs() -> list[Tensor]:
     k_TkC, v_TkC = torch.randn(5, 4, 16, generator=seeded(25)).split((2, 2), dim=1)
     pool_PADkC = torch.randn(4, 2, 4, 2, 16, generator=seeded(21))
     slots_T, old_slots_T = torch.tensor([0, 1, -1, 4, 5]), torch.tensor([-1, 9, -1, 12, -1])
-    reads = torch.tensor([[0], [1]]), torch.tensor([0, 3, 5]), torch.tensor([1, 2, 2, 1, 2])
+    reads = torch.tensor([0, 1]), torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3, 5]), torch.tensor([1, 2, 2, 1, 2])
     return [x_TH, qkv_XH, angles_TR.cos(), angles_TR.sin(), pool_PADkC, slots_T, k_TkC, v_TkC, old_slots_T, *reads]
 
 
@@ -528,18 +527,16 @@ def test_export_keeps_each_op_as_one_node():
 
 def test_a_limit_beyond_the_blocks_is_refused():
     layer = rows_format(torch.float32, 4, 1, 8).new_layer(4, torch.device("cpu"))
+    table = torch.tensor([3, 0, 1, 2]), torch.tensor([[1, 3]])
     with pytest.raises(ValueError, match="a row sees 9 tokens, but its sequence has 2 KV blocks"):
-        partial_attention(
-            torch.zeros(1, 1, 8), layer, torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([9]), 1.0
-        )
+        partial_attention(torch.zeros(1, 1, 8), layer, *table, torch.tensor([0, 1]), torch.tensor([9]), 1.0)
 
 
 def test_a_row_that_sees_nothing_stays_zero_beside_an_overflowed_value():
     values_PADkC = torch.zeros(1, 2, 4, 1, 8)
     values_PADkC[:, 1] = torch.inf
     layer = KVLayer(rows_format(torch.float32, 4, 1, 8), values_PADkC, None)
-    out_TqC, lse_Tq = partial_attention(
-        torch.zeros(2, 1, 8), layer, torch.tensor([[0]]), torch.tensor([0, 2]), torch.tensor([0, 4]), 1.0
-    )
+    table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 2]), torch.tensor([0, 4])
+    out_TqC, lse_Tq = partial_attention(torch.zeros(2, 1, 8), layer, *table, 1.0)
     assert torch.equal(out_TqC[0], torch.zeros(1, 8))
     assert lse_Tq[0] == -torch.inf

@@ -26,7 +26,7 @@ SLOW_LATENCY = load_system("cpu").replaced({"scale_out.latency_s": 1.0}, "test")
 def step(*rows, id=0, ended=()):
     """A step of `rows` for sequences 0, 1, ..."""
     work = tuple(SequenceWork(number, count, (Block(0, 0),), True) for number, count in enumerate(rows))
-    return Step(id, (), work, ended)
+    return Step(id, (), work, ended, most_tokens=0)
 
 
 def parts(system=SLOW_LINK, overlaps=True, **changes):

@@ -370,16 +370,16 @@ def test_the_predictor_follows_lengths_from_steps():
     how = setting("llama-3-8b", H100, "bfloat16")
     layout = Layout(kvp=2, tpa=4)
     predictor = Predictor(how, layout)
-    new = NewSequence(7, tuple(range(1000)), SamplingParams(), 0, 1100, spread=True)
+    new = NewSequence(7, SamplingParams(), 0, 1100, (69,), spread=True)
     block = (Block(0, 0),)
-    first = predictor.predict(Step(0, (new,), (SequenceWork(7, 600, block, False),), ()))
-    second = predictor.predict(Step(1, (), (SequenceWork(7, 400, block, True),), ()))
-    third = predictor.predict(Step(2, (), (SequenceWork(7, 1, (), True),), ()))
+    first = predictor.predict(Step(0, (new,), (SequenceWork(7, 600, block, False),), (), 0))
+    second = predictor.predict(Step(1, (), (SequenceWork(7, 400, block, True),), (), 0))
+    third = predictor.predict(Step(2, (), (SequenceWork(7, 1, (), True),), (), 0))
     layouts = Layouts.of([layout])
     assert first == step_seconds(how, layouts, Work.chunk(600.0, 0.0))[0]
     assert second == step_seconds(how, layouts, Work.chunk(400.0, 600.0) + Work(sampled_rows=1.0))[0]
     assert third == decode_seconds(how, layouts, 1.0, 1001.0)[0]
-    again = Step(3, (), (SequenceWork(7, 600, block, False),), (7,))
+    again = Step(3, (), (SequenceWork(7, 600, block, False),), (7,), 0)
     assert predictor.predict(again) == first
 
 

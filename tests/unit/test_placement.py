@@ -16,7 +16,7 @@ BLOCKS = (1, 2, 8, 16, 128)
 def owner_list(placement, num_blocks: int) -> list[int]:
     owners = []
     for _ in range(num_blocks):
-        owners.append(placement.next_owner(owners))
+        owners.append(placement.next_owner(owners[-1] if owners else 0, len(owners)))
     return owners
 
 

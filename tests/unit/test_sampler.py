@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from longhelix.engine import sampler
-from longhelix.engine.sampler import logprobs, sample, uniform
+from longhelix.engine.sampler import logprobs, uniform
 from longhelix.errors import UserError
 from longhelix.request import SamplingParams
 
@@ -27,6 +27,18 @@ VOCAB = 40
 
 def random_logits(seed: int, size: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
     return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def seen(token_ids, size: int) -> torch.Tensor:
+    seen_V = torch.zeros(size, dtype=torch.bool)
+    seen_V[list(token_ids)] = True
+    return seen_V
+
+
+def sample(logits_V: torch.Tensor, params: SamplingParams, seed: int, token_ids) -> int:
+    """The next token after `token_ids`."""
+    seen_V = seen(token_ids, len(logits_V)) if params.repetition_penalty != 1 else None
+    return sampler.sample(logits_V, params, seed, len(token_ids), seen_V)
 
 
 def oracle(logits_V: torch.Tensor, params: SamplingParams, token_ids) -> torch.Tensor:
@@ -100,7 +112,7 @@ def test_the_filters_keep_the_same_tokens_as_transformers(params, seed, size):
     logits_V = random_logits(seed, size)
     assume_no_close_call(logits_V, params, [0])
     expected_V = oracle(logits_V, params, [0])
-    scaled_V = sampler._penalise(logits_V, params.repetition_penalty, [0]) / params.temperature
+    scaled_V = sampler._penalise(logits_V, params.repetition_penalty, seen([0], size)) / params.temperature
     sorted_V, ids_V = scaled_V.sort(descending=True, stable=True)
     kept = set(ids_V[: sampler._filter(sorted_V, params)].tolist())
     assert kept == set(expected_V.nonzero().flatten().tolist())
@@ -110,9 +122,9 @@ def test_the_filters_keep_the_same_tokens_as_transformers(params, seed, size):
 @settings(max_examples=50, deadline=None)
 def test_the_repetition_penalty_is_that_of_transformers(seed, token_ids):
     logits_V = random_logits(seed)
-    seen = torch.tensor([token_ids], dtype=torch.int64)
-    expected_V = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits_V[None].clone())[0]
-    assert torch.equal(sampler._penalise(logits_V, 1.3, token_ids), expected_V)
+    ids = torch.tensor([token_ids], dtype=torch.int64)
+    expected_V = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits_V[None].clone())[0]
+    assert torch.equal(sampler._penalise(logits_V, 1.3, seen(token_ids, len(logits_V))), expected_V)
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():
@@ -274,3 +286,10 @@ def test_sampling_settings_out_of_range_are_refused_by_name(name, value):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UserError, match="stop string is empty"):
         SamplingParams(stop=("a", ""))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [[math.nan, 1.0], [1.0, math.inf], [-math.inf, -math.inf]], ids=str)
+def test_logits_that_leave_no_token_a_probability_are_an_error(broken, temperature):
+    with pytest.raises(ValueError, match="no token has a probability"):
+        sample(torch.tensor(broken), SamplingParams(temperature=temperature, top_p=0.9), 0, [1])

@@ -1,5 +1,6 @@
 import re
 import zlib
+from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -46,7 +47,11 @@ class Replica:
 
     @property
     def prompt_left(self) -> int:
-        return max(len(self.new.prompt_token_ids) - self.length, 0)
+        return max(self.prompt_tokens - self.length, 0)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.new.capacity_tokens - self.new.sampling.max_new_tokens
 
     @property
     def wants_decode(self) -> bool:
@@ -78,11 +83,13 @@ class FakeRunner:
             del self.replicas[sequence_id]
         for new in step.new:
             assert new.id not in self.replicas
-            self.replicas[new.id] = Replica(new, list(new.prompt_token_ids))
+            self.replicas[new.id] = Replica(new, [])
             self.new[new.id] = new
         self.check_plan(step)
         for work in step.work:
             self.write(work)
+        held = [self.blocks_of(self.replicas[work.id]) for work in step.work]
+        assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
         for work in step.work:
             seq = self.replicas[work.id]
@@ -123,6 +130,8 @@ class FakeRunner:
 
     def write(self, work) -> None:
         seq, block_tokens = self.replicas[work.id], self.config.block_tokens
+        assert len(work.token_ids) == 4 * (work.num_tokens if seq.prompt_left else 0)
+        seq.token_ids += array("i", work.token_ids)
         taken = {block for other in self.replicas.values() for block in other.blocks}
         for block in work.new_blocks:
             assert 0 <= block.id < self.config.num_blocks
@@ -137,9 +146,15 @@ class FakeRunner:
         assert len(seq.blocks) == -(-seq.length // block_tokens)
         self.first_blocks.setdefault(work.id, seq.blocks[0][0])
 
+    def blocks_of(self, seq: Replica) -> list[int]:
+        counts = [sum(owner == rank for owner, _ in seq.blocks) for rank in range(self.config.kvp)]
+        assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
+        return counts
+
     def place(self, sequence_id: int) -> Placement:
         new = self.new[sequence_id]
-        return self.config.place(len(new.prompt_token_ids), new.capacity_tokens, self.first_blocks[sequence_id])
+        prompt_tokens = new.capacity_tokens - new.sampling.max_new_tokens
+        return self.config.place(prompt_tokens, new.capacity_tokens, self.first_blocks[sequence_id])
 
     def read(self, sequence_id: int) -> list[int]:
         """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
@@ -168,7 +183,7 @@ class Outcome:
 
 
 def request(request_id: int, prompt_tokens: int, max_new_tokens: int = 4, stop=(), first: int = 0) -> Request:
-    prompt = tuple((first + request_id * 31 + index) % VOCAB for index in range(prompt_tokens))
+    prompt = array("i", [(first + request_id * 31 + index) % VOCAB for index in range(prompt_tokens)])
     return Request(request_id, prompt, SamplingParams(max_new_tokens=max_new_tokens), frozenset(stop), 0, 0.0)
 
 

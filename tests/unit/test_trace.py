@@ -60,9 +60,11 @@ def layer_of(parts):
         slots_t=indices,
         limits_t=indices,
         row_starts_b=torch.arange(ROWS + 1),
-        blocks_bJ=indices.unsqueeze(1),
+        blocks_X=indices,
+        extents_b2=torch.arange(ROWS + 1).unfold(0, 2, 1),
         max_rows=1,
         num_sequences=ROWS,
+        most_tokens=ROWS,
         parts=parts,
     )
     tracer = Tracer(torch.device("cpu"))

@@ -82,18 +82,20 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
     ids=str,
 )
 def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads, key_size, value_size, compiled):
-    rows, blocks = attention.FEW_ROWS + 1, attention.SPLIT_TOKENS // 16 + 1
+    rows = attention.FEW_ROWS + 1
     size = 3, 2 if key_size == value_size else 1, 16, kv_heads
     partial_attention(
         torch.empty(rows, query_heads, key_size, dtype=dtype),
         torch.empty(*size, key_size, dtype=pool_dtype),
         torch.empty(size) if pool_dtype.itemsize == 1 else None,
-        torch.empty(1, blocks, dtype=torch.int64),
+        torch.empty(9, dtype=torch.int64),
+        torch.empty(1, 2, dtype=torch.int64),
         torch.empty(2, dtype=torch.int64),
         torch.empty(rows, dtype=torch.int64),
         0.1,
         value_size,
         rows,
+        attention.SPLIT_TOKENS + 1,
     )
     few, splits, many = compiled
     for kernel in (few, splits, many):

@@ -136,7 +136,8 @@ class Attention:
         return partial_attention(
             self.q_TqC,
             self.pool.layers[0],
-            blocks_BJ=torch.arange(self.pool.num_blocks).unsqueeze(0),
+            blocks_X=torch.arange(self.pool.num_blocks),
+            extents_B2=torch.tensor([[0, self.pool.num_blocks]]),
             row_starts_B=torch.tensor([0, rows]),
             limits_T=torch.arange(self.context - rows + 1, self.context + 1),
             scale=self.pool.format.key_size**-0.5,

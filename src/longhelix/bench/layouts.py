@@ -1,5 +1,6 @@
 """Layouts of the same ranks side by side: Helix, its local placement, tensor parallelism, the tied layout."""
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ class _Prefill:
         config = replace(self._config, num_blocks=self._runner.num_blocks, max_running=len(self._prompts))
         loop = Loop(Scheduler(config), self._runner)
         for index, prompt in enumerate(self._prompts):
-            loop.add(Request(index, tuple(prompt), SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+            loop.add(Request(index, array("i", prompt), SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
         while loop.step() is not None:
             pass
 
@@ -105,7 +106,8 @@ class _Immediate:
         self._results: list[StepResult] = []
 
     def submit(self, step: Step) -> None:
-        self._results.append(self._runner.execute(step))
+        result = self._runner.execute(step)
+        self._results.append(replace(result, sampled=self._runner.tokens_of(step)))
 
     def collect(self) -> StepResult:
         return self._results.pop(0)

@@ -1,5 +1,6 @@
 """The model on one rank, as a worker builds it, and a request that is as long as it should be without its prefill."""
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,10 +38,14 @@ class RankModel:
         """Tokens of a context's KV that this rank keeps."""
         return self.place(context, index).local_length(self.kvp_rank, context)
 
+    def blocks_per_rank(self, context: int, index: int = 0) -> tuple[int, ...]:
+        """KV blocks of a context that each KVP rank keeps."""
+        place, block_tokens = self.place(context, index), self.config.scheduler.block_tokens
+        return tuple(-(-place.local_length(rank, context) // block_tokens) for rank in range(self.config.layout.kvp))
+
     def runner(self, *contexts: int) -> ModelRunner:
         """A runner whose pool has room for requests of `contexts` tokens; contents undefined."""
-        block_tokens = self.config.scheduler.block_tokens
-        needed = [-(-self.local_length(context, index) // block_tokens) for index, context in enumerate(contexts)]
+        needed = [self.blocks_per_rank(context, index)[self.kvp_rank] for index, context in enumerate(contexts)]
         pool = new_pool(self.config, self.mesh.rank, max(sum(needed), 1))
         return ModelRunner(self.config.spec, self.mesh, self.decoder, pool, self.config.execution)
 
@@ -66,20 +71,27 @@ class LongRequests:
         fill(self.runner.pool)
         self._before = [(context - 1, model.local_length(context - 1, index)) for index, context in enumerate(contexts)]
         new = tuple(
-            NewSequence(index, (1,) * context, SamplingParams(), 0, context, model.place(context).spread)
+            NewSequence(
+                index,
+                SamplingParams(),
+                seed=0,
+                capacity_tokens=context,
+                blocks_per_rank=model.blocks_per_rank(context, index),
+                spread=model.place(context).spread,
+            )
             for index, context in enumerate(contexts)
         )
-        self.runner.admit(Step(0, new=new, work=(), ended=()))
+        self.runner.admit(Step(0, new=new, work=(), ended=(), most_tokens=0))
         for index, blocks in enumerate(model.blocks(*contexts)):
-            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank, self.runner.table)
+            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank, self.runner.arena)
         work = tuple(SequenceWork(index, 1, (), sample=True) for index in range(len(contexts)))
-        self._step = Step(0, new=(), work=work, ended=())
+        self._step = Step(0, new=(), work=work, ended=(), most_tokens=max(contexts))
 
     def step(self) -> None:
         """Write the KV of the last of each one's tokens and sample the next one; always the same step."""
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
-            seq.length, seq.local_length = length, local_length
+            seq.length, seq.local_length, seq.last_token = length, local_length, 1
         self.runner.execute(self._step)
 
 
@@ -102,13 +114,25 @@ def fill(pool: KVPool) -> None:
 
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:
     """The steps of one prompt, in chunks; the last one samples. The request before it has ended."""
-    chunk_tokens, length = model.config.scheduler.chunk_tokens, len(prompt)
-    spread = model.place(length).spread
-    new = (NewSequence(request_id, prompt, SamplingParams(), seed=0, capacity_tokens=length, spread=spread),)
+    chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
+    length = len(prompt)
+    new: tuple[NewSequence, ...] = (
+        NewSequence(
+            request_id,
+            SamplingParams(),
+            seed=0,
+            capacity_tokens=length,
+            blocks_per_rank=model.blocks_per_rank(length),
+            spread=model.place(length).spread,
+        ),
+    )
     ended = (request_id - 1,) if request_id else ()
     (blocks,) = model.blocks(length)
     for start in range(0, length, chunk_tokens):
         num_tokens = min(chunk_tokens, length - start)
-        work = SequenceWork(request_id, num_tokens, blocks, sample=start + num_tokens == length)
-        yield Step(start // chunk_tokens, new=new, work=(work,), ended=ended)
-        new, ended, blocks = (), (), ()
+        stop = start + num_tokens
+        new_blocks = blocks[-(-start // block_tokens) : -(-stop // block_tokens)]
+        token_ids = array("i", prompt[start:stop]).tobytes()
+        work = SequenceWork(request_id, num_tokens, new_blocks, stop == length, token_ids)
+        yield Step(start // chunk_tokens, new=new, work=(work,), ended=ended, most_tokens=stop)
+        new, ended = (), ()

@@ -8,7 +8,7 @@ from typing import Any
 from longhelix.engine import host
 from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.engine.machine import machine
-from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks
+from longhelix.engine.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks, split_state_bytes
 from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.layout import HeadShape, Layout
@@ -138,11 +138,6 @@ def resolve(
     cores = host.cores()
     if layout.world_size > cores and device == "cpu":
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
-    ranks = range(layout.world_size)
-    if device == "cuda":
-        memories = [(gpu_bytes[rank], range(rank, rank + 1)) for rank in ranks]
-    else:
-        memories = [(host.available_bytes(), ranks)]
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)
@@ -163,10 +158,17 @@ def resolve(
         kvp_threshold_tokens=kvp_threshold_tokens or 0,
         batch_invariant=batch_invariant,
     )
+    longest_tokens = scheduler.longest_local_tokens
+    ranks = range(layout.world_size)
+    if device == "cuda":
+        state_bytes = [split_state_bytes(spec, layout, longest_tokens, rank) for rank in ranks]
+        memories = [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
+    else:
+        memories = [(host.available_bytes(), ranks)]
     affordable = min(
         affordable_blocks(spec, layout, weight_dtype, kv_dtype, scheduler.block_tokens, *memory) for memory in memories
     )
-    held = num_blocks(kv_cache_tokens, scheduler.longest_local_tokens, affordable, scheduler.block_tokens, layout.kvp)
+    held = num_blocks(kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
     scheduler = replace(scheduler, num_blocks=held)
     return EngineConfig(
         model_path=str(checkpoint.path),

@@ -8,35 +8,41 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels.flashinfer import Planner
+from longhelix.kv.splits import length_bucket
 from longhelix.models.batch import Batch
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 
 # Gives what a call returns, and how to run it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class Bucket(NamedTuple):
-    """A shape that steps are padded to. `table_blocks`: the width of the block table."""
+    """A shape that steps are padded to.
+
+    A new one is captured, and to capture runs the layers once more, with all their collectives: every rank must come to
+    the same one. So it is made of what the step alone decides, for steps of which all ranks have all rows: how many
+    rows each sequence has, `most_tokens` and `parts`.
+    """
 
     rows: int
     sequences: int
     max_rows: int
-    table_blocks: int
+    most_tokens: int
     parts: int
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """Decode steps have a row for each sequence, in the padding too; in others one more sequence takes all rows of
         the padding."""
-        sequences, table_blocks = batch.blocks_bJ.shape
+        most_tokens = length_bucket(batch.most_tokens)
         if batch.max_rows == 1:
-            rows = _padded(sequences)
-            return cls(rows, rows, 1, table_blocks, batch.parts)
-        rows = _padded(len(batch.slots_t))
-        return cls(rows, _padded(sequences + 1), rows, table_blocks, batch.parts)
+            rows = _padded(batch.num_sequences)
+            return cls(rows, rows, 1, most_tokens, batch.parts)
+        rows = _padded(len(batch.token_ids_T))
+        return cls(rows, _padded(batch.num_sequences + 1), rows, most_tokens, batch.parts)
 
 
 def _padded(count: int) -> int:
@@ -54,7 +60,7 @@ class _Inputs:
 
     @classmethod
     def new(cls, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> Self:
-        rows, sequences, max_rows, table_blocks, parts = bucket
+        rows, sequences, max_rows, most_tokens, parts = bucket
         own = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(rows),
             holders=None,
@@ -63,9 +69,11 @@ class _Inputs:
             slots_t=batch.slots_t.new_empty(rows),
             limits_t=batch.limits_t.new_empty(rows),
             row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
-            blocks_bJ=batch.blocks_bJ.new_zeros(sequences, table_blocks),
+            blocks_X=batch.blocks_X,
+            extents_b2=batch.extents_b2.new_empty(sequences, 2),
             max_rows=max_rows,
             num_sequences=sequences,
+            most_tokens=most_tokens,
             parts=parts,
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
@@ -80,7 +88,8 @@ class _Inputs:
         own.slots_t[rows:] = -1
         own.limits_t[:rows] = batch.limits_t
         own.limits_t[rows:] = 0
-        own.blocks_bJ[:sequences] = batch.blocks_bJ
+        own.extents_b2[:sequences] = batch.extents_b2
+        own.extents_b2[sequences:] = 0
         own.row_starts_b[: sequences + 1] = batch.row_starts_b
         ends = own.row_starts_b[sequences + 1 :]
         if own.max_rows == 1:
@@ -155,7 +164,8 @@ class GraphedLayers:
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
         if self._planner is not None:
-            self._planner.prepare(inputs.batch.blocks_bJ, inputs.batch.limits_t, inputs.batch.max_rows)
+            own = inputs.batch
+            self._planner.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
 
 
 class _CudaCapture:

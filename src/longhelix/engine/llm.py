@@ -195,7 +195,7 @@ class LLM:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(
             self._next_id,
-            tuple(prompt_ids),
+            prompt_ids,
             sampling,
             frozenset(sampling.stop_token_ids + eos_ids),
             seed,

@@ -3,6 +3,7 @@
 import warnings
 
 from longhelix.errors import UserError
+from longhelix.kv.splits import most_state_bytes
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameters import declare
 from longhelix.spec import ModelSpec, weight_bytes
@@ -15,6 +16,13 @@ def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int
     """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
     heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
     return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
+
+
+def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
+    """What a GPU's attention takes beside the pool, over sequences of up to `longest_tokens` on it."""
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    value_size = spec.head_size if spec.mla is None else spec.mla.kv_lora_rank
+    return most_state_bytes(longest_tokens, len(layout.query_heads(heads, rank)), value_size)
 
 
 def affordable_blocks(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
 from longhelix.engine import sampler
-from longhelix.engine.block_table import BlockTable
+from longhelix.engine.block_arena import BlockArena, Extent
 from longhelix.engine.layers import make_layers
 from longhelix.engine.watchdog import Progress
 from longhelix.kernels.flashinfer import Planner
@@ -19,27 +19,32 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import NewSequence, SampledToken, SequenceWork, Step, StepResult
+from longhelix.request import NewSequence, SampledToken, SamplingParams, SequenceWork, Step, StepResult
 from longhelix.spec import ModelSpec
 
 
 @dataclass
 class SequenceState:
-    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here."""
+    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here.
+
+    seen_V: which tokens it has, where a repetition penalty asks for them.
+    """
 
     new: NewSequence
-    token_ids: list[int]
     frequencies_R: Tensor
-    row: int  # of the block table
+    extent: Extent
+    seen_V: Tensor | None = None
+    last_token: int = 0  # that was sampled, on every rank
     length: int = 0
     local_length: int = 0
-    owners: list[int] = field(default_factory=list)
+    last_owner: int = -1  # of the last KV block
     holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
 
-    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, table: BlockTable) -> None:
-        self.owners += [block.owner for block in blocks]
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
+        if blocks:
+            self.last_owner = blocks[-1].owner
         self.holders.update(block.owner for block in blocks)
-        table.append(self.row, [block.id for block in blocks if block.owner == kvp_rank])
+        arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,13 @@ class ModelRunner:
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
         self._step_id = 0
-        self.table = BlockTable(self.device)
+        self.arena = BlockArena(pool.num_blocks, self.device)
         # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
         self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step; sampled tokens are on every rank, their logprobs on the stage's first."""
+        """Run a step; every rank knows the sampled tokens then, the stage's first one returns them."""
         kvp = self.mesh.kvp
         traffic_before, sent_before, waited_before_s = self.mesh.traffic, kvp.exchanged_bytes, kvp.waited_s
         self._step_id = step.id
@@ -100,13 +105,19 @@ class ModelRunner:
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""
         for sequence_id in step.ended:
-            self.table.close(self.sequences.pop(sequence_id).row)
+            self.arena.close(self.sequences.pop(sequence_id).extent)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
-            seq = SequenceState(new, list(new.prompt_token_ids), frequencies_R, self.table.open())
+            extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
+            seq = SequenceState(new, frequencies_R, extent, self._no_token_seen(new.sampling))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
             self.sequences[new.id] = seq
+
+    def _no_token_seen(self, sampling: SamplingParams) -> Tensor | None:
+        if sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
+            return None
+        return torch.zeros(self.spec.vocab_size, dtype=torch.bool, device=self.device)
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -125,21 +136,17 @@ class ModelRunner:
             return ()
         logits_SV = self._gather_logits(hidden_TH[last_rows])
         tokens_S = torch.zeros(len(sequences), dtype=torch.int64, device=self.device)
+        sampled: tuple[SampledToken, ...] = ()
         if self.mesh.stage.index == 0:
-            chosen = [
-                sampler.sample(logits_V, seq.new.sampling, seq.new.seed, seq.token_ids)
-                for logits_V, seq in zip(logits_SV, sequences, strict=True)
-            ]
-            tokens_S = torch.tensor(chosen, dtype=torch.int64, device=self.device)
-        sampled = []
-        for index, token_id in enumerate(self.mesh.stage.broadcast(tokens_S).tolist()):
-            seq = sequences[index]
-            seq.token_ids.append(token_id)
-            count = seq.new.sampling.logprobs
-            wanted = count is not None and self.mesh.stage.index == 0
-            found = sampler.logprobs(logits_SV[index], count, token_id) if wanted else {}
-            sampled.append(SampledToken(seq.new.id, token_id, found))
-        return tuple(sampled)
+            sampled = tuple(map(_choose, sequences, logits_SV))
+            tokens_S = torch.tensor([token.token_id for token in sampled], dtype=torch.int64, device=self.device)
+        for seq, token_id in zip(sequences, self.mesh.stage.broadcast(tokens_S).tolist(), strict=True):
+            seq.last_token = token_id
+        return sampled
+
+    def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
+        """The next tokens that the step just run chose, as every rank knows them: without logprobs and errors."""
+        return tuple(SampledToken(work.id, self.sequences[work.id].last_token) for work in step.work if work.sample)
 
     def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
@@ -156,17 +163,19 @@ class ModelRunner:
 
     def _batch(self, step: Step) -> Batch:
         sequences = [self.sequences[work.id] for work in step.work]
-        token_ids: list[int] = []
+        token_ids: list[np.ndarray] = []
         rows: list[_Rows] = []
         for seq, work in zip(sequences, step.work, strict=True):
-            token_ids += seq.token_ids[seq.length : seq.length + work.num_tokens]
-            seq.add_blocks(work.new_blocks, self.kvp_rank, self.table)
+            token_ids.append(_token_ids(seq, work))
+            owners = self._owners(seq, work)
+            seq.add_blocks(work.new_blocks, self.kvp_rank, self.arena)
             if self.kvp_rank in seq.holders:
-                rows.append(self._advance(seq, work))
+                rows.append(self._advance(seq, work.num_tokens, owners))
             else:
                 seq.length += work.num_tokens
                 rows.append(_NO_ROWS)
         held = [index for index, seq in enumerate(sequences) if self.kvp_rank in seq.holders]
+        extents = [(seq.extent.begin, seq.extent.end) for seq in map(sequences.__getitem__, held)]
         counts_B = torch.tensor([len(part.positions) for part in rows])
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
         positions_t = _join(part.positions for part in rows)
@@ -174,16 +183,18 @@ class ModelRunner:
             positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
         )
         return Batch(
-            token_ids_T=torch.tensor(token_ids).to(self.device),
+            token_ids_T=_join(token_ids).to(self.device),
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
             slots_t=_join(part.slots for part in rows).to(self.device),
             limits_t=_join(part.limits for part in rows).to(self.device),
             row_starts_b=nn.functional.pad(counts_B[held].cumsum(0), (1, 0)).to(self.device),
-            blocks_bJ=self.table.rows([sequences[index].row for index in held]),
+            blocks_X=self.arena.blocks_X,
+            extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
             max_rows=int(counts_B.max()),
             num_sequences=len(step.work),
+            most_tokens=step.most_tokens,
             parts=step.parts,
         )
 
@@ -196,22 +207,48 @@ class ModelRunner:
         held_NT = held_NB.repeat([work.num_tokens for work in step.work], axis=1)
         return Holders.of(held_NT, self.kvp_rank, self.device)
 
-    def _advance(self, seq: SequenceState, work: SequenceWork) -> _Rows:
+    def _owners(self, seq: SequenceState, work: SequenceWork) -> list[int]:
+        """Whose blocks the next rows of a sequence fall into: new ones, and before them perhaps the last one."""
+        stop_block = -(-(seq.length + work.num_tokens) // self.block_tokens)
+        num_old = stop_block - seq.length // self.block_tokens - len(work.new_blocks)
+        return [seq.last_owner] * num_old + [block.owner for block in work.new_blocks]
+
+    def _advance(self, seq: SequenceState, num_tokens: int, owners: list[int]) -> _Rows:
         """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""
-        stop = seq.length + work.num_tokens
+        stop = seq.length + num_tokens
         positions = np.arange(seq.length, stop)
         first_block = seq.length // self.block_tokens
-        owners = np.array(seq.owners[first_block : -(-stop // self.block_tokens)])
-        mine = owners[positions // self.block_tokens - first_block] == self.kvp_rank
+        mine = np.array(owners)[positions // self.block_tokens - first_block] == self.kvp_rank
         limits = seq.local_length + mine.cumsum()
         # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
         # writes nothing here may find no block, and takes any.
         local_index = np.maximum(limits - 1, 0)
-        blocks = self.table.blocks(seq.row)
+        blocks = self.arena.ids(seq.extent)
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         seq.length, seq.local_length = stop, int(limits[-1])
         return _Rows(positions, slots, limits)
+
+
+def _token_ids(seq: SequenceState, work: SequenceWork) -> np.ndarray:
+    """The tokens of a sequence's next rows, from here on seen."""
+    ids = np.frombuffer(work.token_ids, np.int32) if work.token_ids else np.array([seq.last_token])
+    ids = ids.astype(np.int64)
+    if seq.seen_V is not None:
+        seq.seen_V[torch.from_numpy(ids)] = True
+    return ids
+
+
+def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
+    """The next token. What goes wrong here is this sequence's alone: other requests, and ranks that wait for the
+    tokens, go on."""
+    sampling = seq.new.sampling
+    try:
+        token_id = sampler.sample(logits_V, sampling, seq.new.seed, seq.length, seq.seen_V)
+        found = {} if sampling.logprobs is None else sampler.logprobs(logits_V, sampling.logprobs, token_id)
+    except Exception as error:
+        return SampledToken(seq.new.id, 0, error=f"{type(error).__name__}: {error}")
+    return SampledToken(seq.new.id, token_id, found)
 
 
 def _join(parts: Iterable[np.ndarray]) -> Tensor:

@@ -1,6 +1,6 @@
 """Choosing the next token from one row of logits."""
 
-from collections.abc import Sequence
+import math
 
 import numpy as np
 import torch
@@ -9,21 +9,28 @@ from torch import Tensor
 from longhelix.request import SamplingParams
 
 
-def sample(logits_V: Tensor, params: SamplingParams, seed: int, token_ids: Sequence[int]) -> int:
-    """The next token after `token_ids`. logits_V float32, left as they are.
+def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int, seen_V: Tensor | None = None) -> int:
+    """The token at `position`. logits_V float32, left as they are. seen_V: which tokens prompt and output have so far;
+    only a repetition penalty asks for it. Raises ValueError where the logits leave no token a probability.
 
     Greedy takes the lowest id of the largest logits. Otherwise one uniform number, keyed by (seed, position), is
     looked up in the cumulative distribution of what the filters leave, likeliest first: no other request, batch or
     layout has a part in it.
     """
-    logits_V = _penalise(logits_V, params.repetition_penalty, token_ids)
+    if params.repetition_penalty != 1:
+        assert seen_V is not None
+        logits_V = _penalise(logits_V, params.repetition_penalty, seen_V)
+    best = int(logits_V.argmax())  # of a NaN, if there is one
+    largest = float(logits_V[best])
+    if not math.isfinite(largest):
+        raise ValueError(f"no token has a probability, because the largest logit is {largest}")
     if params.temperature == 0:
-        return int(logits_V.argmax())
+        return best
     # Relative to the largest, because a tiny temperature would make infinities of the logits themselves.
-    sorted_V, ids_V = ((logits_V - logits_V.amax()) / params.temperature).sort(descending=True, stable=True)
+    sorted_V, ids_V = ((logits_V - largest) / params.temperature).sort(descending=True, stable=True)
     kept = _filter(sorted_V, params)
     cumulative = sorted_V[:kept].double().softmax(-1).cumsum(-1)
-    index = torch.searchsorted(cumulative, uniform(seed, len(token_ids)) * cumulative[-1], right=True)
+    index = torch.searchsorted(cumulative, uniform(seed, position) * cumulative[-1], right=True)
     return int(ids_V[min(int(index), kept - 1)])
 
 
@@ -40,13 +47,10 @@ def logprobs(logits_V: Tensor, count: int, chosen: int) -> dict[int, float]:
     return found | {chosen: float(logprobs_V[chosen])}
 
 
-def _penalise(logits_V: Tensor, penalty: float, token_ids: Sequence[int]) -> Tensor:
+def _penalise(logits_V: Tensor, penalty: float, seen_V: Tensor) -> Tensor:
     """Repetition penalty over prompt and output (arXiv 1909.05858, section 4.1)."""
-    if penalty == 1:
-        return logits_V
-    seen = torch.tensor(sorted(set(token_ids)), device=logits_V.device)
-    values = logits_V[seen]
-    return logits_V.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+    penalised_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+    return torch.where(seen_V, penalised_V, logits_V)
 
 
 def _filter(sorted_V: Tensor, params: SamplingParams) -> int:

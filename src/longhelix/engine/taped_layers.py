@@ -37,8 +37,7 @@ class TapedLayers:
         """As `layers`; what it returns is overwritten by the next call."""
         if not self._possible or not batch.decodes:
             return self._layers(hidden_TH, batch)
-        blocks, counts = batch.blocks_bJ, () if batch.holders is None else batch.holders.counts
-        key = (len(hidden_TH), blocks.data_ptr(), *blocks.stride(), *blocks.shape, *counts)
+        key = (len(hidden_TH), *(() if batch.holders is None else batch.holders.counts))
         recorded = self._tapes.get(key)
         if recorded is None:
             return self._record(key, hidden_TH, batch)
@@ -62,8 +61,8 @@ class TapedLayers:
         return result_TH
 
 
-# The blocks are those of the table, which stays where it is; all else is of this step.
-_VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b")
+# The blocks are those of the arena, which stays where it is; all else is of this step.
+_VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b", "extents_b2")
 
 
 def _inputs(batch: Batch) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Steps that a rank runs before the first request: what compiles, or is captured, does so then."""
 
+from collections.abc import Iterable
+
 from longhelix.kv.blocks import Block
 from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
 from longhelix.scheduler.scheduler import SchedulerConfig
@@ -7,27 +9,44 @@ from longhelix.scheduler.scheduler import SchedulerConfig
 _DECODE_ROWS = (1, 2, 4, 8, 16)
 
 
-def warm_up_steps(config: SchedulerConfig) -> list[Step]:
-    """Decode steps of several sizes, a chunk, a chunk beside a decode. They write over KV that nobody has written yet,
-    and leave no sequence behind."""
+def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
+    """Decode steps of several sizes, a chunk, a chunk beside a decode, each as for sequences of every one of `lengths`.
+
+    Launches and graphs follow a step's `most_tokens`, so that no sequence needs to be as long. The sequences write over
+    KV that nobody has written yet, and none is left behind.
+    """
     chunk_tokens = min(config.chunk_tokens, config.max_model_len, config.num_blocks * config.block_tokens * config.kvp)
-    batches = [(1,) * rows for rows in _DECODE_ROWS] + [(chunk_tokens,), (max(chunk_tokens - 1, 1), 1)]
+    most_rows = min(config.max_running, config.num_blocks)
+    batches = [(1,) * rows for rows in _DECODE_ROWS if rows <= most_rows] + [
+        (chunk_tokens,),
+        (max(chunk_tokens - 1, 1), 1),
+    ]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0
-    for lengths in batches:
-        ids = range(first, first + len(lengths))
-        new = tuple(
-            NewSequence(id, (0,) * length, SamplingParams(), seed=0, capacity_tokens=length, spread=True)
-            for id, length in zip(ids, lengths, strict=True)
-        )
-        work = tuple(
-            SequenceWork(id, length, _blocks(config, length), sample=True)
-            for id, length in zip(ids, lengths, strict=True)
-        )
-        steps.append(Step(len(steps), new=new, work=work, ended=ended))
-        first, ended = ids.stop, tuple(ids)
-    return [*steps, Step(len(steps), new=(), work=(), ended=ended)]
+    for rows in batches:
+        for most_tokens in lengths:
+            ids = range(first, first + len(rows))
+            new = tuple(_new(config, id, count) for id, count in zip(ids, rows, strict=True))
+            work = tuple(
+                SequenceWork(id, count, _blocks(config, count), sample=True, token_ids=bytes(4 * count))
+                for id, count in zip(ids, rows, strict=True)
+            )
+            steps.append(Step(len(steps), new, work, ended, most_tokens))
+            first, ended = ids.stop, tuple(ids)
+    return [*steps, Step(len(steps), new=(), work=(), ended=ended, most_tokens=0)]
+
+
+def _new(config: SchedulerConfig, id: int, length: int) -> NewSequence:
+    blocks = _blocks(config, length)
+    return NewSequence(
+        id,
+        SamplingParams(),
+        seed=0,
+        capacity_tokens=length,
+        blocks_per_rank=tuple(sum(block.owner == rank for block in blocks) for rank in range(config.kvp)),
+        spread=True,
+    )
 
 
 def _blocks(config: SchedulerConfig, length: int) -> tuple[Block, ...]:

@@ -35,6 +35,7 @@ from longhelix.engine.transport import (
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.engine.watchdog import Progress
 from longhelix.errors import PeerLostError, UserError
+from longhelix.kv.splits import length_buckets
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.mesh import Mesh
 
@@ -109,7 +110,9 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
         _check_batch_invariant(model, pool, mesh)
     runner = ModelRunner(config.spec, mesh, model, pool, config.execution, new_planner(config, rank, pool))
     if config.device == "cuda" or config.execution == "compiled":
-        steps = warm_up_steps(config.scheduler)
+        longest_tokens = config.scheduler.longest_local_tokens
+        lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
+        steps = warm_up_steps(config.scheduler, lengths)
         for done, step in enumerate(steps, start=1):
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))

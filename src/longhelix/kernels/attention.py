@@ -19,56 +19,63 @@ from longhelix.kernels.library import (
 def partial_attention(
     q_TqC: Tensor,
     layer: KVLayer,
-    blocks_BJ: Tensor,
+    blocks_X: Tensor,
+    extents_B2: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
     scale: float,
     max_rows: int | None = None,
+    most_tokens: int | None = None,
     onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
 
-    q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_BJ (int64): each sequence's local
-    KV blocks in position order. row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64):
-    how many local tokens a row sees. max_rows: the most rows of one sequence, which sizes a GPU's launches; None reads
-    it back from the GPU. onto: what this op returned for the same rows and other keys; it is merged in, and may be
+    q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_X (int64): local KV blocks of all
+    sequences, those of each in position order. extents_B2 (int64): where those of each begin and end in blocks_X.
+    row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64): how many local tokens a row
+    sees. max_rows, most_tokens: no sequence has more rows, no row sees more; they size a GPU's launches, and None reads
+    them back from the GPU. onto: what this op returned for the same rows and other keys; it is merged in, and may be
     overwritten. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0 gives 0
     and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.packed and not is_compiling():
-        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto)
+        return _attend_packed(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto)
+    table, most = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *format_arguments(layer)
+        q_TqC, layer.values, layer.scales, *table, scale, *most, *format_arguments(layer)
     )
     return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 
 
 library.define(
-    "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_BJ, Tensor row_starts_B, "
-    "Tensor limits_T, float scale, SymInt? max_rows, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
+    "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_X, Tensor extents_B2, "
+    "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, str dtype, "
+    "int value_size, bool shared_values) -> (Tensor, Tensor)"
 )
 
 
-def _partial_attention(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, *format):
+def _partial_attention(
+    q_TqC, values, scales, blocks_X, extents_B2, row_starts_B, limits_T, scale, max_rows, most_tokens, *format
+):
     layer = layer_of(values, scales, q_TqC.shape[-1], *format)
+    table = blocks_X, extents_B2, row_starts_B, limits_T
     if layer.format.packed:
-        return _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale)
+        return _attend_packed(q_TqC, layer, *table, scale)
     if (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
         return planned
     if q_TqC.is_cuda:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
-        table = blocks_BJ, row_starts_B, limits_T
+        seen_tokens = most_tokens if most_tokens is not None else int(limits_T.amax()) if len(limits_T) else 0
         return triton_kernels().partial_attention(
-            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows
+            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens
         )
-    return reference.partial_attention(q_TqC, *layer.keys_and_values(), blocks_BJ, row_starts_B, limits_T, scale)
+    return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale)
 
 
-def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto=None):
+def _attend_packed(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto=None):
     rows, num_query_heads, _ = q_TqC.shape
     q_TqC = dense_rows(q_TqC)
-    blocks_BJ = blocks_BJ if blocks_BJ.stride(1) == 1 else blocks_BJ.contiguous()
-    row_starts_B, limits_T = dense(row_starts_B), dense(limits_T)
+    blocks_X, extents_B2, row_starts_B, limits_T = map(dense, (blocks_X, extents_B2, row_starts_B, limits_T))
     if onto is None:
         out_TqC = q_TqC.new_empty(rows, num_query_heads, layer.format.value_size)
         lse_Tq = q_TqC.new_empty(rows, num_query_heads, dtype=torch.float32)
@@ -80,10 +87,9 @@ def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto=
         q_TqC.stride(0),
         layer.handle,
         num_query_heads,
-        len(blocks_BJ),
-        blocks_BJ.data_ptr(),
-        blocks_BJ.stride(0),
-        blocks_BJ.shape[1],
+        len(extents_B2),
+        blocks_X.data_ptr(),
+        extents_B2.data_ptr(),
         row_starts_B.data_ptr(),
         limits_T.data_ptr(),
         scale,
@@ -95,8 +101,8 @@ def _attend_packed(q_TqC, layer, blocks_BJ, row_starts_B, limits_T, scale, onto=
 
 
 @torch.library.register_fake("longhelix::partial_attention", lib=library)
-def _(q_TqC, values, scales, blocks_BJ, row_starts_B, limits_T, scale, max_rows, dtype, value_size, shared_values):
-    shape = q_TqC.shape[:2]
+def _(q_TqC, values, scales, *arguments):
+    shape, value_size = q_TqC.shape[:2], arguments[-2]
     return q_TqC.new_empty(*shape, value_size), q_TqC.new_empty(shape, dtype=torch.float32)
 
 

@@ -22,7 +22,8 @@ def direct_attention(
     layer: KVLayer,
     up_qXZ: Tensor,
     nope_size: int,
-    blocks_BJ: Tensor,
+    blocks_X: Tensor,
+    extents_B2: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
     scale: float,
@@ -30,9 +31,9 @@ def direct_attention(
     """Attention of packed rows over this rank's latents, as `partial_attention` gives it for expanded keys and values.
 
     q_TqC: queries with `nope_size` channels without rotation, then the rotated ones. layer, up_qXZ: see
-    `expand_latents`. blocks_BJ, row_starts_B, limits_T, scale: see `partial_attention`. Returns out_TqC (dtype of q,
-    channels of the values) and lse_Tq (float32). A sequence's pieces lie at absolute positions, and their states are
-    merged in order, in float32. Costs 2 (nope + rope + value) FLOP per row, visible token and head, and
+    `expand_latents`. blocks_X, extents_B2, row_starts_B, limits_T, scale: see `partial_attention`. Returns out_TqC
+    (dtype of q, channels of the values) and lse_Tq (float32). A sequence's pieces lie at absolute positions, and their
+    states are merged in order, in float32. Costs 2 (nope + rope + value) FLOP per row, visible token and head, and
     2 latent (nope + value) per token and head.
     """
     value_size = up_qXZ.shape[1] - nope_size
@@ -40,8 +41,8 @@ def direct_attention(
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
     block_tokens, starts = layer.format.block_tokens, row_starts_B.tolist()
     piece_tokens = -(-PIECE_TOKENS // block_tokens) * block_tokens
-    for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
-        rows, state = slice(start, stop), None
+    for (begin, end), start, stop in zip(extents_B2.tolist(), starts[:-1], starts[1:], strict=True):
+        rows, blocks_J, state = slice(start, stop), blocks_X[begin:end], None
         own_TqC, own_limits_T = q_TqC[rows].float(), limits_T[rows]
         seen = int(own_limits_T.max()) if stop > start else 0
         for first in range(0, seen, piece_tokens):
@@ -58,8 +59,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """One sequence's rows over a layer of one KV block."""
     rows, missing = len(limits_T), made.format.key_size - q_TqC.shape[2]
-    table = limits_T.new_zeros(1, 1), limits_T.new_tensor([0, rows]), limits_T.clamp(0, made.format.block_tokens)
-    return partial_attention(pad(q_TqC, (0, missing)), made, *table, scale, rows, onto)
+    blocks_X, extents_12 = limits_T.new_zeros(1), limits_T.new_tensor([[0, 1]])
+    table = blocks_X, extents_12, limits_T.new_tensor([0, rows]), limits_T.clamp(0, made.format.block_tokens)
+    return partial_attention(pad(q_TqC, (0, missing)), made, *table, scale, rows, onto=onto)
 
 
 def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Tensor, first: int, count: int) -> KVLayer:

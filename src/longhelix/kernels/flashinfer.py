@@ -45,21 +45,26 @@ class Planner:
         self._dtype = dtype
         self._workspace: Tensor | None = None  # of all wrappers, since only one of them runs at a time
 
-    def prepare(self, blocks_BJ: Tensor, limits_B: Tensor, max_rows: int) -> None:
+    def prepare(self, blocks_X: Tensor, extents_B2: Tensor, limits_B: Tensor, max_rows: int) -> None:
         """Plan the batch whose tensors these are; batches that are not decode steps are left to our kernel."""
         if max_rows > 1:
             self.forget(limits_B)
             return
         wrapper = _planned.get(limits_B.data_ptr())
         if wrapper is None:
-            wrapper = _planned[limits_B.data_ptr()] = self._wrapper(blocks_BJ)
+            wrapper = _planned[limits_B.data_ptr()] = self._wrapper(blocks_X, len(limits_B))
         block_tokens = self._format.block_tokens
         # A page at least for each row: `attend` undoes what rows that see nothing get from theirs.
         limits = [max(limit, 1) for limit in limits_B.tolist()]
-        pages = [-(-limit // block_tokens) for limit in limits]
+        counts = [-(-limit // block_tokens) for limit in limits]
+        any_X = blocks_X.new_zeros(1)
+        pages = [
+            blocks_X[begin : begin + count] if begin < end else any_X
+            for (begin, end), count in zip(extents_B2.tolist(), counts, strict=True)
+        ]
         wrapper.plan(
-            torch.tensor([0, *accumulate(pages)], dtype=torch.int32),
-            torch.cat([blocks_J[:count] for blocks_J, count in zip(blocks_BJ, pages, strict=True)]).int(),
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            torch.cat(pages).int(),
             torch.tensor([(limit - 1) % block_tokens + 1 for limit in limits], dtype=torch.int32),
             self._num_query_heads,
             self._format.num_kv_heads,
@@ -74,11 +79,10 @@ class Planner:
         """Keep nothing for the batch whose limits these are."""
         _planned.pop(limits_B.data_ptr(), None)
 
-    def _wrapper(self, blocks_BJ: Tensor) -> Any:
+    def _wrapper(self, blocks_X: Tensor, sequences: int) -> Any:
         import flashinfer
 
-        device, int32 = blocks_BJ.device, torch.int32
-        sequences, width = blocks_BJ.shape
+        device, int32 = blocks_X.device, torch.int32
         if self._workspace is None:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -87,7 +91,7 @@ class Planner:
             use_cuda_graph=True,
             use_tensor_cores=self._num_query_heads // self._format.num_kv_heads >= _FEW_HEADS,
             paged_kv_indptr_buffer=torch.empty(sequences + 1, dtype=int32, device=device),
-            paged_kv_indices_buffer=torch.empty(sequences * width, dtype=int32, device=device),
+            paged_kv_indices_buffer=torch.empty(len(blocks_X) + sequences, dtype=int32, device=device),
             paged_kv_last_page_len_buffer=torch.empty(sequences, dtype=int32, device=device),
         )
 

@@ -13,7 +13,8 @@ def partial_attention(
     q_TqC: Tensor,
     k_PDkC: Tensor,
     v_PDkC: Tensor,
-    blocks_BJ: Tensor,
+    blocks_X: Tensor,
+    extents_B2: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
     scale: float,
@@ -22,7 +23,8 @@ def partial_attention(
     out_TqC = q_TqC.new_zeros(*q_TqC.shape[:2], v_PDkC.shape[-1])
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
     starts = row_starts_B.tolist()
-    for blocks_J, start, stop in zip(blocks_BJ, starts[:-1], starts[1:], strict=True):
+    for (begin, end), start, stop in zip(extents_B2.tolist(), starts[:-1], starts[1:], strict=True):
+        blocks_J = blocks_X[begin:end]
         longest = int(limits_T[start:stop].max()) if stop > start else 0
         if longest == 0:
             continue

@@ -4,7 +4,6 @@ Every scheme is an owner list; the closed forms below say the same without one. 
 over a set of keys may be split over any partition of that set (docs/architecture.md).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -22,8 +21,8 @@ class Placement(Protocol):
     @property
     def start(self) -> int: ...
 
-    def next_owner(self, owners: Sequence[int]) -> int:
-        """The KVP rank of the next block, given the owners of all blocks so far."""
+    def next_owner(self, last: int, count: int) -> int:
+        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one."""
         ...
 
     def owner(self, position: int) -> int:
@@ -51,8 +50,8 @@ class Striped:
     block_tokens: int
     start: int = 0
 
-    def next_owner(self, owners: Sequence[int]) -> int:
-        return (owners[-1] + 1) % self.kvp if owners else self.start
+    def next_owner(self, last: int, count: int) -> int:
+        return (last + 1) % self.kvp if count else self.start
 
     def owner(self, position: int) -> int:
         return (self.start + position // self.block_tokens) % self.kvp
@@ -81,13 +80,13 @@ class Growing:
                 f"{self.block_tokens} tokens"
             )
 
-    def next_owner(self, owners: Sequence[int]) -> int:
+    def next_owner(self, last: int, count: int) -> int:
         limit_blocks = self.limit_tokens // self.block_tokens
-        if not owners:
+        if not count:
             return self.start
-        if len(owners) >= self.kvp * limit_blocks or len(owners) % limit_blocks == 0:
-            return (owners[-1] + 1) % self.kvp
-        return owners[-1]
+        if count >= self.kvp * limit_blocks or count % limit_blocks == 0:
+            return (last + 1) % self.kvp
+        return last
 
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
@@ -111,7 +110,7 @@ class Local:
     block_tokens: int
     start: int = 0
 
-    def next_owner(self, owners: Sequence[int]) -> int:
+    def next_owner(self, last: int, count: int) -> int:
         return self.start
 
     def owner(self, position: int) -> int:

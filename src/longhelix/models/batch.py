@@ -16,9 +16,9 @@ class Batch:
 
     All integers are int64. token_ids_T. holders: which rows are whose; None where every rank has all. cos_tR, sin_tR:
     rotation of each row (float32). slots_t: where the row's KV goes in this rank's pool, -1 if another rank owns it.
-    limits_t: how many of its request's local tokens a row sees. row_starts_b: (b + 1) first rows. blocks_bJ: local KV
-    blocks of each sequence, padded with 0. max_rows: the most rows of one sequence here. num_sequences: of all T rows.
-    parts: in how many parts they attend (`Step.parts`).
+    limits_t: how many of its request's local tokens a row sees. row_starts_b: (b + 1) first rows. blocks_X: local KV
+    blocks of all live sequences. extents_b2: where those of each of the b begin and end there. max_rows: the most rows
+    of one sequence here. num_sequences: of all T rows. most_tokens, parts: the step's.
     """
 
     token_ids_T: Tensor
@@ -28,9 +28,11 @@ class Batch:
     slots_t: Tensor
     limits_t: Tensor
     row_starts_b: Tensor
-    blocks_bJ: Tensor
+    blocks_X: Tensor
+    extents_b2: Tensor
     max_rows: int
     num_sequences: int
+    most_tokens: int
     parts: int = 1
 
     @property
@@ -57,15 +59,15 @@ class Batch:
     def _attended(self, part: range, parts: int) -> "Attended":
         if parts == 1:
             rows = slice(0, len(self.limits_t))
-            return Attended(rows, self.holders, self.blocks_bJ, self.row_starts_b, self.limits_t, self.max_rows)
+            return Attended(rows, self.holders, self.extents_b2, self.row_starts_b, self.limits_t, self.max_rows)
         rows = slice(part.start, part.stop) if self.holders is None else self.holders.own(part)
         holders = None if self.holders is None else self.holders.cut(part)
         count = rows.stop - rows.start
         if self.decodes:
             starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
-            return Attended(rows, holders, self.blocks_bJ[rows], starts_b, self.limits_t[rows], 1)
+            return Attended(rows, holders, self.extents_b2[rows], starts_b, self.limits_t[rows], 1)
         starts_b = self.row_starts_b.clamp(max=count)
-        return Attended(rows, holders, self.blocks_bJ, starts_b, self.limits_t[rows], count)
+        return Attended(rows, holders, self.extents_b2, starts_b, self.limits_t[rows], count)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Attended:
 
     rows: slice
     holders: Holders | None
-    blocks_bJ: Tensor
+    extents_b2: Tensor
     row_starts_b: Tensor
     limits_t: Tensor
     max_rows: int

@@ -125,15 +125,18 @@ class LatentAttention(nn.Module):
         self,
         q_tqC: Tensor,
         layer: KVLayer,
-        blocks_bJ: Tensor,
+        blocks_X: Tensor,
+        extents_b2: Tensor,
         row_starts_b: Tensor,
         limits_t: Tensor,
         scale: float,
         max_rows: int,
+        most_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         """out_tqC (values) and lse_tq of all held heads: sequences of many rows direct, the others absorbed."""
         if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
-            return self._attend_absorbed(q_tqC, layer, blocks_bJ, row_starts_b, limits_t, scale, max_rows)
+            table = blocks_X, extents_b2, row_starts_b, limits_t
+            return self._attend_absorbed(q_tqC, layer, *table, scale, max_rows, most_tokens)
         counts_b = row_starts_b.diff()
         direct_b = counts_b >= self.mla.direct_rows
         out_tqC = q_tqC.new_empty(*q_tqC.shape[:2], self.mla.value_size)
@@ -142,7 +145,7 @@ class LatentAttention(nn.Module):
             rows_t = chosen_b.repeat_interleave(counts_b)
             starts_b = pad(counts_b[chosen_b].cumsum(0), (1, 0))
             out_tqC[rows_t], lse_tq[rows_t] = attend(
-                q_tqC[rows_t], layer, blocks_bJ[chosen_b], starts_b, limits_t[rows_t], scale
+                q_tqC[rows_t], layer, blocks_X, extents_b2[chosen_b], starts_b, limits_t[rows_t], scale
             )
         return out_tqC, lse_tq
 

@@ -26,14 +26,12 @@ def attend_and_exchange(
     parts attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
     """
     if torch.compiler.is_compiling() or batch.parts == 1 or not group.overlaps:
-        out_tqC, lse_tq = attend(
-            q_tqC, layer, batch.blocks_bJ, batch.row_starts_b, batch.limits_t, scale, batch.max_rows
-        )
+        table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+        out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
         return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
     for part in batch.cut(batch.parts):
-        out_tqC, lse_tq = attend(
-            q_tqC[part.rows], layer, part.blocks_bJ, part.row_starts_b, part.limits_t, scale, part.max_rows
-        )
+        table = batch.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
+        out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens)
         under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
     return torch.cat([result() for result in under_way])

@@ -4,6 +4,7 @@ It is the only decision maker: admission, blocks, chunks, ends. It never needs a
 next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
@@ -84,13 +85,17 @@ class TokenEvent:
 
 @dataclass
 class _Sequence:
-    """A running request. `length` and `num_sampled` count what has been submitted, known or not."""
+    """A running request. `length` and `num_sampled` count what has been submitted, known or not.
+
+    reserved: the KV blocks that each KVP rank still owes it. block_ids: those that it has there, in position order.
+    """
 
     request: Request
     placement: Placement
     reserved: list[int]
-    owners: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: "list[array[int]]"
+    num_blocks: int = 0
+    last_owner: int = 0
     length: int = 0
     num_sampled: int = 0
     output: list[int] = field(default_factory=list)
@@ -158,7 +163,7 @@ class Scheduler:
         if not work and not ended:
             return None
         self._next_step_id += 1
-        return Step(self._next_step_id, new, tuple(work), ended)
+        return Step(self._next_step_id, new, tuple(work), ended, self._most_tokens(work))
 
     def _chunks(self) -> list[tuple[_Sequence, int]]:
         """Prompt tokens of the next step, oldest first.
@@ -192,22 +197,15 @@ class Scheduler:
         seq = self._running.pop(request_id, None)
         if seq is None:
             return None if self._waiting.pop(request_id, None) is None else (0,) * self.config.kvp
-        held: list[list[int]] = [[] for _ in self._allocators]
-        for owner, block_id in zip(seq.owners, seq.block_ids, strict=True):
-            held[owner].append(block_id)
-        for allocator, block_ids, reserved in zip(self._allocators, held, seq.reserved, strict=True):
+        for allocator, block_ids, reserved in zip(self._allocators, seq.block_ids, seq.reserved, strict=True):
             allocator.release(block_ids, reserved)
         self._ended.append(request_id)
         return self._kv_tokens_per_rank(seq)
 
     def _kv_tokens_per_rank(self, seq: _Sequence) -> tuple[int, ...]:
-        """Counted from the owner list; the last token of the output has no KV yet."""
+        """The last token of the output has no KV yet."""
         length = min(seq.length, len(seq.request.prompt_token_ids) + max(len(seq.output) - 1, 0))
-        block_tokens = self.config.block_tokens
-        counts = [0] * self.config.kvp
-        for index, owner in enumerate(seq.owners):
-            counts[owner] += min(max(length - index * block_tokens, 0), block_tokens)
-        return tuple(counts)
+        return tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
 
     def _blocks_needed(self, request: Request, placement: Placement) -> list[int]:
         """Blocks on each KVP rank for a request at its largest (its last token is never written)."""
@@ -235,14 +233,14 @@ class Scheduler:
             for count, allocator in zip(needed, self._allocators, strict=True):
                 allocator.reserve(count)
             del self._waiting[request.id]
-            self._running[request.id] = _Sequence(request, placement, needed)
+            self._running[request.id] = _Sequence(request, placement, needed, [array("q") for _ in needed])
             new.append(
                 NewSequence(
                     request.id,
-                    request.prompt_token_ids,
                     request.sampling,
                     request.seed,
                     request.capacity_tokens,
+                    tuple(needed),
                     placement.spread,
                 )
             )
@@ -250,16 +248,21 @@ class Scheduler:
 
     def _advance(self, seq: _Sequence, num_tokens: int, sample: bool) -> SequenceWork:
         new_blocks = []
+        token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
         seq.length += num_tokens
         seq.num_sampled += sample
-        while len(seq.owners) * self.config.block_tokens < seq.length:
-            owner = seq.placement.next_owner(seq.owners)
+        while seq.num_blocks * self.config.block_tokens < seq.length:
+            owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)
             block_id = self._allocators[owner].take_reserved()
             seq.reserved[owner] -= 1
-            seq.owners.append(owner)
-            seq.block_ids.append(block_id)
+            seq.num_blocks += 1
+            seq.block_ids[owner].append(block_id)
             new_blocks.append(Block(owner, block_id))
-        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample)
+        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample, token_ids)
+
+    def _most_tokens(self, work: list[SequenceWork]) -> int:
+        held = [len(ids) for piece in work for ids in self._running[piece.id].block_ids]
+        return max(held, default=0) * self.config.block_tokens
 
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]

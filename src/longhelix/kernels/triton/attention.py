@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from longhelix.kernels.triton.merge import merge_splits
+from longhelix.kv import splits
+from longhelix.kv.splits import FEW_ROWS, SPLIT_TOKENS
 
-SPLIT_TOKENS = 4096
-FEW_ROWS = 16  # of one sequence
 _UNLIMITED = 2**30
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -44,28 +44,32 @@ def partial_attention(
     q_TqC: Tensor,
     kv_PADkC: Tensor,
     scales_PADk: Tensor | None,
-    blocks_BJ: Tensor,
+    blocks_X: Tensor,
+    extents_B2: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
     scale: float,
     value_size: int,
     max_rows: int,
+    most_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's part of their KV: `ops.partial_attention` over one pool.
 
     q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
-    scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows: no
-    sequence has more rows. It and the shapes decide the launches; nothing is read back from the device. limits_T must
-    not exceed J * D, which is not checked. Returns out_TqV (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0
-    and -inf. Where J * D exceeds SPLIT_TOKENS, ceil(J * D / SPLIT_TOKENS) * B * min(max_rows, FEW_ROWS) * q * (V + 1)
-    float32 numbers hold the states of the splits meanwhile.
+    scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows,
+    most_tokens: no sequence has more rows, no row sees more. They and the shapes decide the launches; nothing is read
+    back from the device. No limit may exceed most_tokens or its sequence's blocks, which is not checked. Returns
+    out_TqV (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
+    SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each sequence, and as many at a
+    time as `splits.STATES_BYTES` holds.
     """
     num_rows, num_query_heads, key_size = q_TqC.shape
     _, num_arrays, block_tokens, num_kv_heads, _ = kv_PADkC.shape
-    num_sequences, num_blocks = blocks_BJ.shape
+    num_sequences = len(extents_B2)
     assert q_TqC.stride(2) == 1
     assert kv_PADkC.is_contiguous()
-    assert blocks_BJ.is_contiguous()
+    assert blocks_X.is_contiguous()
+    assert extents_B2.is_contiguous()
     assert num_arrays == 1 or value_size == key_size
     assert (scales_PADk is None) == (kv_PADkC.dtype in _DOT_DTYPES)
     out_TqV = q_TqC.new_empty(num_rows, num_query_heads, value_size)
@@ -78,25 +82,26 @@ def partial_attention(
     table_key = max(64, _padded(value_size))
     slots = min(max_rows, FEW_ROWS)
 
-    def attend(out: Tensor, lse: Tensor, tile: Tile, rows: range, splits: int) -> None:
+    def attend(out: Tensor, lse: Tensor, tile: Tile, rows: range, num_splits: int, sequences: range) -> None:
         tiles = triton.cdiv(min(max_rows, rows[-1]) * group, tile.row_heads)
-        _attend[tiles * num_kv_heads, splits, num_sequences](
+        _attend[tiles * num_kv_heads, num_splits, len(sequences)](
             q_TqC,
             kv_PADkC,
             scales_PADk,
-            blocks_BJ,
+            blocks_X,
+            extents_B2,
             row_starts_B,
             limits_T,
             out,
             lse,
             q_TqC.stride(0),
             q_TqC.stride(1),
-            num_blocks,
             slots,
+            sequences.start,
             scale * math.log2(math.e),
             LEAST_ROWS=rows[0],
             MOST_ROWS=rows[-1],
-            SPLIT=SPLIT_TOKENS if splits > 1 else 0,
+            SPLIT=SPLIT_TOKENS if num_splits > 1 else 0,
             A=num_arrays,
             D=block_tokens,
             K=num_kv_heads,
@@ -115,17 +120,24 @@ def partial_attention(
 
     tile = few[table_key]
     tile = tile._replace(row_heads=min(tile.row_heads, _padded(group)))
-    splits = triton.cdiv(num_blocks * block_tokens, SPLIT_TOKENS)
-    if splits > 1:
-        states = splits, num_sequences * slots, num_query_heads
+    num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
+
+    def attend_split(sequences: range) -> None:
+        states = num_splits, len(sequences) * slots, num_query_heads
         out_NXqV = q_TqC.new_empty(*states, value_size, dtype=torch.float32)
         lse_NXq = q_TqC.new_empty(states, dtype=torch.float32)
-        attend(out_NXqV, lse_NXq, tile, range(1, FEW_ROWS + 1), splits)
-        merge_splits(out_NXqV, lse_NXq, row_starts_B, limits_T, SPLIT_TOKENS, FEW_ROWS, out_TqV, lse_Tq)
+        attend(out_NXqV, lse_NXq, tile, range(1, FEW_ROWS + 1), num_splits, sequences)
+        rows = row_starts_B, limits_T, sequences, slots
+        merge_splits(out_NXqV, lse_NXq, *rows, SPLIT_TOKENS, FEW_ROWS, out_TqV, lse_Tq)
+
+    if num_splits > 1:
+        at_once = splits.sequences_at_once(splits.state_bytes(num_splits, slots, num_query_heads, value_size))
+        for first in range(0, num_sequences, at_once):
+            attend_split(range(first, min(first + at_once, num_sequences)))
     else:
-        attend(out_TqV, lse_Tq, tile, range(1, FEW_ROWS + 1), 1)
+        attend(out_TqV, lse_Tq, tile, range(1, FEW_ROWS + 1), 1, range(num_sequences))
     if max_rows > FEW_ROWS:
-        attend(out_TqV, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1)
+        attend(out_TqV, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1, range(num_sequences))
     return out_TqV, lse_Tq
 
 
@@ -134,20 +146,21 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "slots"])
+@triton.jit(do_not_specialize=["slots", "first_sequence"])
 def _attend(
     q_ptr,
     kv_ptr,
     scales_ptr,
     blocks_ptr,
+    extents_ptr,
     row_starts_ptr,
     limits_ptr,
     out_ptr,
     lse_ptr,
     stride_T,
     stride_q,
-    num_blocks,
     slots,
+    first_sequence,
     scale_log2,
     LEAST_ROWS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
@@ -169,7 +182,8 @@ def _attend(
     A key is V channels, padded to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
     """
     tl.static_assert(SPLIT % N == 0)
-    split, sequence = tl.program_id(1), tl.program_id(2)
+    split, place = tl.program_id(1), tl.program_id(2)
+    sequence = first_sequence + place
     first = tl.load(row_starts_ptr + sequence)
     rows = tl.load(row_starts_ptr + sequence + 1) - first
     if (rows < LEAST_ROWS) | (rows > MOST_ROWS):
@@ -187,6 +201,7 @@ def _attend(
         if end <= begin:
             return
 
+    blocks_ptr += tl.load(extents_ptr + 2 * sequence)
     q_offset_X = (first + row_X) * stride_T + head_X * stride_q
     q_XC = _rows(q_ptr, q_offset_X, real_X, V, HEAD).to(DOT)
     if TAIL:
@@ -198,7 +213,7 @@ def _attend(
         s_N = start + tl.arange(0, N)
         # Beyond `end` the pool may hold anything: it is not read, and is 0 in the products.
         written_N = s_N < end
-        block_N = tl.load(blocks_ptr + sequence * num_blocks + s_N // D, mask=written_N, other=0)
+        block_N = tl.load(blocks_ptr + s_N // D, mask=written_N, other=0)
         key_N = (block_N * (A * D) + s_N % D) * K + kv_head
         k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
         scores_XN = tl.dot(q_XC, tl.trans(k_NC), input_precision="ieee")
@@ -229,7 +244,7 @@ def _attend(
 
     slot_X = first + row_X
     if SPLIT:
-        slot_X = (split.to(tl.int64) * tl.num_programs(2) + sequence) * slots + row_X
+        slot_X = (split.to(tl.int64) * tl.num_programs(2) + place) * slots + row_X
     slot_X = slot_X * (K * G) + head_X
     tl.store(lse_ptr + slot_X, (largest_X + tl.log2(total_X)) * 0.6931471805599453, mask=real_X)
     out_XC = tl.where((total_X == 0)[:, None], 0.0, sum_XC / total_X[:, None])

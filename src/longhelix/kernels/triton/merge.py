@@ -81,6 +81,8 @@ def merge_splits(
     lse_NXq: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
+    sequences: range,
+    slots: int,
     split_tokens: int,
     most_rows: int,
     out_TqV: Tensor,
@@ -88,7 +90,7 @@ def merge_splits(
 ) -> None:
     """Merge the states of N splits (float32) into the rows of out_TqV, lse_Tq whose sequences have at most `most_rows`.
 
-    X counts equally many slots for each of B sequences, one per row. Which splits hold a state follows from limits_T.
+    X counts `slots` for each of `sequences`, one per row. Which splits hold a state follows from limits_T.
     """
     _, num_slots, num_query_heads, value_size = out_NXqV.shape
     padded = triton.next_power_of_2(value_size)
@@ -99,7 +101,8 @@ def merge_splits(
         limits_T,
         out_TqV,
         lse_Tq,
-        num_slots // (row_starts_B.shape[0] - 1),
+        slots,
+        sequences.start,
         MOST_ROWS=most_rows,
         SPLIT=split_tokens,
         Q=num_query_heads,
@@ -110,7 +113,7 @@ def merge_splits(
     )
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "first_sequence"])
 def _merge_splits(
     out_ptr,
     lse_ptr,
@@ -119,6 +122,7 @@ def _merge_splits(
     merged_out_ptr,
     merged_lse_ptr,
     slots,
+    first_sequence,
     MOST_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     Q: tl.constexpr,
@@ -128,8 +132,9 @@ def _merge_splits(
 ):
     """One head of one row: N splits at a time, in split order."""
     slot, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(row_starts_ptr + slot // slots)
-    rows = tl.load(row_starts_ptr + slot // slots + 1) - first
+    sequence = first_sequence + slot // slots
+    first = tl.load(row_starts_ptr + sequence)
+    rows = tl.load(row_starts_ptr + sequence + 1) - first
     row = slot % slots
     if (row >= rows) | (rows > MOST_ROWS):
         return

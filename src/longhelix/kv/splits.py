@@ -1,0 +1,41 @@
+"""Splits of a sequence's tokens: what GPUs attend to at a time, the memory that this takes, and the lengths that their
+launches are made for."""
+
+# Splits begin at fixed positions, so that a row's bits do not depend on its batch.
+SPLIT_TOKENS = 4096
+FEW_ROWS = 16  # sequences of at most so many rows are split
+STATES_BYTES = 256 * 2**20  # what the states of splits may take at a time, or those of one sequence if they take more
+
+
+def length_bucket(tokens: int) -> int:
+    """What launches for sequences of up to `tokens` are made for: one split, four, sixteen, ..."""
+    bucket = SPLIT_TOKENS
+    while bucket < tokens:
+        bucket *= 4
+    return bucket
+
+
+def length_buckets(longest_tokens: int) -> list[int]:
+    """All of them, up to that of the longest sequence."""
+    buckets = [SPLIT_TOKENS]
+    while buckets[-1] < longest_tokens:
+        buckets.append(4 * buckets[-1])
+    return buckets
+
+
+def state_bytes(num_splits: int, rows: int, num_query_heads: int, value_size: int) -> int:
+    """What the states of one sequence's rows take: a value and an LSE for each split and head, in float32."""
+    return num_splits * rows * num_query_heads * (value_size + 1) * 4
+
+
+def sequences_at_once(sequence_bytes: int) -> int:
+    """Of how many sequences the states are held at a time, where those of one take `sequence_bytes`."""
+    return max(1, STATES_BYTES // max(sequence_bytes, 1))
+
+
+def most_state_bytes(longest_tokens: int, num_query_heads: int, value_size: int) -> int:
+    """What states take at most, in steps with sequences of up to `longest_tokens`."""
+    num_splits = length_bucket(longest_tokens) // SPLIT_TOKENS
+    if num_splits == 1:
+        return 0
+    return max(STATES_BYTES, state_bytes(num_splits, FEW_ROWS, num_query_heads, value_size))

@@ -1,0 +1,235 @@
+"""The runner on one rank over layers that compute nothing: what it keeps of a sequence, and what it makes of a step."""
+
+import sys
+import tracemalloc
+from array import array
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from longhelix.cache.pool import KVPool
+from longhelix.engine import sampler
+from longhelix.engine.graphed_layers import Bucket
+from longhelix.engine.runner import ModelRunner
+from longhelix.kernels import KVFormat
+from longhelix.kv import splits
+from longhelix.layout import Layout
+from longhelix.parallel.collectives import Group
+from longhelix.parallel.mesh import Mesh
+from longhelix.request import Request, SamplingParams, SequenceWork, Step
+from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.spec import RopeSpec
+
+pytestmark = pytest.mark.unit
+
+VOCAB, CPU = 11, torch.device("cpu")
+SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB)
+
+
+class Model:
+    """Logits are a row's token and position, turned; `broken` rows have none."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.fed, self.batches, self.broken = [], [], set()
+
+    def embed(self, token_ids_T):
+        self.fed.append(token_ids_T.tolist())
+        return token_ids_T.unsqueeze(1).float()
+
+    def run_layers(self, hidden_TH, batch, pool):
+        self.batches.append(batch)
+        return hidden_TH
+
+    def logits(self, hidden_SH):
+        logits_SV = ((hidden_SH.long() * 7 + torch.arange(VOCAB) * 3) % VOCAB).float()
+        for row in self.broken:
+            logits_SV[row] = torch.nan
+        return logits_SV
+
+
+def make_runner(kvp=1, rank=0, num_blocks=64):
+    groups = (Group((0,), 0, None),) * 3
+    if kvp > 1:  # only their layout is asked for
+        groups = (SimpleNamespace(index=rank, size=1, ranks=(0,), overlaps=False, exchanged_bytes=0, waited_s=0.0),) * 3
+        for group in groups:
+            group.broadcast = lambda tokens_S: tokens_S
+    mesh = Mesh(Layout(kvp=kvp), rank, *groups)
+    pool = KVPool(KVFormat("float32", 16, 1, 8, 8, packed=False), 0, num_blocks, CPU)
+    return ModelRunner(SPEC, mesh, Model(mesh), pool, "eager")
+
+
+def make_request(id, prompt_tokens, new_tokens=8, **sampling):
+    prompt = array("i", [(id + index) % VOCAB for index in range(prompt_tokens)])
+    return Request(id, prompt, SamplingParams(max_new_tokens=new_tokens, **sampling), frozenset(), 3, 0.0)
+
+
+def run_all(scheduler, runner, requests):
+    """Every request's tokens."""
+    tokens = {request.id: [] for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    while (step := scheduler.schedule()) is not None:
+        result = runner.execute(step)
+        for sampled in result.sampled:
+            tokens[sampled.sequence_id].append(sampled.token_id)
+        scheduler.complete(result)
+    return tokens
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_rows_are_the_tokens_of_prompts_and_answers_and_the_penalty_sees_all(penalty):
+    runner = make_runner()
+    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
+    requests = [make_request(0, 20, repetition_penalty=penalty), make_request(1, 3, temperature=0.9, top_p=0.8)]
+    found = run_all(scheduler, runner, requests)
+    for request in requests:
+        token_ids = list(request.prompt_token_ids)
+        for token in found[request.id]:
+            logits_V = runner.model.logits(torch.tensor([[float(token_ids[-1])]]))[0]
+            seen_V = torch.zeros(VOCAB, dtype=torch.bool)
+            seen_V[token_ids] = True
+            assert token == sampler.sample(logits_V, request.sampling, 3, len(token_ids), seen_V)
+            token_ids.append(token)
+    fed = sorted(token for rows in runner.model.fed for token in rows)
+    assert fed == sorted(t for r in requests for t in [*r.prompt_token_ids, *found[r.id][:-1]])
+
+
+def test_a_step_and_a_worker_carry_no_more_of_a_long_request():
+    messages, kept = [], []
+    for prompt_tokens in (10_000, 1_000_000):
+        num_blocks = prompt_tokens // 16 + 8
+        runner = make_runner(num_blocks=num_blocks)
+        scheduler = Scheduler(SchedulerConfig(1, num_blocks, prompt_tokens + 8, chunk_tokens=512))
+        scheduler.add(make_request(0, prompt_tokens))
+        steps = [scheduler.schedule() for _ in range(8)]
+        tracemalloc.start()
+        for step in steps:
+            runner.execute(step)
+        runner.model.fed.clear()
+        runner.model.batches.clear()
+        kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        messages.append([len(msgspec.msgpack.encode(step)) for step in steps])
+    assert max(messages[1]) <= max(messages[0]) + 16
+    assert max(messages[1]) < 512 * 4 + 32 * 30 + 400
+    assert kept[1] <= kept[0] + 4096
+
+
+def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
+    runner = make_runner()
+    scheduler = Scheduler(SchedulerConfig(1, 64, 64))
+    for id in range(3):
+        scheduler.add(make_request(id, 5, 4, logprobs=2))
+    runner.model.broken = {1}
+    broadcasts = []
+    broadcast = Group.broadcast
+
+    def counted(group, tokens_S):
+        broadcasts.append(tokens_S.tolist())
+        return broadcast(group, tokens_S)
+
+    monkeypatch.setattr(Group, "broadcast", counted)
+    first, second, third = runner.execute(scheduler.schedule()).sampled
+    assert (second.token_id, second.error) == (
+        0,
+        "ValueError: no token has a probability, because the largest logit is nan",
+    )
+    assert (first.error, third.error) == ("", "")
+    assert len(first.logprobs) >= 2
+    assert [len(tokens) for tokens in broadcasts] == [3]
+
+    def fail(*arguments):
+        raise RuntimeError("no logprobs")
+
+    monkeypatch.setattr(sampler, "logprobs", fail)
+    runner.model.broken = set()
+    work = tuple(SequenceWork(id, 1, (), sample=True) for id in range(3))
+    assert {s.error for s in runner.execute(Step(2, (), work, (), 16)).sampled} == {"RuntimeError: no logprobs"}
+    assert len(broadcasts) == 2
+
+
+def test_only_the_first_rank_returns_tokens_and_all_know_them():
+    for rank in range(2):
+        runner = make_runner(kvp=2, rank=rank)
+        scheduler = Scheduler(SchedulerConfig(2, 64, 64))
+        scheduler.add(make_request(0, 5))
+        result = runner.execute(scheduler.schedule())
+        assert len(result.sampled) == (rank == 0)
+        assert runner.sequences[0].seen_V is None
+
+
+@pytest.mark.parametrize("placement", ["striped", "growing", "local"])
+def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
+    """A history of requests of many lengths, in steps of which all ranks have all rows."""
+    monkeypatch.setattr(splits, "SPLIT_TOKENS", 16)
+    chance = np.random.default_rng(5)
+    config = SchedulerConfig(3, 400, 2000, chunk_tokens=64, max_running=8, placement=placement, growth_limit_tokens=64)
+    scheduler, runners = Scheduler(config), [make_runner(kvp=3, rank=rank, num_blocks=400) for rank in range(3)]
+    for id in range(60):
+        scheduler.add(make_request(id, int(chance.integers(1, 700)), int(chance.integers(1, 40))))
+    local_differs, buckets = 0, set()
+    while (step := scheduler.schedule()) is not None:
+        results = [runner.execute(step) for runner in runners]
+        scheduler.complete(results[0])
+        batches = [runner.model.batches.pop() for runner in runners if runner.model.batches]
+        if not batches or batches[0].holders is not None:
+            assert all(batch.holders is not None for batch in batches)
+            continue
+        assert len({Bucket.of(batch) for batch in batches}) == 1
+        buckets.add(Bucket.of(batches[0]))
+        most = [int(batch.extents_b2.diff().max()) * 16 for batch in batches]
+        assert max(most) == batches[0].most_tokens
+        local_differs += len({splits.length_bucket(tokens) for tokens in most}) > 1
+    if placement == "striped":
+        assert len({bucket.most_tokens for bucket in buckets}) > 1
+        assert local_differs > 0
+
+
+def lines_of(call):
+    """How many lines of Python run."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("placement", ["striped", "growing", "local"])
+def test_ending_a_long_request_takes_no_more_steps_of_python(placement):
+    lines = []
+    for prompt_tokens in (1_000, 100_000):
+        config = SchedulerConfig(2, 7000, 100_100, chunk_tokens=200_000, placement=placement, growth_limit_tokens=16)
+        scheduler = Scheduler(config)
+        scheduler.add(make_request(0, prompt_tokens))
+        scheduler.schedule()
+        lines.append(lines_of(lambda scheduler=scheduler: scheduler.end(0)))
+        assert [allocator.available for allocator in scheduler._allocators] == [7000, 7000]
+    assert lines[1] <= lines[0] + 3  # what was taken of a run is forgotten or not
+
+
+@pytest.mark.parametrize("idle", [0, 30])
+def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
+    """A decode step of four short requests: beside them one of 1,000 or 50,000 tokens, and some that do not run."""
+    lines = set()
+    for tokens in (1_000, 50_000):
+        runner = make_runner(num_blocks=4000)
+        scheduler = Scheduler(SchedulerConfig(1, 4000, 60_000, chunk_tokens=60_000))
+        for id, prompt_tokens in enumerate([tokens, 5, 5, 5, 5, *[5] * idle]):
+            scheduler.add(make_request(id, prompt_tokens))
+        runner.execute(scheduler.schedule())
+        work = tuple(SequenceWork(id, 1, (), sample=True) for id in (3, 0, 4, 1, 2))
+        step = Step(2, (), work, (), most_tokens=tokens)
+        lines.add(lines_of(lambda runner=runner, step=step: runner._batch(step)))
+    assert len(lines) == 1
