@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from longhelix.engine import runner as runner_module
+from longhelix.engine import sampler
 from longhelix.engine.config import resolve
 from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.parts import Parts
@@ -190,8 +191,9 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,
+            sampler.sample,
         )
-        advance, owners_of, *_ = self.saved
+        advance, owners_of, *_, sample = self.saved
         if self.kind == "mask":
 
             def later_rows_see_less(runner, *arguments):
@@ -220,6 +222,14 @@ class mutation:  # noqa: N801 - reads as a statement
                 return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
 
             Group.exchange_states = keep_to_oneself
+        if self.kind == "sampling":
+
+            def broken_for_short_sequences(logits_V, params, seed, position, seen_V):
+                if position < 20:
+                    raise RuntimeError("this row alone")
+                return sample(logits_V, params, seed, position, seen_V)
+
+            sampler.sample = broken_for_short_sequences
 
     def __exit__(self, *_):
         (
@@ -227,6 +237,7 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,
+            sampler.sample,
         ) = self.saved
 
 

@@ -493,6 +493,17 @@ def test_ranks_work_and_send_for_requests_that_they_hold(worlds, tmp_path_factor
     assert idle > 0
 
 
+def test_an_error_of_one_row_leaves_the_collectives_as_they_are(worlds, oracles):
+    """The ranks that wait for its token get 0; a request beside it is as ever."""
+    oracle = oracles("llama")
+    ranks = worlds(2).run(make_case(oracle, 2, 1, 16, "striped", mutation="sampling"))
+    for rank in ranks:
+        assert rank["tokens_0"].tolist()[:19] == [0] * 19
+        assert rank["tokens_3"].tolist() == oracle.tokens[3]
+        for index in range(len(oracle.prompts)):
+            assert np.array_equal(rank[f"tokens_{index}"], ranks[0][f"tokens_{index}"])
+
+
 def test_near_ties_are_rare():
     """Runs last in this file: of all continuations above, at most one in a hundred may part at a near tie."""
     if not COUNTS["compared"]:
