@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -28,6 +29,7 @@ from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import native
 from longhelix.kv import splits
 from longhelix.layout import Layout
+from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
@@ -94,6 +96,27 @@ class DirectRows:
         return self._attend(q_TqC, *more)
 
 
+class RoutingGap:
+    """The least difference between two experts' scores that a row has seen: where it is tiny, rounding chooses."""
+
+    def __init__(self):
+        self.least = np.inf
+
+    def __enter__(self):
+        self._route, experts_module.route = experts_module.route, self
+        return self
+
+    def __exit__(self, *_):
+        experts_module.route = self._route
+
+    def __call__(self, logits_TX, bias_E, moe):
+        scores_TE = logits_TX[:, : moe.num_experts]
+        scores_TE = scores_TE if bias_E is None else scores_TE.sigmoid() + bias_E
+        gaps = scores_TE.sort(dim=1).values.diff(dim=1)
+        self.least = min(self.least, float(gaps.min())) if gaps.numel() else self.least
+        return self._route(logits_TX, bias_E, moe)
+
+
 def build(case, rank, meshes):
     replicas = case["kvp"] if case.get("tied") else 1
     layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1), ffn_replicas=replicas)
@@ -154,7 +177,9 @@ def run(case, rank, meshes, direct_rows):
     for index, prompt in enumerate(case["prompts"]):
         loop.add(Request(index, array("i", prompt), sampling, frozenset(), 0, 0.0))
     tokens, held = {}, {}
-    with mutation(case.get("mutation")):
+    # Where layers run from Python: on tapes and in graphs it would be one operator more.
+    routing_gap = RoutingGap()
+    with mutation(case.get("mutation")), routing_gap if case.get("execution") == "eager" else nullcontext():
         while (stepped := loop.step()) is not None:
             for event in stepped[1]:
                 tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
@@ -163,6 +188,7 @@ def run(case, rank, meshes, direct_rows):
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["packed_pool"] = np.array(runner.pool.format.packed)
+    arrays["routing_gap"] = np.array(routing_gap.least)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["direct_rows"] = np.array(direct_rows.count)

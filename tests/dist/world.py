@@ -32,9 +32,9 @@ class World:
             for rank in range(size)
         ]
 
-    def run(self, case):
+    def run(self, case, timeout_s=CASE_TIMEOUT_S):
         line = json.dumps(case | {"out": self.directory.name}) + "\n"
-        watchdog = threading.Timer(CASE_TIMEOUT_S, self.kill)
+        watchdog = threading.Timer(timeout_s, self.kill)
         watchdog.start()
         try:
             for process in self.processes:
@@ -43,6 +43,8 @@ class World:
             replies = [process.stdout.readline().strip() for process in self.processes]
         finally:
             watchdog.cancel()
+        if replies != ["ok"] * self.size:
+            self.kill()  # what a rank that failed left undone would be the next case's
         assert replies == ["ok"] * self.size, f"ranks said {replies} for {case}"
         found = [dict(np.load(Path(self.directory.name) / f"rank{rank}.npz")) for rank in range(self.size)]
         for rank in found:

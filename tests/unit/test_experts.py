@@ -236,6 +236,15 @@ def test_no_rows_no_experts_and_no_columns():
         assert empty.rows_e.sum() == (20 if columns else 0)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
+    empty = _make_experts({"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}, {0: "a."}, "float32")
+    assert not empty.packed
+    x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
+    out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
+    assert torch.equal(out_TH, torch.zeros(rows, 136))
+
+
 def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     def weights(columns: int) -> dict[str, Tensor]:
         shapes = {"gate_up": (2 * columns, 32), "down": (32, columns)}

@@ -108,7 +108,7 @@ class Experts:
 
     @property
     def packed(self) -> bool:
-        return next((weight.packed for weight in self.down if weight.depth), native.module is not None)
+        return native.module is not None and all(weight.packed for weight in (*self.gate_up, *self.down))
 
     @cached_property
     def handle(self):

@@ -62,7 +62,7 @@ def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: s
     """The experts whose weights' names begin with `stems`, by number, taken out of `weights` as they are packed."""
     # Where one cannot be packed, none is; of narrow numbers make_weight then says why.
     found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
-    packed = dtype not in DTYPES or all(can_pack(weight, dtype) for weight in found if weight.numel())
+    packed = dtype not in DTYPES or all(can_pack(weight, dtype) for weight in found)
 
     def make(name: str, halves: int) -> Weight:
         weight_NK = weights.pop(name)
