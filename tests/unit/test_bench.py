@@ -348,9 +348,10 @@ def test_ranks_that_take_too_long_are_ended():
 
 
 @pytest.mark.dist
-def test_a_rank_that_is_killed_is_named():
+@pytest.mark.parametrize("after_s", [0.1, 8], ids=["before it meets the others", "among them"])
+def test_a_rank_that_is_killed_is_named(after_s):
     with World(ENDLESS, 2) as ranks:
-        threading.Timer(8, os.kill, (ranks.process_ids[1], signal.SIGKILL)).start()
+        threading.Timer(after_s, os.kill, (ranks.process_ids[1], signal.SIGKILL)).start()
         with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
             next(ranks.points())
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from longhelix.errors import EngineError, UserError
 
 # The longest that one point may take; filling the KV of millions of tokens takes a minute.
 POINT_TIMEOUT_S = 900.0
+_POLL_S = 0.1
 
 Row = dict[str, Any]
 
@@ -64,19 +66,14 @@ class World:
     def points(self) -> Iterator[list[Row]]:
         """What the ranks measured, point by point, in rank order. Raises UserError or EngineError if one fails."""
         while True:
-            late = threading.Event()
-            watchdog = threading.Timer(self._timeout_s, self._kill, [late])
-            watchdog.start()
-            try:
+            with _Watch(self._processes, self._timeout_s) as watch:
                 lines = [process.stdout.readline() for process in self._processes]
                 ended = not all(lines)
                 statuses = [process.wait() for process in self._processes] if ended else []
-            finally:
-                watchdog.cancel()
-            if late.is_set():
+            if watch.late:
                 raise EngineError(f"the ranks took longer than {self._timeout_s:.0f} s for one point and were ended")
             rows = [json.loads(line) if line else {} for line in lines]
-            _check(rows, statuses)
+            _check(rows, [watch.found.get(rank, status) for rank, status in enumerate(statuses)])
             if ended:
                 return
             yield rows
@@ -89,10 +86,40 @@ class World:
             process.stdout.close()
         self._directory.cleanup()
 
-    def _kill(self, late: threading.Event) -> None:
-        late.set()
-        for process in self._processes:
-            process.kill()
+
+class _Watch:
+    """Ends processes that take too long, or of which one was ended by a signal, for which others may wait forever.
+
+    late: whether they took too long. found: if one was ended, the statuses of all at that moment, 0 for those that ran.
+    """
+
+    def __init__(self, processes: list[subprocess.Popen[str]], timeout_s: float) -> None:
+        self.late = False
+        self.found: dict[int, int] = {}
+        self._processes = processes
+        self._deadline_s = time.monotonic() + timeout_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self.late = time.monotonic() > self._deadline_s
+            statuses = [process.poll() or 0 for process in self._processes]
+            if self.late or min(statuses) < 0:
+                self.found = dict(enumerate(statuses)) if min(statuses) < 0 else {}
+                for process in self._processes:
+                    process.kill()
+                return
 
 
 def collect(job: msgspec.Struct, size: int, on_point: Callable[[Row], None]) -> list[list[Row]]:
