@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as functional
 
 from longhelix.errors import PeerLostError
 from longhelix.layout import Layout
+from longhelix.parallel.collectives import is_lost_peer
 from longhelix.parallel.mesh import Mesh
 
 COUNTS = (1, 7, 576, 8193, 300_001)
@@ -131,6 +132,18 @@ def death(group, backend):
         [group.all_reduce(torch.ones(4)) for _ in range(3)]
     assert time.monotonic() - start < 5
     os._exit(0)  # a group that lost a peer cannot be taken down in order
+
+
+def death_in_a_graph(group, backend):
+    """As above, for a graph of the compiler, whose collectives no Group sees: it can be told from other errors."""
+    graph = torch.compile(lambda values: group.all_reduce(values) * 1, backend="aot_eager", fullgraph=True)
+    graph(torch.ones(4))
+    if group.index == group.size - 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as raised:
+        [graph(torch.ones(4)) for _ in range(3)]
+    assert isinstance(raised.value, PeerLostError) or is_lost_peer(raised.value)
+    os._exit(0)
 
 
 def idle(group, backend):

@@ -64,6 +64,11 @@ def test_dead_peer_is_an_error_within_seconds(tmp_path, backend, size):
     assert not [left for left in set(Path("/dev/shm").iterdir()) - before if "longhelix" in left.name]
 
 
+@backends
+def test_dead_peer_is_told_from_other_errors_in_a_graph(tmp_path, backend):
+    run(tmp_path, "death_in_a_graph", backend, 2)
+
+
 @needs_native
 def test_waiting_does_not_burn_a_core(tmp_path):
     run(tmp_path, "idle", "shm", 2)
