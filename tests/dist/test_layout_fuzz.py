@@ -28,7 +28,7 @@ TIMEOUT_S, COMPILING_TIMEOUT_S = 90, 170  # a world that starts included
 ROUTING_TIE = 1e-5  # of scores about 1, whose rounding is 1e-6 and less
 # Worlds in CI, and what the slow sweep adds: 40 and 300.
 SHARES = {"recorded": (22, 150), "eager": (6, 50), "graphed": (10, 85), "compiled": (2, 15)}
-LONGEST = 120
+LONGEST = 150
 KINDS = {
     "dense": ["llama", "qwen2", "qwen3"],
     "experts": ["mixtral", "qwen2_moe", "qwen3_moe"],
@@ -115,6 +115,7 @@ def runs(draw, packs):
         "growth_limit_tokens": block_tokens * draw(st.integers(1, 3)),
         "kvp_threshold_tokens": draw(st.integers(1, 60)),
         "chunk_tokens": draw(st.sampled_from([3, 16, 64, 4096])),
+        "split_tokens": draw(st.sampled_from([16, 64, 4096])),  # graphs are made for lengths in powers of four of it
         "depth": draw(st.integers(1, 3)),
         "backend": backend,
         "hop_b": draw(st.integers(1, 3)) if backend else 1,
