@@ -31,7 +31,19 @@ ANYTHING = st.one_of(
     st.binary(max_size=5),
     st.fractions(),
     st.complex_numbers(),
-    st.sampled_from([np.int64(3), np.uint8(200), np.float32(0.5), np.bool_(True), np.array([1, 2]), torch.tensor(4)]),
+    st.sampled_from(
+        [
+            np.int64(3),
+            np.uint8(200),
+            np.float32(0.5),
+            np.bool_(True),
+            np.array([1, 2]),
+            torch.tensor(4),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(2, requires_grad=True),
+            torch.ones(2, device="meta"),
+        ]
+    ),
     st.builds(Odd),
     st.just(range(10**12)),
     st.just(range(10**20)),

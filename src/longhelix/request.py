@@ -18,7 +18,7 @@ MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters: every new token is looked at for all of them
 _MOST_STOP_IDS = 1024
 # Below, the logits' distances overflow float32, and the draw is greedy in all but name; a penalty likewise.
-_LEAST_TEMPERATURE = 1e-5
+_LEAST_TEMPERATURE = 1e-30
 _MOST_PENALTY = 1e6
 # HOP-B cuts a chunk into parts of at least so many rows: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64

@@ -7,17 +7,20 @@ the sentence "NAME is VALUE: set it to ...".
 
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Sized
 
 from longhelix.errors import UserError
 
 _LONGEST_SHOWN = 80
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxlong = _shortened.maxother = _LONGEST_SHOWN
 
 
 def shown(value: object) -> str:
     """A value as a message quotes it: what Python would write, cut where it is long."""
     try:
-        text = repr(value)
+        text = _shortened.repr(value)
     except Exception:  # of huge whole numbers, and of whatever users make
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -209,20 +209,66 @@ def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
     assert not llm._live
 
 
-def test_what_is_interrupted_leaves_no_request(llm, monkeypatch):
-    steps = itertools.count()
-    advance = llm._advance
+def test_an_interrupt_inside_a_step_ends_the_engine(oracle, monkeypatch):
+    """Ranks and engine would be at odds; whoever asks later hears why."""
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    done = llm.add(PROMPT, SamplingParams(max_new_tokens=1))
+    stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
+    next(stream)
+    received = itertools.count()
 
     def interrupted():
-        if next(steps) == 3:
+        if next(received) == 5:
             raise KeyboardInterrupt
-        return advance()
+        return receive()
 
-    monkeypatch.setattr(llm, "_advance", interrupted)
+    receive = llm._pool._receive
+    monkeypatch.setattr(llm._pool, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, PROMPT], SamplingParams(max_new_tokens=90))
-    monkeypatch.undo()
+    assert_nothing_left(process_ids, directory)
+    (delta,) = llm.step()  # what had ended before is not lost
+    assert (delta.request_id, delta.result.finish_reason) == (done, "length")
+    for ask in (llm.step, lambda: list(stream), lambda: llm.generate([PROMPT])):
+        with pytest.raises(EngineError, match="the engine has ended: KeyboardInterrupt"):
+            ask()
+
+
+def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_before_the_next(llm, monkeypatch):
+    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
+    dropped = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
+    next(dropped)
+    cycle = [dropped]
+    cycle.append(cycle)
+    del dropped, cycle
+    take = llm._take
+
+    def collect_and_take(*stepped):
+        gc.collect()
+        take(*stepped)
+
+    monkeypatch.setattr(llm, "_take", collect_and_take)
+    assert len([*other][-1].result.token_ids) == 12
     assert not llm._live
+    run_all(llm)
+    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+
+
+def test_a_request_that_is_aborted_by_its_id_ends_its_stream(llm):
+    stream, other = (llm.stream(PROMPT, SamplingParams(max_new_tokens=12)) for _ in range(2))
+    first = next(stream)
+    assert llm.abort(first.request_id).finish_reason == "abort"
+    rest = list(stream)
+    assert [delta.result is None for delta in rest[-2:]][-1:] == [False]
+    assert rest[-1].result.finish_reason == "abort"
+    assert len(rest) <= 2  # no step ran for it
+    assert len(list(other)[-1].result.token_ids) == 12
+    added = llm.add(PROMPT, SamplingParams(max_new_tokens=12))
+    next(llm.stream(PROMPT, SamplingParams(max_new_tokens=12)))
+    assert llm.abort(added).finish_reason == "abort"
+    assert all(delta.request_id != added for delta in llm.step())
     run_all(llm)
 
 

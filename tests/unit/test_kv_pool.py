@@ -142,11 +142,12 @@ def test_a_pool_has_its_memory_from_the_start(config):
 
 
 def test_memory_that_went_to_others_meanwhile_is_refused_in_words(config, monkeypatch):
-    """Of thirty layers the sixth finds less than both ranks are about to take."""
-    layer_bytes = 4096 * config.kv_bytes_per_token(0) // 30
-    free = iter([2 * layer_bytes] * 5 + [2 * layer_bytes - 1])
+    """Of eight parts of thirty layers the sixth finds less than both ranks are about to take."""
+    pool_bytes = 4096 * config.kv_bytes_per_token(0)
+    part_bytes = pool_bytes // 30 // 8
+    free = iter([2 * part_bytes] * 5 + [2 * part_bytes - 1])
     monkeypatch.setattr(host, "available_bytes", lambda: next(free))
-    words = f"needs {2 * 25 * layer_bytes} bytes more, but {2 * layer_bytes - 1} are free"
+    words = f"needs {pool_bytes - 5 * part_bytes} bytes more on a rank, but {2 * part_bytes - 1} are free for 2"
     with pytest.raises(UserError, match=words) as refused:
         new_pool(config, 0, config.scheduler.num_blocks)
     assert refused.value.code == "out_of_memory"

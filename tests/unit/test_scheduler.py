@@ -661,7 +661,7 @@ def test_cancelling_a_request_in_the_queue_looks_at_no_other():
     scheduler = Scheduler(config(max_running=1))
     sampling = SamplingParams(max_new_tokens=1)
     for request_id in range(2_000):
-        scheduler.add(Counted(request_id, (1,), sampling, frozenset(), 0, 0.0))
+        scheduler.add(Counted(request_id, array("i", [1]), sampling, frozenset(), 0, 0.0))
     Counted.asked = 0
     assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [(0, 0)] * 1_000
     assert scheduler.end(1_500) is None
@@ -679,8 +679,10 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     )
     assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
     assert events[0].sampled.error == "ValueError: no"
+    assert sum(events[0].kv_tokens_per_rank) == 3  # the prompt's
     step = scheduler.schedule()
     assert step.ended == (1,)
     assert [work.id for work in step.work] == [2]
-    scheduler.end(2)
+    (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1, 0))
+    assert sum(event.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
     assert [allocator.available for allocator in scheduler._allocators] == [100, 100]

@@ -577,8 +577,3 @@ def test_stop_strings_hold_back_no_more_than_needed():
     assert stop.push("/") == ("", False)
     assert stop.push("p>") == ("</p>", False)
     assert stop.flush() == ""
-
-
-def test_empty_stop_string():
-    with pytest.raises(UserError, match="empty"):
-        StopStrings(["x", ""])

@@ -22,6 +22,11 @@ pytestmark = pytest.mark.unit
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
+class OddList(list):
+    def __len__(self):
+        raise RuntimeError
+
+
 def assert_sentence(error):
     """Short, and can be written."""
     assert 10 < len(str(error).encode()) < 400
@@ -58,7 +63,7 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("stop_token_ids", 5, "stop_token_ids is 5: set it to a tuple of token ids"),
         ("temperature", "warm", "temperature is 'warm': set it to 0"),
         ("temperature", True, "temperature is True"),
-        ("temperature", 1e-300, "set it to 0 (greedy), or 1e-05 or more"),
+        ("temperature", 1e-300, "set it to 0 (greedy), or 1e-30 or more"),
         ("temperature", 10**400, "set it to 0"),
         ("top_p", math.nan, "top_p is nan"),
         ("repetition_penalty", 1e300, "set it to a number from"),
@@ -133,6 +138,10 @@ def test_whole_numbers_of_every_kind_are_token_ids(prompt):
         ({"a": 1}, "give text, or a list of token ids"),
         (range(10**12), "has 1000000000000 tokens, but --max-model-len is 50"),
         (range(10**20), "too long"),
+        (torch.ones(3, dtype=torch.bfloat16), "must be whole numbers in host memory"),
+        (torch.ones(3, requires_grad=True), "must be whole numbers in host memory"),
+        (torch.ones(3, dtype=torch.int64, device="meta"), "must be whole numbers in host memory"),
+        (OddList([1]), "has no length"),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_words(prompt, words):

@@ -94,6 +94,9 @@ class LLM:
             raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
         if not isinstance(trace, str | os.PathLike | None):
             raise refused("trace", trace, "the path of a file")
+        for name, told in (("on_load", on_load), ("on_warm_up", on_warm_up)):
+            if not callable(told):
+                raise refused(name, told, "a function of one number")
         if isinstance(layout, Layout):  # what is none, `resolve` refuses
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(str(model))
@@ -125,6 +128,7 @@ class LLM:
         )
         self._live: dict[int, _Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
+        self._abandoned: deque[int] = deque()  # requests whose streams are gone
         self._failure = ""  # why the engine ended, once it has
         self._exchanges = ExchangeLog(layout.kvp)
         self._rows = 0
@@ -133,7 +137,12 @@ class LLM:
         self._trace = None if trace is None else TraceFile(Path(trace))
         # Nothing that the pool keeps leads back here: an engine that nobody holds ends at once, without the collector.
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
-        self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, on_traced)
+        try:
+            self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, on_traced)
+        except BaseException:
+            if self._trace is not None:
+                self._trace.close()
+            raise
         self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
 
     def __enter__(self) -> Self:
@@ -161,7 +170,8 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        return self._loop.has_work
+        """Whether `step` has something to run or to give."""
+        return bool(self._deltas) or self._loop.has_work
 
     def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
         """Queue a prompt, as text or as token ids; returns the request's id, whose deltas `step` gives.
@@ -173,14 +183,16 @@ class LLM:
     def step(self) -> list[Delta]:
         """Run until the oldest step in flight is done; what requests that were added got since the last call.
 
-        Raises EngineError if a rank failed: every request is then over.
+        Raises EngineError if a rank failed, once it has given what was there before: every other request is over.
         """
-        self._advance()
+        if not (self._failure and self._deltas):
+            self._advance()
         deltas = list(self._deltas)
         self._deltas.clear()
         return deltas
 
     def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
+        self._check_running()
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
@@ -201,10 +213,14 @@ class LLM:
             seed,
             time.monotonic(),
         )
-        self._loop.add(request)
-        self._next_id += 1
         stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
         self._live[request.id] = _Live(request, stream, stops, deltas, self._exchanges.now)
+        try:
+            self._loop.add(request)
+        except BaseException:
+            del self._live[request.id]
+            raise
+        self._next_id += 1
         return request.id
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
@@ -219,18 +235,23 @@ class LLM:
 
         False: there is nothing to do.
         """
-        if self._failure:
-            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
+        self._check_running()
         try:
+            while self._abandoned:
+                self.abort(self._abandoned.popleft())
             stepped = self._loop.step()
             if stepped is not None:
                 self._take(*stepped)
         except BaseException as error:  # a step that is left half done leaves ranks and engine at odds
-            self._failure = str(error) or type(error).__name__
+            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             self._live.clear()
             self.close()
             raise
         return stepped is not None
+
+    def _check_running(self) -> None:
+        if self._failure:
+            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
     def _take(self, result: StepResult, events: list[TokenEvent]) -> None:
         self._exchanged_bytes += result.exchanged_bytes
@@ -250,12 +271,19 @@ class LLM:
         return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
 
     def abort(self, request_id: int) -> Result | None:
-        """End a request in any phase; its result so far, or None if it had ended."""
+        """End a request in any phase; its result so far, or None if it had ended. A stream of it ends with that."""
         kv_tokens_per_rank = self._loop.abort(request_id)
         live = self._live.pop(request_id, None)
         if live is None or kv_tokens_per_rank is None:
             return None
-        return self._result(live, "abort", kv_tokens_per_rank)
+        result = self._result(live, "abort", kv_tokens_per_rank)
+        if live.deltas is self._deltas:  # whose results come from here
+            kept = [delta for delta in self._deltas if delta.request_id != request_id]
+            self._deltas.clear()
+            self._deltas.extend(kept)
+        else:
+            live.deltas.append(Delta(request_id, "", result))
+        return result
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Result]:
         """Run prompts to their ends, together; one result per prompt, in order. All are refused if one is."""
@@ -279,7 +307,8 @@ class LLM:
         """Run one prompt, giving its text as it comes; the last delta has the result."""
         deltas: deque[Delta] = deque()
         request_id = self._queue(prompt, sampling, deltas)
-        return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id))
+        abandon = partial(self._abandoned.append, request_id)
+        return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
     def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
         """What a token gives its request. What fails here fails this request alone."""

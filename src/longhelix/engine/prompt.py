@@ -34,7 +34,7 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
             f"to more than {count}",
             "context_length_exceeded",
         )
-    ids = np.asarray(prompt) if _is_array(prompt) else _numbers(prompt)
+    ids = _array(prompt) if _is_array(prompt) else _numbers(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise UserError(f"a prompt is {shown(prompt)}: its token ids must be whole numbers, one after the other")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
@@ -59,8 +59,15 @@ def _holds_ids(values: Sequence[object]) -> bool:
 def _length(values: Sequence[object]) -> int:
     try:
         return len(values)
-    except OverflowError as error:  # of a range that no memory holds
-        raise UserError(f"a prompt is {shown(values)}: that is too long") from error
+    except Exception as error:  # of a range that no memory holds, and of whatever users make
+        raise UserError(f"a prompt is {shown(values)}: that is too long, or has no length") from error
+
+
+def _array(values: object) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except Exception as error:  # of a tensor that numpy cannot take: bfloat16, or not in this memory
+        raise UserError(f"a prompt is {shown(values)}: its token ids must be whole numbers in host memory") from error
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
@@ -72,7 +79,8 @@ def _numbers(values: Sequence[object]) -> np.ndarray:
     try:
         return np.fromiter(values, dtype=np.int64, count=len(values))
     except OverflowError as error:
-        raise UserError(f"a prompt token of {shown(values)} is outside of every vocabulary") from error
+        beyond = next(value for value in values if not -(2**63) <= value < 2**63)
+        raise UserError(f"prompt token {shown(beyond)} is outside of every vocabulary") from error
 
 
 def _is_whole(kind: type) -> bool:

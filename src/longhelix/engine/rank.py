@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +19,9 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
+
+# Small beside what is left free beside a pool: ranks that are done with theirs do not take their part again.
+_PARTS_OF_LAYER = 8
 
 
 def join(config: EngineConfig, rank: int, directory: Path) -> Mesh:
@@ -65,21 +69,21 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
-    """Write to all of a pool now, layer by layer: what the system has only promised, another engine may be promised as
+    """Write to all of a pool now, part by part: what the system has only promised, another engine may be promised as
     well. `sharers` ranks do so at the same time."""
-    for index, layer in enumerate(pool.layers):
-        tensors = [values for values in (layer.values, layer.scales) if values is not None]
-        needed_bytes = sharers * sum(values.nbytes for values in tensors)
+    tensors = (values for layer in pool.layers for values in (layer.values, layer.scales) if values is not None)
+    left_bytes = pool.num_bytes
+    for part in chain.from_iterable(values.view(-1).chunk(_PARTS_OF_LAYER) for values in tensors):
         free_bytes = host.available_bytes()
-        if free_bytes < needed_bytes:
-            left_bytes = needed_bytes * (len(pool.layers) - index)
+        if free_bytes < sharers * part.nbytes:
             raise UserError(
-                f"the KV cache needs {left_bytes} bytes more, but {free_bytes} are free: other processes have taken "
-                "memory since the engine started; end some, or lower --kv-cache-tokens or --max-model-len",
+                f"the KV cache needs {left_bytes} bytes more on a rank, but {free_bytes} are free for {sharers}: other "
+                "processes have taken memory since the engine started; end some, or lower --kv-cache-tokens or "
+                "--max-model-len",
                 "out_of_memory",
             )
-        for values in tensors:
-            values.zero_()
+        part.zero_()
+        left_bytes -= part.nbytes
 
 
 def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:

@@ -13,9 +13,14 @@ class Stream:
     A stream that is closed, dropped, or left by an error before its end aborts its request, which frees its KV.
     """
 
-    def __init__(self, next_delta: Callable[[], Delta], abort: Callable[[], object]) -> None:
+    def __init__(
+        self, next_delta: Callable[[], Delta], abort: Callable[[], object], abandon: Callable[[], object]
+    ) -> None:
+        """abandon: abort, when the engine next runs. The collector may drop a stream at any moment, in the middle of a
+        step as well."""
         self._next_delta = next_delta
         self._abort = abort
+        self._abandon = abandon
         self._ended = False
 
     def __iter__(self) -> Self:
@@ -43,4 +48,5 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._ended:
+            self._abandon()

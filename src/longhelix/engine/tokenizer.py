@@ -136,8 +136,6 @@ class StopStrings:
     """Cuts a stream of text where the first stop string to complete begins."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        if "" in strings:
-            raise UserError("a stop string is empty; give at least one character")
         self._strings = tuple(strings)
         self._held = ""
 

@@ -31,8 +31,8 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         try:
             self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): choose another --trace file") from error
+        except (OSError, ValueError) as error:  # a name that no file can have is the latter
+            raise UserError(f"{str(path)!r} cannot be written ({error}): choose another --trace file") from error
         self._file.write("[")
         self._separator = "\n"
         self._ends_us: dict[tuple[int, str], list[float]] = {}

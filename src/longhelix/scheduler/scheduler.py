@@ -6,7 +6,7 @@ next step, because workers keep their own copy of every sequence; so several ste
 
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from longhelix.errors import UserError
@@ -98,7 +98,7 @@ class _Sequence:
     last_owner: int = 0
     length: int = 0
     num_sampled: int = 0
-    output: list[int] = field(default_factory=list)
+    num_output: int = 0
 
     @property
     def prompt_left(self) -> int:
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _kv_tokens_per_rank(self, seq: _Sequence) -> tuple[int, ...]:
         """The last token of the output has no KV yet."""
-        length = min(seq.length, len(seq.request.prompt_token_ids) + max(len(seq.output) - 1, 0))
+        length = min(seq.length, len(seq.request.prompt_token_ids) + max(seq.num_output - 1, 0))
         return tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
 
     def _blocks_needed(self, request: Request, placement: Placement) -> list[int]:
@@ -267,11 +267,11 @@ class Scheduler:
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]
         request = seq.request
+        seq.num_output += 1
         if sampled.error:
             return TokenEvent(request.id, sampled, "error", self.end(request.id) or ())
-        seq.output.append(sampled.token_id)
         if sampled.token_id in request.stop_token_ids:
             return TokenEvent(request.id, None, "stop", self.end(request.id) or ())
-        if len(seq.output) == request.sampling.max_new_tokens:
+        if seq.num_output == request.sampling.max_new_tokens:
             return TokenEvent(request.id, sampled, "length", self.end(request.id) or ())
         return TokenEvent(request.id, sampled)
