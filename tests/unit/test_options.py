@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from anything import VALUES
 from longhelix import LLM, UserError
+from longhelix.engine import host, pool_size
 from longhelix.engine.config import resolve
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
@@ -76,3 +77,21 @@ def test_an_engine_of_nonsense_is_refused_before_anything_starts(arguments, word
     with pytest.raises(UserError) as refused:
         LLM(**arguments)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("cores", "most"), [(2, 64), (96, 384)])
+def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for_each(monkeypatch, cores, most):
+    declared = []
+
+    def declare(spec, layout, rank):
+        declared.append(rank)
+        return ()
+
+    monkeypatch.setattr(host, "cores", lambda: cores)
+    monkeypatch.setattr(pool_size, "declare", declare)
+    with pytest.raises(UserError, match=f"10000 ranks, .* {cores} cores .* at most {most} ranks"):
+        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=10_000)})
+    assert declared == []
+    with warnings.catch_warnings(action="ignore"):
+        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=most)})
+    assert declared == list(range(most))

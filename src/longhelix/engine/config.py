@@ -25,6 +25,10 @@ DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
 ATTENTIONS = ("own", "flashinfer")
 
+# Ranks that wait for each other at every exchange take turns on the cores that they share.
+_RANKS_PER_CORE = 4
+_FEW_RANKS = 64  # may run anywhere, to see that they do
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -136,8 +140,8 @@ def resolve(
             stacklevel=2,
         )
     cores = host.cores()
-    if layout.world_size > cores and device == "cpu":
-        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
+    if device == "cpu":
+        _check_cores(layout, cores)
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)
@@ -233,6 +237,19 @@ def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dt
         narrow = f"kv_dtype {kv_dtype}" if weight_dtype in DTYPES else f"weight_dtype {weight_dtype}"
         raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
     return device
+
+
+def _check_cores(layout: Layout, cores: int) -> None:
+    """Before anything is computed for every rank."""
+    most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
+    if layout.world_size > most:
+        raise UserError(
+            f"the layout has {layout.world_size} ranks, each of which is a process, and {cores} cores would hardly get "
+            f"on with more than {most}: choose a layout of at most {most} ranks",
+            "invalid_layout",
+        )
+    if layout.world_size > cores:
+        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
 
 
 def _execution(spec: ModelSpec, asked: str, device: str, trace: bool) -> str:
