@@ -95,3 +95,22 @@ def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for
     with warnings.catch_warnings(action="ignore"):
         resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=most)})
     assert declared == list(range(most))
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "available_bytes", "words"),
+    [
+        (16, 2**20, "the weights take "),
+        (2**31 - 1, 2**30, "tokens of KV cache, and not one block of 2147483647: set --block-tokens to at most "),
+    ],
+)
+def test_what_leaves_no_room_for_a_block_is_named(monkeypatch, block_tokens, available_bytes, words):
+    monkeypatch.setattr(host, "available_bytes", lambda: available_bytes)
+    options = SOUND | {"kv_cache_tokens": None}
+    with pytest.raises(UserError) as refused:
+        resolve(CHECKPOINT, **options | {"block_tokens": block_tokens})
+    assert words in str(refused.value)
+    if "at most" in words:
+        most = int(str(refused.value).split("at most ")[1].split(",")[0])
+        with warnings.catch_warnings(action="ignore"):
+            assert resolve(CHECKPOINT, **options | {"block_tokens": most}).scheduler.num_blocks == 1
