@@ -5,7 +5,6 @@ layout; nothing else divides.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from longhelix.errors import UserError
 from longhelix.values import whole
@@ -15,9 +14,13 @@ _MOST_RANKS = 2**20
 
 def split(total: int, parts: int) -> tuple[range, ...]:
     """Cut `total` consecutive items into `parts` ranges whose sizes differ by one at most, larger ones first."""
+    return tuple(part_of(total, parts, index) for index in range(parts))
+
+
+def part_of(total: int, parts: int, index: int) -> range:
+    """One of `split`'s ranges, at the same cost however many there are."""
     small, larger = divmod(total, parts)
-    bounds = [part * small + min(part, larger) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(bounds))
+    return range(index * small + min(index, larger), (index + 1) * small + min(index + 1, larger))
 
 
 def widest_ep(num_ranks: int, num_experts: int) -> int:
@@ -26,7 +29,7 @@ def widest_ep(num_ranks: int, num_experts: int) -> int:
 
 
 def _part(items: range, parts: int, index: int) -> range:
-    piece = split(len(items), parts)[index]
+    piece = part_of(len(items), parts, index)
     return range(items.start + piece.start, items.start + piece.stop)
 
 
@@ -158,7 +161,7 @@ class Layout:
         """KV heads whose keys and values this rank keeps: its share, or, where TPA > K, the one it shares."""
         tpa_rank = self.tpa_rank(rank)
         if not self.duplicates_kv(heads):
-            return split(heads.num_kv_heads, self.tpa)[tpa_rank]
+            return part_of(heads.num_kv_heads, self.tpa, tpa_rank)
         kv_head = next(head for head, ranks in enumerate(split(self.tpa, heads.num_kv_heads)) if tpa_rank in ranks)
         return range(kv_head, kv_head + 1)
 
@@ -171,7 +174,7 @@ class Layout:
         group = range(kv_heads.start * heads.group_size, kv_heads.stop * heads.group_size)
         if not self.duplicates_kv(heads):
             return group
-        sharers = split(self.tpa, heads.num_kv_heads)[kv_heads.start]
+        sharers = part_of(self.tpa, heads.num_kv_heads, kv_heads.start)
         return _part(group, len(sharers), self.tpa_rank(rank) - sharers.start)
 
     def merged_query_heads(self, heads: HeadShape, rank: int) -> range:
@@ -186,14 +189,15 @@ class Layout:
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
-        return split(ffn_size, self.tpf * self.ep)[self.stage_rank(rank) % (self.tpf * self.ep)]
+        parts = self.tpf * self.ep
+        return part_of(ffn_size, parts, self.stage_rank(rank) % parts)
 
     def expert_columns(self, expert_size: int, rank: int) -> range:
         """Columns of each of this rank's experts."""
-        return split(expert_size, self.tpf)[self.tpf_rank(rank)]
+        return part_of(expert_size, self.tpf, self.tpf_rank(rank))
 
     def experts(self, num_experts: int, rank: int) -> range:
-        return split(num_experts, self.ep)[self.ep_rank(rank)]
+        return part_of(num_experts, self.ep, self.ep_rank(rank))
 
     def expert_group_leaders(self) -> range:
         """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
@@ -201,7 +205,7 @@ class Layout:
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
         """Rows of the embedding and of the LM head, over the N ranks of a stage."""
-        return split(vocab_size, self.num_ranks)[self.stage_rank(rank)]
+        return part_of(vocab_size, self.num_ranks, self.stage_rank(rank))
 
 
 def _degree(name: str, degree: object) -> int:

@@ -62,6 +62,23 @@ SET = "sys/fs/cgroup/"
             6,
         ),
         ({"proc/self/cgroup": V1, SET + "cpu/cpu.cfs_quota_us": "-1\n", SET + "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        (
+            {
+                "proc/self/cgroup": "5:cpuacct,cpu:/docker/1234\n",
+                SET + "cpu,cpuacct/docker/1234/cpu.cfs_quota_us": "200000\n",
+                SET + "cpu,cpuacct/docker/1234/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/\n",
+                SET + "cpuacct/cpu.cfs_quota_us": "300000\n",
+                SET + "cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+        ({"proc/self/cgroup": "nonsense\n0:\n" + V2, SET + "pod/engine/cpu.max": "200000 100000\n"}, 2),
     ],
     ids=[
         "none",
@@ -74,10 +91,22 @@ SET = "sys/fs/cgroup/"
         "v1",
         "v1 inside",
         "v1 none",
+        "v1 in another order",
+        "v1 under another's name",
+        "lines of another form",
     ],
 )
 def test_cores_are_what_the_quota_pays_for(machine, files, cores):
     assert host.cores(machine(files)) == cores
+
+
+def test_a_group_may_have_a_name_that_is_no_text(machine):
+    root = machine({"proc/self/cgroup": ""})
+    group = root / "sys/fs/cgroup" / os.fsdecode(b"pod-\xff")
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text("200000 100000\n")
+    (root / "proc/self/cgroup").write_bytes(b"0::/pod-\xff\n")
+    assert host.cores(root) == 2
 
 
 def test_cores_are_those_that_this_process_may_run_on(machine, monkeypatch):
@@ -92,9 +121,31 @@ def test_cores_are_those_that_this_process_may_run_on(machine, monkeypatch):
         ({"memory.max": "max\n", "memory.current": f"{GI}\n"}, 512, 500),
         ({"memory.max": f"{8 * GI}\n", "memory.current": f"{3 * GI}\n"}, 8, 5),
         ({"memory.max": f"{8 * GI}\n", "memory.current": f"{3 * GI}\n", "memory.stat": f"inactive_file {GI}\n"}, 8, 6),
+        (
+            {
+                "memory.max": f"{8 * GI}\n",
+                "memory.current": f"{6 * GI}\n",
+                "memory.stat": f"anon {GI}\ninactive_file {GI}\nactive_file {2 * GI}\n",
+            },
+            8,
+            5,
+        ),
         ({"memory.max": f"{2 * GI}\n", "memory.current": f"{3 * GI}\n"}, 2, 0),
+        ({"memory.max": "max\n", "memory.high": f"{4 * GI}\n", "memory.current": f"{GI}\n"}, 4, 3),
+        ({"memory.max": f"{8 * GI}\n", "memory.high": f"{4 * GI}\n", "memory.current": f"{GI}\n"}, 4, 3),
+        ({"memory.max": f"{2 * GI}\n", "memory.high": f"{4 * GI}\n", "memory.current": f"{GI}\n"}, 2, 1),
     ],
-    ids=["none", "no limit", "a limit", "files that can go", "over it"],
+    ids=[
+        "none",
+        "no limit",
+        "a limit",
+        "files that can go",
+        "files in use that can go",
+        "over it",
+        "high alone",
+        "high below max",
+        "max below high",
+    ],
 )
 def test_memory_is_what_the_limit_leaves(machine, files, total, available):
     root = machine({"proc/self/cgroup": V2} | {SET + "pod/engine/" + name: text for name, text in files.items()})
@@ -110,6 +161,8 @@ def test_memory_of_v1_has_no_limit_where_the_kernel_writes_its_largest_number(ma
     files["memory.limit_in_bytes"] = f"{4 * GI}\n"
     root = machine({SET + "memory/docker/1234/" + name: text for name, text in files.items()})
     assert host.available_bytes(root) == GI
+    root = machine({SET + "memory/docker/1234/memory.stat": f"total_inactive_file {GI}\ntotal_active_file {GI}\n"})
+    assert host.available_bytes(root) == 3 * GI
 
 
 @pytest.fixture

@@ -38,6 +38,24 @@ def test_split_is_consecutive_complete_and_even_to_one(total, parts):
     assert lengths[0] - lengths[-1] <= 1
 
 
+def test_what_a_rank_owns_costs_the_same_however_many_ranks_there_are(monkeypatch):
+    cut = []
+
+    def counted(total, parts):
+        cut.append(parts)
+        return split(total, parts)
+
+    monkeypatch.setattr("longhelix.layout.split", counted)
+    heads = HeadShape(16, 4)
+    for layout in (Layout(kvp=10_000), Layout(kvp=5000, tpa=2, tpf=50, ep=200), Layout(kvp=1000, tpa=8)):
+        for rank in (0, layout.num_ranks - 1):
+            for owned in (layout.kv_heads, layout.query_heads, layout.output_heads):
+                assert len(owned(heads, rank)) <= 16
+            for owned in (layout.ffn_columns, layout.expert_columns, layout.experts, layout.vocabulary):
+                assert len(owned(5000, rank)) <= 5000
+    assert set(cut) <= {heads.num_kv_heads}
+
+
 def test_the_designs_example_gives_uneven_heads():
     layout, heads = Layout(kvp=2, tpa=2), HeadShape(9, 3)
     assert [len(layout.query_heads(heads, rank)) for rank in range(2)] == [6, 3]

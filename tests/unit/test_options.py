@@ -1,16 +1,21 @@
 """The engine's options, from Python: resolved or refused in a sentence, whatever they are."""
 
+import math
 import warnings
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anything import VALUES
 from longhelix import LLM, UserError
+from longhelix.engine import host, pool_size
 from longhelix.engine.config import resolve
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.rope import inverse_frequencies
+from longhelix.spec import RopeSpec
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +69,64 @@ def test_options_of_a_wrong_type_are_refused_in_words(options, words):
     assert words in str(refused.value)
 
 
+YARN, HALVES = {"rope_type": "yarn", "factor": 2}, [1.0] * 32
+LONGROPE = {"rope_type": "longrope", "factor": 8, "short_factor": HALVES, "long_factor": HALVES}
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        (YARN | {"rope_theta": 1}, "rope_theta in the model's settings is 1.0: set it to a number above 1"),
+        ({"rope_type": "default", "rope_theta": 1e-300}, "set it to a number above 1"),
+        (YARN | {"beta_fast": 1e308}, "beta_fast in the model's settings is 1e+308: set it to a number from 0.001"),
+        (YARN | {"beta_slow": 1e-308}, "beta_slow in the model's settings is 1e-308"),
+        (YARN | {"original_max_position_embeddings": 0.5}, "is 0.5: set it to a whole number from 1 to"),
+        (YARN | {"original_max_position_embeddings": 1e300}, "is 1e+300: set it to a whole number from 1 to"),
+        (YARN | {"original_max_position_embeddings": 10**300}, "set it to a whole number from 1 to"),
+        (YARN | {"attention_factor": 1e300}, "attention_factor in the model's settings is 1e+300"),
+        (YARN | {"mscale": 1e300, "mscale_all_dim": 1}, "mscale in the model's settings is 1e+300"),
+        (YARN | {"truncate": "no"}, "truncate in the model's settings is 'no': set it to True or False"),
+        ({"rope_type": "linear", "factor": 1e-300}, "factor in the model's settings is 1e-300"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "is 1: set it to a whole number from 2 to"),
+        (
+            LONGROPE | {"long_factor": [*HALVES[1:], 1e-300]},
+            "a number of long_factor is 1e-300: set it to one of 32 numbers of 0.001 or more",
+        ),
+        (LONGROPE | {"long_factor": [*HALVES[1:], 10**400]}, "a number of long_factor is"),
+        (LONGROPE | {"short_factor": 1}, "short_factor is 1: set it to a list of 32 numbers"),
+        ({"rope_type": "dynamic", "factor": 1e6, "rope_theta": 1e308}, "the rope settings give no frequencies"),
+    ],
+)
+def test_rope_settings_that_give_no_frequencies_are_refused_in_words(rope, words):
+    with pytest.raises(UserError) as refused, warnings.catch_warnings(action="ignore"):
+        resolve(CHECKPOINT, **SOUND | {"rope_scaling": rope, "max_model_len": 100_000})
+    assert words in str(refused.value)
+    assert_sentence(refused.value)
+
+
+ODD = st.sampled_from([0.001, 0.5, 1, 1.0000000000000002, 2, 1e6, 1e308, 2**53])
+EVERY_ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])},
+    optional={"short_factor": st.just(HALVES), "long_factor": st.just(HALVES), "truncate": st.booleans()}
+    | dict.fromkeys([*ROPE_KEYS[2:4], *ROPE_KEYS[5:-1], "low_freq_factor", "high_freq_factor"], ODD),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVERY_ROPE, st.sampled_from([1, 8192, 2**31 - 1]))
+def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            options = SOUND | {"rope_scaling": rope, "max_model_len": max_model_len}
+            spec = resolve(CHECKPOINT, **options).spec
+    except UserError as refused:
+        assert_sentence(refused)
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec.rope), type=RopeSpec) == spec.rope
+    for length in (1, max_model_len):
+        assert all(0 < frequency < math.inf for frequency in inverse_frequencies(spec.rope, 64, length))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -76,3 +139,40 @@ def test_an_engine_of_nonsense_is_refused_before_anything_starts(arguments, word
     with pytest.raises(UserError) as refused:
         LLM(**arguments)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("cores", "most"), [(2, 64), (96, 384)])
+def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for_each(monkeypatch, cores, most):
+    declared = []
+
+    def declare(spec, layout, rank):
+        declared.append(rank)
+        return ()
+
+    monkeypatch.setattr(host, "cores", lambda: cores)
+    monkeypatch.setattr(pool_size, "declare", declare)
+    with pytest.raises(UserError, match=f"10000 ranks, .* {cores} cores .* at most {most} ranks"):
+        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=10_000)})
+    assert declared == []
+    with warnings.catch_warnings(action="ignore"):
+        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=most)})
+    assert declared == list(range(most))
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "available_bytes", "words"),
+    [
+        (16, 2**20, "the weights take "),
+        (2**31 - 1, 2**30, "tokens of KV cache, and not one block of 2147483647: set --block-tokens to at most "),
+    ],
+)
+def test_what_leaves_no_room_for_a_block_is_named(monkeypatch, block_tokens, available_bytes, words):
+    monkeypatch.setattr(host, "available_bytes", lambda: available_bytes)
+    options = SOUND | {"kv_cache_tokens": None}
+    with pytest.raises(UserError) as refused:
+        resolve(CHECKPOINT, **options | {"block_tokens": block_tokens})
+    assert words in str(refused.value)
+    if "at most" in words:
+        most = int(str(refused.value).split("at most ")[1].split(",")[0])
+        with warnings.catch_warnings(action="ignore"):
+            assert resolve(CHECKPOINT, **options | {"block_tokens": most}).scheduler.num_blocks == 1

@@ -9,11 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from cyclopts import Token
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anything import VALUES
 from longhelix import Layout, SamplingParams, UserError
+from longhelix.cli.values import size
 from longhelix.engine.prompt import as_prompts, token_ids
 from longhelix.scheduler.scheduler import SchedulerConfig
 
@@ -148,3 +150,27 @@ def test_what_is_no_prompt_is_refused_in_words(prompt, words):
     with pytest.raises(UserError) as refused:
         token_ids(prompt, 10, 50)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4096", 4096),
+        ("128k", 128_000),
+        ("64Ki", 65_536),
+        ("1.5M", 1_500_000),
+        ("0.5Ki", 512),
+        ("0", 0),
+        ("9007199254740993", 2**53 + 1),
+        ("9007199254740.993k", 2**53 + 1),
+        ("8589934593Gi", 8589934593 * 2**30),
+    ],
+)
+def test_a_size_is_exact(text, number):
+    assert size(int, (Token(value=text),)) == number
+
+
+@pytest.mark.parametrize("text", ["8x", "1.5", "2i", "0.3Ki", "", "-1", "9" * 400, "9" * 400 + "Gi", "9" * 5000])
+def test_what_is_no_size_is_said(text):
+    with pytest.raises(ValueError, match="is no size: give a whole number"):
+        size(int, (Token(value=text),))

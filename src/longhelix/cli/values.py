@@ -1,6 +1,7 @@
 """Values with units on the command line: sizes, times, layouts."""
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
@@ -15,9 +16,10 @@ _TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 def size(type_: Any, tokens: tuple[Token, ...]) -> int:
     """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary."""
     text = tokens[0].value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?i?)", text)
-    number = float(match[1]) * _SIZE_UNITS.get(match[2].lower(), 0.5) if match else 0.5
-    if number != int(number):
+    # Exact, which floats are not above 2**53; more digits than these are no size that anything here could have.
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)((?:[kKmMgG]i?)?)", text)
+    number = Fraction(match[1]) * _SIZE_UNITS[match[2].lower()] if match else None
+    if number is None or number.denominator != 1:
         raise ValueError(f'"{text}" is no size: give a whole number such as 4096, 128k or 64Ki')
     return int(number)
 

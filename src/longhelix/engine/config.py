@@ -1,5 +1,6 @@
 """The engine's configuration: composed from what the user said, checked against the model, resolved once."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from longhelix.kv.placement import PLACEMENTS
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
+from longhelix.models.rope import inverse_frequencies
 from longhelix.perf.setting import Setting
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.request import MOST_TOKENS
@@ -24,6 +26,10 @@ from longhelix.values import flag, refused, shown, whole
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
 ATTENTIONS = ("own", "flashinfer")
+
+# Ranks that wait for each other at every exchange take turns on the cores that they share.
+_RANKS_PER_CORE = 4
+_FEW_RANKS = 64  # may run anywhere, to see that they do
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ def resolve(
     kv_dtype = _known("kv_dtype", dtype if kv_dtype is None else kv_dtype, KV_DTYPES)
     placement = _known("placement", placement, (*PLACEMENTS, "auto"))
     max_model_len = _max_model_len(spec, max_model_len)
+    _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
     device = _known("device", device, DEVICES)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
@@ -136,8 +143,8 @@ def resolve(
             stacklevel=2,
         )
     cores = host.cores()
-    if layout.world_size > cores and device == "cpu":
-        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=2)
+    if device == "cpu":
+        _check_cores(layout, cores)
     system = machine(device)
     if placement == "auto" and kvp_threshold_tokens is None:
         setting = Setting(spec, system, weight_dtype, kv_dtype)
@@ -235,6 +242,19 @@ def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dt
     return device
 
 
+def _check_cores(layout: Layout, cores: int) -> None:
+    """Before anything is computed for every rank."""
+    most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
+    if layout.world_size > most:
+        raise UserError(
+            f"the layout has {layout.world_size} ranks, each of which is a process, and {cores} cores would hardly get "
+            f"on with more than {most}: choose a layout of at most {most} ranks",
+            "invalid_layout",
+        )
+    if layout.world_size > cores:
+        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
+
+
 def _execution(spec: ModelSpec, asked: str, device: str, trace: bool) -> str:
     """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it; and
     a trace sees layers that run op by op."""
@@ -265,6 +285,24 @@ def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
             stacklevel=3,
         )
     return max_model_len
+
+
+def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
+    """Settings that are sound one by one may still give no frequencies together. Those of dynamic and longrope follow
+    from the length, and are all between the shortest's and the longest's."""
+    try:
+        frequencies = [
+            frequency
+            for length in (1, max_model_len)
+            for frequency in inverse_frequencies(spec.rope, spec.rotated_size, length)
+        ]
+    except (ArithmeticError, ValueError):
+        frequencies = []
+    if not frequencies or not all(0 < frequency < math.inf for frequency in frequencies):
+        raise UserError(
+            f"the rope settings give no frequencies for heads of {spec.rotated_size} channels that are finite and "
+            "above 0: leave rope_scaling out, or set it to what the model was made for"
+        )
 
 
 def _check_layout(spec: ModelSpec, layout: Layout) -> None:

@@ -126,6 +126,7 @@ class GraphedLayers:
         self._mesh = mesh
         self._planner = planner
         self._capture = capture or _CudaCapture()
+        # Of all ranks alike, since they use the same: the one used last comes last, and the first goes first.
         self._graphs: dict[Bucket, _Graph] = {}
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
@@ -133,21 +134,22 @@ class GraphedLayers:
         if batch.holders is not None:
             return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
-        graph = self._graphs.get(bucket)
+        graph = self._graphs.pop(bucket, None)
         if graph is None:
-            graph = self._graphs[bucket] = self._new_graph(bucket, hidden_TH, batch)
+            graph = self._new_graph(bucket, hidden_TH, batch)
         else:
             self._fill(graph.inputs, hidden_TH, batch)
             for group, traffic in zip(self._mesh.groups, graph.traffic, strict=True):
                 group.count(traffic)
+        self._graphs[bucket] = graph
         graph.replay()
         return graph.result_TH[: len(hidden_TH)]
 
     def _new_graph(self, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> _Graph:
         if len(self._graphs) == _MOST_GRAPHS:
-            oldest = self._graphs.pop(next(iter(self._graphs)))
+            unused = self._graphs.pop(next(iter(self._graphs)))
             if self._planner is not None:
-                self._planner.forget(oldest.inputs.batch.limits_t)
+                self._planner.forget(unused.inputs.batch.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         traffic: list[Traffic] = []

@@ -1,6 +1,6 @@
 """What of this host's cores and memory this process may use: containers are given less than the host has.
 
-Sources: cpuset by sched_getaffinity(2); cpu.max and memory.max of cgroup v2, cpu.cfs_quota_us and
+Sources: cpuset by sched_getaffinity(2); cpu.max, memory.max and memory.high of cgroup v2, cpu.cfs_quota_us and
 memory.limit_in_bytes of v1 (the kernel's admin-guide/cgroup-v2.rst and cgroup-v1). A limit holds for a group and all
 groups in it, so the way up to the root counts.
 """
@@ -45,33 +45,49 @@ def _quotas(root: Path) -> Iterator[float]:
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Of each group that this process is in and that is limited: bytes that it may have, and those that it has. Files
-    that were only read do not count: they go when memory is wanted."""
+    that were only read do not count, as in the host's number: they go when memory is wanted."""
     names = (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ("", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+        (
+            "memory",
+            ("memory.limit_in_bytes",),
+            "memory.usage_in_bytes",
+            ("total_inactive_file", "total_active_file"),
+        ),
     )
-    for controller, limit_name, used_name, file_name in names:
+    for controller, limit_names, used_name, file_names in names:
         for group in _groups(root, controller):
-            limit, used = _number(group / limit_name), _number(group / used_name)
-            if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
-                yield limit, used - _statistic(group, file_name)
+            limits = [limit for name in limit_names if (limit := _number(group / name)) is not None]
+            limit, used = min(limits, default=_NO_LIMIT_BYTES), _number(group / used_name)
+            if used is not None and limit < _NO_LIMIT_BYTES:
+                yield limit, max(used - _statistic(group, file_names), 0)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """The group of this process and all above it; `controller` is empty for v2."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / (controllers if controller else "")
-            mount = mount if mount.is_dir() else mount.parent / controller
+    for line in _read(root / "proc/self/cgroup").split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        names = controllers.split(",")
+        if colon and controller in names:
             below = Path(path.lstrip("/"))
-            # In a container the path may be the host's, of which only the mount, its own group, can be seen.
-            yield from (mount / group for group in (below, *below.parents) if (mount / group).is_dir())
+            for mount in _mounts(root / "sys/fs/cgroup", names):
+                # In a container the path may be the host's, of which only the mount, its own group, can be seen.
+                yield from (mount / group for group in (below, *below.parents) if (mount / group).is_dir())
 
 
-def _statistic(group: Path, name: str) -> int:
+def _mounts(folder: Path, names: list[str]) -> Iterator[Path]:
+    """Where controllers that share a mount may be found. Its name has all of them, in an order of its own, or one."""
+    if names == [""]:
+        yield folder
+    elif folder.is_dir():
+        yield from (mount for mount in folder.iterdir() if not set(names).isdisjoint(mount.name.split(",")))
+
+
+def _statistic(group: Path, names: tuple[str, ...]) -> int:
+    """The sum of some of a group's numbers."""
     lines = (line.split() for line in _read(group / "memory.stat").splitlines())
-    return next((int(value) for key, value in lines if key == name), 0)
+    return sum(int(value) for key, value in lines if key in names)
 
 
 def _number(path: Path) -> int | None:
@@ -80,7 +96,8 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
+    """A file's text, with paths in it as Python names them; empty if there is none."""
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())
     except OSError:
         return ""

@@ -37,16 +37,21 @@ def affordable_blocks(
     """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
     elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
     held_bytes = weight_bytes(elements, weight_dtype)
-    block_bytes = block_tokens * sum(kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
-    free_bytes = memory_bytes - held_bytes
-    affordable = int(free_bytes * _POOL_SHARE) // block_bytes
-    if affordable < 1:
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
+    affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
+    if affordable_tokens < 1:
         raise UserError(
             f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
             "free some, or use a smaller model or dtype",
             "out_of_memory",
         )
-    return affordable
+    if affordable_tokens < block_tokens:
+        raise UserError(
+            f"what memory is free beside the weights holds {affordable_tokens} tokens of KV cache, and not one block "
+            f"of {block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some",
+            "out_of_memory",
+        )
+    return affordable_tokens // block_tokens
 
 
 def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:

@@ -30,7 +30,7 @@ class TapedLayers:
 
     def __init__(self, layers: Callable[[Tensor, Batch], Tensor]) -> None:
         self._layers = layers
-        self._tapes: dict[tuple[int, ...], _Recorded] = {}
+        self._tapes: dict[tuple[int, ...], _Recorded] = {}  # the one used last comes last
         self._possible = True
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
@@ -38,9 +38,10 @@ class TapedLayers:
         if not self._possible or not batch.decodes:
             return self._layers(hidden_TH, batch)
         key = (len(hidden_TH), *(() if batch.holders is None else batch.holders.counts))
-        recorded = self._tapes.get(key)
+        recorded = self._tapes.pop(key, None)
         if recorded is None:
             return self._record(key, hidden_TH, batch)
+        self._tapes[key] = recorded
         recorded.hidden_TH.copy_(hidden_TH)
         for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
             own.copy_(given)

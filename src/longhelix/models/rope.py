@@ -1,10 +1,12 @@
 """Rotary position embedding, with angles that stay right at positions of many millions."""
 
 import math
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from longhelix.spec import RopeSpec
+
+if TYPE_CHECKING:  # the engine's configuration asks for frequencies before torch is loaded
+    from torch import Tensor
 
 
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
@@ -61,7 +63,7 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
     return [1 - min(max((pair - low) / width, 0.0), 1.0) for pair in range(head_size // 2)]
 
 
-def rotation(positions_T: Tensor, frequencies_TR: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: float) -> "tuple[Tensor, Tensor]":
     """Cos and sin of every row's angles, float32 (R = C/2 pairs); positions int64, frequencies float64.
 
     float64 angles: at position 16,000,000 a float32 angle would be off by half a radian.

@@ -7,7 +7,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.config import positive
-from longhelix.values import shown
+from longhelix.values import flag, real, refused, shown, whole
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_KEYS = {
@@ -15,6 +15,10 @@ _ROPE_KEYS = {
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
 }  # fmt: skip
+# No model's are near these; far beyond them cos and sin are no numbers.
+_LEAST, _MOST = 1e-3, 1e6
+_MOST_POSITIONS = 2**53  # above, floats skip whole numbers
+
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -61,38 +65,61 @@ class RopeSpec:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
         if positive(rope, "partial_rotary_factor", 1.0) != 1:
             raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
-        original = int(positive(rope, "original_max_position_embeddings", max_positions))
-        factor = positive(rope, "factor", max_positions / original)
-        low, high = positive(rope, "low_freq_factor", 1.0), positive(rope, "high_freq_factor", 1.0)
+        original = rope.get("original_max_position_embeddings")
+        original = whole(
+            "original_max_position_embeddings in the model's settings",
+            max_positions if original is None else original,
+            least=2 if kind == "longrope" else 1,  # longrope divides by its logarithm
+            most=_MOST_POSITIONS,
+        )
+        theta = positive(rope, "rope_theta", 10_000.0)
+        if theta <= 1:
+            raise refused("rope_theta in the model's settings", theta, "a number above 1")
+        factor = _moderate(rope, "factor", max_positions / original)
+        low, high = _moderate(rope, "low_freq_factor", 1.0), _moderate(rope, "high_freq_factor", 1.0)
         if kind == "llama3" and low >= high:
             raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
+        truncate = rope.get("truncate")
         return cls(
             kind=kind,
-            theta=positive(rope, "rope_theta", 10_000.0),
+            theta=theta,
             factor=factor,
             original_max_positions=max_positions if kind == "dynamic" else original,
             attention_factor=_attention_factor(kind, rope, factor, original),
             low_freq_factor=low,
             high_freq_factor=high,
-            beta_fast=positive(rope, "beta_fast", 32.0),
-            beta_slow=positive(rope, "beta_slow", 1.0),
-            truncate=bool(rope.get("truncate", True)),
+            beta_fast=_moderate(rope, "beta_fast", 32.0),
+            beta_slow=_moderate(rope, "beta_slow", 1.0),
+            truncate=flag("truncate in the model's settings", True if truncate is None else truncate),
             short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
             long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
         )
 
 
+def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:
+    """A number that scales something; absent and null mean the default."""
+    value = rope.get(key)
+    return real(
+        f"{key} in the model's settings",
+        default if value is None else value,
+        lambda number: _LEAST <= number <= _MOST,
+        f"a number from {_LEAST} to {_MOST:.0f}",
+    )
+
+
 def frequency_divisors(rope: Mapping[str, Any], key: str, head_size: int) -> tuple[float, ...]:
-    values = tuple(rope[key]) if isinstance(rope[key], (list, tuple)) else ()
-    if len(values) != head_size // 2 or not all(isinstance(value, (int, float)) and value > 0 for value in values):
-        raise UserError(f"{key} must be a list of {head_size // 2} numbers above 0, half the head size {head_size}")
-    return tuple(float(value) for value in values)
+    values = rope[key] if isinstance(rope[key], (list, tuple)) else ()
+    allowed = f"{head_size // 2} numbers of {_LEAST} or more, half the head size {head_size}"
+    if len(values) != head_size // 2:
+        raise refused(key, rope[key], f"a list of {allowed}")
+    name, allowed = f"a number of {key}", f"one of {allowed}"
+    return tuple(real(name, value, lambda number: _LEAST <= number < math.inf, allowed) for value in values)
 
 
 def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, original: int) -> float:
     """Yarn: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22); longrope: sqrt(1 + ln factor / ln original)."""
     if rope.get("attention_factor") is not None and kind in ("yarn", "longrope"):
-        return positive(rope, "attention_factor", 1.0)
+        return _moderate(rope, "attention_factor", 1.0)
     if factor <= 1 or kind not in ("yarn", "longrope"):
         return 1.0
     if kind == "longrope":
@@ -102,5 +129,5 @@ def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, origina
         return 0.1 * weight * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(positive(rope, "mscale", 1.0)) / mscale(positive(rope, "mscale_all_dim", 1.0))
+        return mscale(_moderate(rope, "mscale", 1.0)) / mscale(_moderate(rope, "mscale_all_dim", 1.0))
     return mscale(1.0)
