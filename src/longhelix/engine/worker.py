@@ -151,7 +151,7 @@ class _Heart:
         """Until the parent is gone: then the process ends, so that no rank is left an orphan."""
         socket = WorkerSocket(directory, rank, role="heartbeat")
         while os.getppid() == parent:
-            socket.send(Alive(self.progress()))
+            socket.offer(Alive(self.progress()))
             time.sleep(HEARTBEAT_S)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
