@@ -427,6 +427,21 @@ def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
     assert_nothing_left(process_ids, directory)
 
 
+@pytest.fixture
+def one_rank_without_packed_kernels(tmp_path, monkeypatch):
+    program = """
+from longhelix.engine.runner import ModelRunner
+ModelRunner.packed = property(lambda runner: runner.mesh.rank != 1)
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_one_rank_with_reference_kernels_gives_all_ranks_more_time(one_rank_without_packed_kernels, oracle):
+    with LLM(str(oracle.path), Layout(kvp=2)) as llm:
+        assert not llm._pool._watchdog._packed
+
+
 def test_ranks_listen_on_loopback_alone(llm):
     addresses = {
         connection.laddr.ip

@@ -75,11 +75,12 @@ class WorkerPool:
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)
-            overlaps = self._await_ready(config, on_loaded, on_warmed)
+            ready = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self._parts = Parts(config, overlaps)
+        self._watchdog.ready(all(rank.packed for rank in ready))
+        self._parts = Parts(config, all(rank.overlaps for rank in ready))
         self._lengths = Lengths()
 
     @property
@@ -172,9 +173,9 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> bool:
-        """Whether what all ranks exchange travels while they compute."""
-        ready: dict[int, bool] = {}
+    ) -> list[Ready]:
+        """What the ranks say of themselves once all of them take steps."""
+        ready: dict[int, Ready] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             match message:
@@ -184,10 +185,10 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready(overlaps):
-                    ready[rank] = overlaps
+                case Ready():
+                    ready[rank] = message
                     self._patience_s[rank] = SILENCE_S
-        return all(ready.values())
+        return list(ready.values())
 
     def _receive(self) -> tuple[int, ToEngine]:
         """The next message; raises the error that names the first rank to fail, and why."""

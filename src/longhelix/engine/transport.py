@@ -66,9 +66,11 @@ class Warmed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps. `overlaps`: what I exchange travels while I compute."""
+    """Worker: I take steps. `overlaps`: what I exchange travels while I compute. `packed`: my pool and all my products
+    are, or lie on a GPU, so that none of my kernels is a reference."""
 
     overlaps: bool
+    packed: bool
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

@@ -4,7 +4,6 @@ other forever."""
 from dataclasses import dataclass
 
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.devices import has_native_kernels
 from longhelix.errors import EngineError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
@@ -19,19 +18,21 @@ _REFERENCE_FACTOR = 100.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the step that it runs (0: none), collectives that it has begun, and the one that it is in."""
+    """How far a rank is: the step that it runs (0: none), collectives that it has begun, the one that it is in, and
+    layers that it has begun op by op: those of tapes and graphs are not seen, and ranks differ in them."""
 
     step_id: int = 0
     collectives: int = 0
     collective: str = ""
+    layers: int = 0
 
 
 class Watchdog:
     """Follows the steps in flight and what ranks say of themselves.
 
-    A step stands still when no rank has got on, by one collective or by its end, for FACTOR times the seconds that the
-    cost model predicts for the whole step, plus GRACE_S. Time counts only while the engine listens. The prediction is
-    made when it is needed, which is hardly ever.
+    A step stands still when no rank has got on, by one collective, one layer or its end, for FACTOR times the seconds
+    that the cost model predicts for the whole step, plus GRACE_S. The prediction is made when it is needed, which is
+    hardly ever. Time counts only while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -39,6 +40,11 @@ class Watchdog:
         self._in_flight: dict[int, Work] = {}
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
         self._still_s = 0.0
+        self._packed = True
+
+    def ready(self, packed: bool) -> None:
+        """All ranks take steps; `packed`: none of them runs reference kernels."""
+        self._packed = packed
 
     def submitted(self, step_id: int, work: Work) -> None:
         self._in_flight[step_id] = work
@@ -68,7 +74,7 @@ class Watchdog:
         config = self._config
         setting = Setting(config.spec, config.system, config.weight_dtype, config.kv_dtype)
         predicted_s = float(step_seconds(setting, Layouts.of([config.layout]), self._in_flight[step_id])[0])
-        if config.device == "cpu" and not has_native_kernels():
+        if not self._packed:
             predicted_s *= _REFERENCE_FACTOR
         compiles = config.execution == "compiled" or config.device == "cuda"
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if compiles else 0.0)

@@ -84,7 +84,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
         case _:
             return
     heart.progress = runner.progress
-    socket.send(Ready(runner.mesh.kvp.overlaps))
+    socket.send(Ready(runner.mesh.kvp.overlaps, runner.packed))
     while True:
         match socket.receive():
             case Run(step):
