@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from longhelix.engine import watchdog as watchdog_module
 from longhelix.engine.config import resolve
 from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner
@@ -105,6 +106,28 @@ def test_it_names_the_rank_that_holds_the_others_up(config, progress, done, word
     for rank, one in enumerate(progress):
         watchdog.heard(rank, one)
     assert words in silent_s(watchdog, done)[1]
+
+
+def test_a_start_that_stands_is_ended_and_one_that_gets_on_is_not(config, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "START_S", 30.0)
+    watchdog = Watchdog(config)
+    for turn in range(10):  # warm-up steps
+        watchdog.heard(0, Progress(turn, turn))
+        watchdog.waited(20.0)
+        watchdog.check_start({1})
+    watchdog.waited(20.0)
+    with pytest.raises(EngineError, match=r"^rank 0 stands still while it starts, .* after 9 .*; rank 1 takes steps$"):
+        watchdog.check_start({1})
+
+
+def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
+    watchdog = Watchdog(config)
+    watchdog.submitted(7, LONG_CHUNK)
+    watchdog.waited(20.0)
+    watchdog.check_answer({1})
+    watchdog.finished(7)
+    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 20.0 s, and 5.0 s .*; rank 1 is outside of"):
+        watchdog.check_answer({1})
 
 
 def test_compilers_and_reference_kernels_have_more_time(config):
