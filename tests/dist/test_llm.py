@@ -12,19 +12,28 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
-from oracle import FAMILIES, make_oracle, save_tokenizer_files
+import zmq
+from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
+from longhelix.engine import launch, watchdog
+from longhelix.engine.transport import Alive
+from longhelix.engine.watchdog import Progress
 from longhelix.request import SequenceWork, Step
 
 pytestmark = pytest.mark.dist
 
 PROMPT = list(range(1, 38))
 BLOCK_TOKENS = 16
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +59,7 @@ def test_tokens_equal_transformers_through_processes(llm, oracle):
     assert [result.token_ids for result in results] == oracle.tokens
 
 
-@pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
-)
+@needs_compiler
 def test_compiled_layers_warm_up_and_give_the_same_tokens(oracle):
     shares = []
     with LLM(str(oracle.path), chunk_tokens=16, execution="compiled", on_warm_up=shares.append) as compiled:
@@ -473,6 +480,70 @@ def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
     assert_nothing_left(process_ids, directory)
 
 
+STANDS = """
+import time
+from longhelix.engine import rank, runner
+{name} = {owner}.{name}
+def stand(first, *arguments):
+    if {rank} == 1:
+        time.sleep(600)
+    return {name}(first, *arguments)
+{owner}.{name} = stand
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "rank", "execution"),
+    [
+        pytest.param("rank", "load_model", "arguments[0].rank", "recorded", id="load"),
+        pytest.param(
+            "runner.ModelRunner", "forward", "first.mesh.rank", "compiled", id="warm-up", marks=needs_compiler
+        ),
+    ],
+)
+def test_ranks_that_stand_still_while_they_start_end_the_engine(
+    oracle, tmp_path, monkeypatch, owner, name, rank, execution
+):
+    (tmp_path / "sitecustomize.py").write_text(STANDS.format(owner=owner, name=name, rank=rank))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(watchdog, "START_S", 10.0)
+    place = "" if name == "load_model" else r".*; rank 0 is in "
+    with pytest.raises(EngineError, match=rf"rank 1 stands still while it starts, outside of collectives{place}"):
+        LLM(str(oracle.path), Layout(kvp=2), execution=execution)
+
+
+def test_ranks_that_do_not_say_what_their_experts_had_end_the_engine(tmp_path, tmp_path_factory, monkeypatch):
+    program = """
+import time
+from longhelix.models.decoder import Decoder
+Decoder.expert_rows = lambda model: time.sleep(600)
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mixtral = make_oracle(WITH_EXPERTS["mixtral"], tmp_path_factory.mktemp("mixtral"))
+    save_tokenizer_files(mixtral.path)
+    llm = LLM(str(mixtral.path))
+    process_ids, directory = children_and_sockets(llm)
+    with pytest.raises(EngineError, match=r"ranks \[0\] do not answer"):
+        llm.expert_load()
+    assert_nothing_left(process_ids, directory)
+
+
+@pytest.fixture
+def one_rank_without_packed_kernels(tmp_path, monkeypatch):
+    program = """
+from longhelix.engine.runner import ModelRunner
+ModelRunner.packed = property(lambda runner: runner.mesh.rank != 1)
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_one_rank_with_reference_kernels_gives_all_ranks_more_time(one_rank_without_packed_kernels, oracle):
+    with LLM(str(oracle.path), Layout(kvp=2)) as llm:
+        assert not llm._pool._watchdog._packed
+
+
 def test_ranks_listen_on_loopback_alone(llm):
     addresses = {
         connection.laddr.ip
@@ -499,6 +570,52 @@ def test_closing_ends_every_process_and_may_be_repeated(oracle):
     llm.close()
     llm.close()
     assert_nothing_left(process_ids, directory)
+
+
+@pytest.mark.parametrize("fault", ["interrupt", "send"])
+def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fault):
+    """Ranks that do not end by themselves, and a second Ctrl-C in the wait for them; or nothing can be sent."""
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    process_ids, directory = children_and_sockets(llm)
+    if fault == "send":
+        monkeypatch.setattr(llm._pool._socket, "send", Mock(side_effect=zmq.ZMQError))
+        llm.close()
+    else:
+        monkeypatch.setattr(llm._pool._socket, "send", Mock())
+        monkeypatch.setattr(launch.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+        monkeypatch.undo()
+    llm.close()
+    assert_nothing_left(process_ids, directory)
+
+
+def test_closing_interrupted_while_it_reaps_may_be_repeated(oracle, monkeypatch):
+    llm = LLM(str(oracle.path))
+    process_ids, directory = children_and_sockets(llm)
+    monkeypatch.setattr(subprocess.Popen, "wait", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    monkeypatch.undo()
+    llm.close()
+    assert_nothing_left(process_ids, directory)
+
+
+def test_a_rank_that_dies_among_signs_of_life_is_noticed(oracle, monkeypatch):
+    """Of so many ranks that there is always one: the engine is never left without a message."""
+    llm = LLM(str(oracle.path), Layout(kvp=2))
+    alive = llm._pool._socket.receive
+
+    def receive(timeout_s):
+        time.sleep(0.01)
+        return alive(0) or (0, Alive(Progress()))
+
+    monkeypatch.setattr(llm._pool._socket, "receive", receive)
+    llm.add(PROMPT, SamplingParams(max_new_tokens=80))
+    llm.step()
+    os.kill(llm.process_ids[1], signals.SIGKILL)
+    with pytest.raises(EngineError, match=r"rank 1 .* was ended by SIGKILL"):
+        run_all(llm)
 
 
 def test_an_engine_that_nobody_holds_ends_at_once(oracle, tmp_path):

@@ -6,11 +6,17 @@ import pytest
 
 from longhelix.engine import watchdog as watchdog_module
 from longhelix.engine.config import resolve
+from longhelix.engine.rank import load_model, new_pool
+from longhelix.engine.runner import ModelRunner
 from longhelix.engine.watchdog import Progress, Watchdog
 from longhelix.errors import EngineError
+from longhelix.kernels import native
+from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
+from longhelix.parallel.mesh import Mesh
 from longhelix.perf.work import Work
+from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
 
 pytestmark = pytest.mark.unit
 
@@ -19,15 +25,20 @@ DECODE, LONG_CHUNK = Work.decode(1, 100), Work.chunk(512, 1_000_000)
 
 @pytest.fixture(scope="module")
 def config():
+    return resolved(Layout(kvp=2), block_tokens=16)
+
+
+def resolved(layout, block_tokens):
     return resolve(
-        open_checkpoint("builtin"), Layout(kvp=2), dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
-        rope_scaling=None, kv_cache_tokens=1024, chunk_tokens=512, block_tokens=16, placement="striped",
+        open_checkpoint("builtin"), layout, dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
+        rope_scaling=None, kv_cache_tokens=1024, chunk_tokens=512, block_tokens=block_tokens, placement="striped",
         growth_limit_tokens=4096, device="cpu",
     )  # fmt: skip
 
 
-def started(config, work=DECODE):
+def started(config, work=DECODE, packed=True):
     watchdog = Watchdog(config)
+    watchdog.ready(packed)
     watchdog.submitted(7, work)
     return watchdog
 
@@ -51,17 +62,20 @@ def test_the_limit_follows_the_steps_prediction(config):
 
 
 def test_what_gets_on_is_left_alone(config):
-    """For a minute, each rank once in four seconds: by its collectives, its end, or any other message."""
+    """For a minute and more, once in two seconds: by collectives, layers, an end, or any other message."""
     watchdog = started(config)
     for turn in range(15):
         watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce"))
+        watchdog.waited(2.0)
+        watchdog.check(7, set())
+        watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce", layers=turn))
         watchdog.waited(2.0)
         watchdog.check(7, set())
         watchdog.got_on()
         watchdog.waited(2.0)
         watchdog.check(7, set())
     # Signs of life that say the same again are none.
-    watchdog.heard(0, Progress(7, 15, "all-reduce"))
+    watchdog.heard(0, Progress(7, 15, "all-reduce", layers=14))
     assert silent_s(watchdog)[0] < 5
 
 
@@ -94,10 +108,51 @@ def test_it_names_the_rank_that_holds_the_others_up(config, progress, done, word
     assert words in silent_s(watchdog, done)[1]
 
 
-def test_compilers_and_reference_kernels_have_more_time(config, monkeypatch):
+def test_a_start_that_stands_is_ended_and_one_that_gets_on_is_not(config, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "START_S", 30.0)
+    watchdog = Watchdog(config)
+    for turn in range(10):  # warm-up steps
+        watchdog.heard(0, Progress(turn, turn))
+        watchdog.waited(20.0)
+        watchdog.check_start({1})
+    watchdog.waited(20.0)
+    with pytest.raises(EngineError, match=r"^rank 0 stands still while it starts, .* after 9 .*; rank 1 takes steps$"):
+        watchdog.check_start({1})
+
+
+def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
+    watchdog = Watchdog(config)
+    watchdog.submitted(7, LONG_CHUNK)
+    watchdog.waited(20.0)
+    watchdog.check_answer({1})
+    watchdog.finished(7)
+    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 20.0 s, and 5.0 s .*; rank 1 is outside of"):
+        watchdog.check_answer({1})
+
+
+def test_compilers_and_reference_kernels_have_more_time(config):
     compiled_s, _ = silent_s(started(replace(config, execution="compiled")), turn_s=5)
     assert 605 <= compiled_s < 650
     native_s, _ = silent_s(started(config, LONG_CHUNK), turn_s=100)
-    monkeypatch.setattr(watchdog_module, "has_native_kernels", lambda: False)
-    reference_s, _ = silent_s(started(config, LONG_CHUNK), turn_s=100)
+    reference_s, _ = silent_s(started(config, LONG_CHUNK, packed=False), turn_s=100)
     assert reference_s > 50 * native_s
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "packed"),
+    [(8, False), pytest.param(16, True, marks=pytest.mark.skipif(native.module is None, reason="no native kernels"))],
+)
+def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_tokens, packed):
+    """Layers that run op by op: all of a chunk, and of decode steps those that are on no tape."""
+    config = resolved(Layout(), block_tokens)
+    model = load_model(config, Mesh.build(config.layout, 0))
+    runner = ModelRunner(config.spec, model.mesh, model, new_pool(config, 0, 4))
+    new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, blocks_per_rank=(2,), spread=True)
+    chunk = SequenceWork(0, 3, (Block(0, 0),), sample=True, token_ids=bytes(12))
+    decode = SequenceWork(0, 1, (), sample=True)
+    layers = []
+    for step in Step(1, (new,), (chunk,), (), 3), Step(2, (), (decode,), (), 4), Step(3, (), (decode,), (), 5):
+        runner.execute(step)
+        layers.append(runner.progress().layers)
+    assert runner.packed == packed
+    assert layers == [config.spec.num_layers * steps for steps in ((1, 2, 2) if packed else (1, 2, 3))]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import zmq
+
 from longhelix.engine import torchrun
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.parts import Parts
@@ -66,7 +68,9 @@ class WorkerPool:
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
         self._patience_s = dict.fromkeys(self._ranks, _LOADING_SILENCE_S)
         self._consequences: dict[int, str] = {}
+        self._checked_at = 0.0
         self._closed = False
+        self._ended = False
         self._on_traced = on_traced
         self._directory = (
             torchrun.make_directory() if torchrun.is_active() else Path(tempfile.mkdtemp(prefix="longhelix-"))
@@ -75,11 +79,12 @@ class WorkerPool:
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)
-            overlaps = self._await_ready(config, on_loaded, on_warmed)
+            ready = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self._parts = Parts(config, overlaps)
+        self._watchdog.ready(all(rank.packed for rank in ready))
+        self._parts = Parts(config, all(rank.overlaps for rank in ready))
         self._lengths = Lengths()
 
     @property
@@ -132,6 +137,7 @@ class WorkerPool:
                         counted[rank] = rows
                     case rank, message:
                         self._take(rank, message)
+                self._watchdog.check_answer(set(ranks) - counted.keys())
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -146,19 +152,32 @@ class WorkerPool:
                 self._on_traced(rank, events)
 
     def close(self, grace_s: float = _STOP_S) -> None:
-        """End every process that this pool started and remove its sockets; does nothing the second time."""
-        if self._closed:
+        """End every process that this pool started and remove its sockets, whatever interrupts the wait for them; does
+        nothing once that is done."""
+        if self._ended:
             return
-        self._closed = True
-        self._socket.send(self._ranks, Stop())
+        try:
+            if not self._closed:
+                self._closed = True
+                self._stop(grace_s)
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            for process in self._processes.values():
+                process.wait()
+            self._socket.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._ended = True
+
+    def _stop(self, grace_s: float) -> None:
+        """Ask the ranks to end themselves, and give them some time."""
+        try:
+            self._socket.send(self._ranks, Stop())
+        except zmq.ZMQError:  # they are ended all the same
+            return
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
             time.sleep(0.01)
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-        self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -172,11 +191,12 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> bool:
-        """Whether what all ranks exchange travels while they compute."""
-        ready: dict[int, bool] = {}
+    ) -> list[Ready]:
+        """What the ranks say of themselves once all of them take steps."""
+        ready: dict[int, Ready] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
+            self._watchdog.check_start(set(ready))
             match message:
                 case Joined():
                     self._socket.send(range(rank, rank + 1), Start(config))
@@ -184,10 +204,10 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready(overlaps):
-                    ready[rank] = overlaps
+                case Ready():
+                    ready[rank] = message
                     self._patience_s[rank] = SILENCE_S
-        return all(ready.values())
+        return list(ready.values())
 
     def _receive(self) -> tuple[int, ToEngine]:
         """The next message; raises the error that names the first rank to fail, and why."""
@@ -198,8 +218,11 @@ class WorkerPool:
             self._watchdog.waited(waited_s)
             for rank in self._ranks:
                 self._quiet_s[rank] += waited_s
-            if received is None:
+            # By time, because the signs of life of many ranks leave no gap between them.
+            if (now := time.monotonic()) - self._checked_at >= _POLL_S:
                 self._check_processes()
+                self._checked_at = now
+            if received is None:
                 continue
             rank, message = received
             self._quiet_s[rank] = 0.0

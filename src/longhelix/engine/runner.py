@@ -98,9 +98,15 @@ class ModelRunner:
         exposed_s, fingerprint = waited_s if self._sees_waits else None, self.mesh.fingerprint(since=traffic_before)
         return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, exposed_s, fingerprint)
 
+    @property
+    def packed(self) -> bool:
+        """Whether no kernel is a reference: on a CPU the pool and all products are packed."""
+        on_cpu = self.device.type == "cpu"
+        return not on_cpu or (self.pool.format.packed and all(weight.packed for weight in self.model.products()))
+
     def progress(self) -> Progress:
         """How far it is; may be asked by another thread."""
-        return Progress(self._step_id, *self.mesh.progress())
+        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, then take in new ones."""

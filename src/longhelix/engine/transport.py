@@ -4,6 +4,7 @@ msgspec messages over ZeroMQ, on a socket file in a directory that only this use
 network, and no message is ever code.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,10 @@ from longhelix.engine.config import EngineConfig
 from longhelix.engine.trace import TraceEvent
 from longhelix.engine.watchdog import Progress
 from longhelix.request import Step, StepResult
+
+# Messages that wait at either end for an engine that does not read, from each socket of a rank: few, because signs of
+# life are stale by then.
+_UNREAD = 4
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -40,7 +45,10 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs, and my main thread is there (sent about every second, whatever that does)."""
+    """Worker: my process runs, and this is how far its main thread is.
+
+    A thread of its own sends it about every second, so that it says nothing of the main thread but `progress`.
+    """
 
     progress: Progress
 
@@ -58,9 +66,11 @@ class Warmed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps. `overlaps`: what I exchange travels while I compute."""
+    """Worker: I take steps. `overlaps`: what I exchange travels while I compute. `packed`: my pool and all my products
+    are, or lie on a GPU, so that none of my kernels is a reference."""
 
     overlaps: bool
+    packed: bool
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -104,6 +114,7 @@ class EngineSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
+        self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self._socket.bind(f"ipc://{directory / 'engine'}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -138,13 +149,20 @@ class WorkerSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, _UNREAD)
         self._socket.setsockopt(zmq.IDENTITY, _identity(rank, role))
         self._socket.connect(f"ipc://{directory / 'engine'}")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: ToEngine) -> None:
+        """Send, once there is room: an engine that is idle reads nothing."""
         self._socket.send(self._encoder.encode(message))
+
+    def offer(self, message: ToEngine) -> None:
+        """Send if there is room, else drop the message."""
+        with suppress(zmq.Again):
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> ToWorker:
         return self._decoder.decode(self._socket.recv())

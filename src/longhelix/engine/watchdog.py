@@ -1,10 +1,9 @@
-"""The watchdog on steps: finds ranks that stand still while their processes live, such as ranks that wait for each
-other forever."""
+"""The watchdog on starts and steps: finds ranks that stand still while their processes live, such as ranks that wait
+for each other forever."""
 
 from dataclasses import dataclass
 
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.devices import has_native_kernels
 from longhelix.errors import EngineError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
@@ -12,6 +11,8 @@ from longhelix.perf.step import step_seconds
 from longhelix.perf.work import Work
 
 FACTOR, GRACE_S = 10.0, 5.0
+# What may pass between two signs that a start gets on: a slow disk, a compiler at work on all layers.
+START_S = 600.0
 # What steps may take beside their prediction: the compiler at work for a shape that is new to it; reference kernels.
 _COMPILER_S = 600.0
 _REFERENCE_FACTOR = 100.0
@@ -19,19 +20,22 @@ _REFERENCE_FACTOR = 100.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the step that it runs (0: none), collectives that it has begun, and the one that it is in."""
+    """How far a rank is: the step that it runs (0: none), collectives that it has begun, the one that it is in, and
+    layers that it has begun op by op: those of tapes and graphs are not seen, and ranks differ in them."""
 
     step_id: int = 0
     collectives: int = 0
     collective: str = ""
+    layers: int = 0
 
 
 class Watchdog:
     """Follows the steps in flight and what ranks say of themselves.
 
-    A step stands still when no rank has got on, by one collective or by its end, for FACTOR times the seconds that the
-    cost model predicts for the whole step, plus GRACE_S. Time counts only while the engine listens. The prediction is
-    made when it is needed, which is hardly ever.
+    A step stands still when no rank has got on, by one collective, one layer or its end, for FACTOR times the seconds
+    that the cost model predicts for the whole step, plus GRACE_S. The prediction is made when it is needed, which is
+    hardly ever. A start stands still after START_S, and an answer that no step delays after GRACE_S. Time counts only
+    while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -39,6 +43,11 @@ class Watchdog:
         self._in_flight: dict[int, Work] = {}
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
         self._still_s = 0.0
+        self._packed = True
+
+    def ready(self, packed: bool) -> None:
+        """All ranks take steps; `packed`: none of them runs reference kernels."""
+        self._packed = packed
 
     def submitted(self, step_id: int, work: Work) -> None:
         self._in_flight[step_id] = work
@@ -59,33 +68,45 @@ class Watchdog:
     def waited(self, seconds: float) -> None:
         self._still_s += seconds
 
+    def check_start(self, ready: set[int]) -> None:
+        """Raise EngineError, which names ranks, if the start, which `ready` ranks have behind them, stands."""
+        if self._still_s > START_S:
+            raise EngineError(self._words("stands still while it starts", "takes steps", ready, START_S))
+
     def check(self, step_id: int, done: set[int]) -> None:
         """Raise EngineError, which names ranks and step, if step `step_id`, which `done` ranks have done, stands."""
         if self._still_s > GRACE_S and self._still_s > (limit_s := self._limit_s(step_id)):
-            raise EngineError(self._words(step_id, done, limit_s))
+            raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", done, limit_s))
+
+    def check_answer(self, missing: set[int]) -> None:
+        """Raise EngineError if the `missing` ranks, which were asked something, do not answer after what they run."""
+        if self._still_s <= GRACE_S:
+            return
+        limit_s = max(map(self._limit_s, self._in_flight), default=GRACE_S)
+        if self._still_s > limit_s:
+            places = (f"rank {rank} is {_where(progress)}" for rank, progress in self._progress.items())
+            raise EngineError("; ".join([f"ranks {sorted(missing)} do not answer: {self._for_s(limit_s)}", *places]))
 
     def _limit_s(self, step_id: int) -> float:
         config = self._config
         setting = Setting(config.spec, config.system, config.weight_dtype, config.kv_dtype)
         predicted_s = float(step_seconds(setting, Layouts.of([config.layout]), self._in_flight[step_id])[0])
-        if config.device == "cpu" and not has_native_kernels():
+        if not self._packed:
             predicted_s *= _REFERENCE_FACTOR
         compiles = config.execution == "compiled" or config.device == "cuda"
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if compiles else 0.0)
 
-    def _words(self, step_id: int, done: set[int], limit_s: float) -> str:
+    def _words(self, fault: str, feat: str, done: set[int], limit_s: float) -> str:
+        """What is wrong with the first rank that is not `done`, and where the others are: `feat` is behind those."""
         left = {rank: progress for rank, progress in self._progress.items() if rank not in done}
         # A rank that waits in a collective is held up by one that does not come there.
         first = min(left, key=lambda rank: (left[rank].collective != "", left[rank].collectives))
-        others = [f"rank {rank} has done the step" for rank in sorted(done)]
+        others = [f"rank {rank} {feat}" for rank in sorted(done)]
         others += [f"rank {rank} is {_where(progress)}" for rank, progress in left.items() if rank != first]
-        return "; ".join(
-            [
-                f"rank {first} stands still in step {step_id}, {_where(left[first])}: nothing has got on for "
-                f"{self._still_s:.1f} s, and {limit_s:.1f} s are the limit of this step",
-                *others,
-            ]
-        )
+        return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {self._for_s(limit_s)}", *others])
+
+    def _for_s(self, limit_s: float) -> str:
+        return f"nothing has got on for {self._still_s:.1f} s, and {limit_s:.1f} s are the limit"
 
 
 def _where(progress: Progress) -> str:

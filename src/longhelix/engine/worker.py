@@ -80,11 +80,10 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
     socket.send(Joined())
     match socket.receive():
         case Start(config):
-            runner, tracer = _load(config, directory, rank, socket)
+            runner, tracer = _load(config, directory, rank, socket, heart)
         case _:
             return
-    heart.progress = runner.progress
-    socket.send(Ready(runner.mesh.kvp.overlaps))
+    socket.send(Ready(runner.mesh.kvp.overlaps, runner.packed))
     while True:
         match socket.receive():
             case Run(step):
@@ -98,7 +97,9 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 return
 
 
-def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket) -> tuple[ModelRunner, Tracer | None]:
+def _load(
+    config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart"
+) -> tuple[ModelRunner, Tracer | None]:
     """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
     mesh = join(config, rank, directory)
     tracer = Tracer(device_of(config, rank)) if config.trace else None
@@ -109,6 +110,7 @@ def _load(config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket
     if config.scheduler.batch_invariant:
         _check_batch_invariant(model, pool, mesh)
     runner = ModelRunner(config.spec, mesh, model, pool, config.execution, new_planner(config, rank, pool))
+    heart.progress = runner.progress
     if config.device == "cuda" or config.execution == "compiled":
         longest_tokens = config.scheduler.longest_local_tokens
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
@@ -151,7 +153,7 @@ class _Heart:
         """Until the parent is gone: then the process ends, so that no rank is left an orphan."""
         socket = WorkerSocket(directory, rank, role="heartbeat")
         while os.getppid() == parent:
-            socket.send(Alive(self.progress()))
+            socket.offer(Alive(self.progress()))
             time.sleep(HEARTBEAT_S)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)

@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
+        self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
         self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers))
         self.norm = weights.pop("norm")
@@ -64,6 +65,8 @@ class Decoder(nn.Module):
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
         for layer, kv in zip(self.layers, pool.layers, strict=True):
+            if not torch.compiler.is_compiling():
+                self.layers_begun += 1
             hidden_TH = layer(hidden_TH, batch, kv)
         return hidden_TH
 

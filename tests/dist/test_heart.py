@@ -1,0 +1,70 @@
+"""The heart of a worker while the engine is idle, and so reads nothing."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from longhelix.engine.transport import Alive, EngineSocket, WorkerSocket
+from longhelix.engine.watchdog import Progress
+
+pytestmark = pytest.mark.dist
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from longhelix.engine import worker
+worker.HEARTBEAT_S = 0
+worker._Heart(Path(sys.argv[1]), 0, os.getppid())
+time.sleep(600)
+"""
+
+PARENT = """
+import subprocess, sys, time
+from pathlib import Path
+from longhelix.engine.transport import EngineSocket
+directory = Path(sys.argv[1])
+socket = EngineSocket(directory)
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2], str(directory)])
+socket.receive(60)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    made = tmp_path / "sockets"
+    made.mkdir()
+    return made
+
+
+def test_a_worker_whose_beats_nobody_reads_ends_with_its_parent(directory):
+    """More beats than queues hold."""
+    command = [sys.executable, "-c", PARENT, str(directory), CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(3)
+        parent.kill()
+    try:
+        child.wait(timeout=10)
+    finally:
+        if child.is_running():
+            child.kill()
+    assert not directory.exists()
+
+
+def test_beats_are_dropped_while_nobody_reads_and_arrive_again_after(directory):
+    engine, heart = EngineSocket(directory), WorkerSocket(directory, 3, role="heartbeat")
+    for beat in range(20_000):
+        heart.offer(Alive(Progress(beat)))
+    stale = 0
+    while engine.receive(0.5) is not None:
+        stale += 1
+    assert 0 < stale < 1000
+    heart.offer(Alive(Progress(20_000)))
+    assert engine.receive(10) == (3, Alive(Progress(20_000)))
+    heart.close()
+    engine.close()
