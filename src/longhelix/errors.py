@@ -29,4 +29,4 @@ class PeerLostError(RuntimeError):
 
 
 class CollectivesDifferError(RuntimeError):
-    """Ranks are in different collectives, which only an error of ours can bring about. Names both."""
+    """Ranks are in different collectives of one group, which only an error of ours can bring about. Names both."""

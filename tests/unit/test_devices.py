@@ -1,18 +1,22 @@
 """Where ranks run: GPUs found without torch, and what a configuration makes of them."""
 
 import importlib.metadata
+from array import array
+from types import SimpleNamespace
 
 import pytest
 
 from longhelix.engine import config as config_module
 from longhelix.engine.config import resolve
 from longhelix.engine.devices import free_gpu_bytes, gpu_names
+from longhelix.engine.graphed_layers import Bucket
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
-from longhelix.scheduler.scheduler import SchedulerConfig
+from longhelix.request import Request, SampledToken, SamplingParams, SequenceWork, Step, StepResult
+from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
 
 GIB = 2**30
 
@@ -102,7 +106,7 @@ def test_what_cannot_run_is_said(monkeypatch, gpus, options, words):
         configure(monkeypatch, [GIB] * gpus, **options)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "num_blocks", "kvp"), [(512, 1000, 1), (512, 4, 2), (1, 3, 1)])
+@pytest.mark.parametrize(("chunk_tokens", "num_blocks", "kvp"), [(512, 1000, 1), (512, 4, 2), (1, 3, 1), (512, 1, 1)])
 def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp):
     lengths = [4096, 16384, 65536]
     steps = warm_up_steps(SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens), lengths)
@@ -113,8 +117,45 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
             assert len(work.new_blocks) == -(-work.num_tokens // 16)
             assert all(block.owner < kvp and block.id < num_blocks for block in work.new_blocks)
         for rank in range(kvp):
-            assert sum(new.blocks_per_rank[rank] for new in step.new) <= num_blocks + 1
-    longest, most_rows = min(chunk_tokens, num_blocks * 16 * kvp), max(n for n in (1, 2, 4, 8, 16) if n <= num_blocks)
-    assert max(step.num_tokens for step in steps) == max(longest, most_rows)
+            assert sum(new.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
+    longest, most_running = min(chunk_tokens, num_blocks * 16 * kvp), min(num_blocks, 64)
+    beside = max(decodes for decodes in (0, 1, 2, 4) if decodes < most_running)
+    assert max(step.num_tokens for step in steps) == max(longest + beside, most_running)
     kinds = {(tuple(work.num_tokens for work in step.work), step.most_tokens) for step in steps if step.work}
     assert kinds == {(rows, length) for rows, _ in kinds for length in lengths}
+
+
+def bucket(step):
+    """That of a step of which all ranks have all rows."""
+    rows = [work.num_tokens for work in step.work]
+    batch = SimpleNamespace(
+        token_ids_T=range(sum(rows)),
+        max_rows=max(rows),
+        num_sequences=len(rows),
+        most_tokens=step.most_tokens,
+        parts=step.parts,
+    )
+    return Bucket.of(batch)
+
+
+@pytest.mark.parametrize("max_running", [64, 5])
+def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running):
+    config = SchedulerConfig(1, 4000, 65536, max_running=max_running)
+    steps = warm_up_steps(config, splits.length_buckets(config.longest_local_tokens))
+    warm = {bucket(step) for step in steps if step.work}
+    # One prompt after the other comes beside the decodes of those before it.
+    scheduler, met = Scheduler(config), set()
+    for id, chunks in enumerate((1, 2, 16, 1, 3)):
+        scheduler.add(
+            Request(id, array("i", [1] * 512 * chunks), SamplingParams(max_new_tokens=40), frozenset(), 0, 0.0)
+        )
+    while (step := scheduler.schedule()) is not None:
+        if step.work:
+            met.add(bucket(step))
+        sampled = tuple(SampledToken(work.id, 1) for work in step.work if work.sample)
+        scheduler.complete(StepResult(step.id, sampled, step.num_tokens, 0))
+    assert len(met) > 8
+    assert met <= warm
+    for decodes in range(1, max_running + 1):
+        work = tuple(SequenceWork(id, 1, (), sample=True) for id in range(decodes))
+        assert bucket(Step(1, (), work, (), 5000)) in warm

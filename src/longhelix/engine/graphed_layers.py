@@ -39,13 +39,13 @@ class Bucket(NamedTuple):
         the padding."""
         most_tokens = length_bucket(batch.most_tokens)
         if batch.max_rows == 1:
-            rows = _padded(batch.num_sequences)
+            rows = padded(batch.num_sequences)
             return cls(rows, rows, 1, most_tokens, batch.parts)
-        rows = _padded(len(batch.token_ids_T))
-        return cls(rows, _padded(batch.num_sequences + 1), rows, most_tokens, batch.parts)
+        rows = padded(len(batch.token_ids_T))
+        return cls(rows, padded(batch.num_sequences + 1), rows, most_tokens, batch.parts)
 
 
-def _padded(count: int) -> int:
+def padded(count: int) -> int:
     """The next power of two, or three quarters of it: at most a third is padding."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

@@ -2,25 +2,30 @@
 
 from collections.abc import Iterable
 
+from longhelix.engine.graphed_layers import padded
 from longhelix.kv.blocks import Block
 from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
 from longhelix.scheduler.scheduler import SchedulerConfig
 
-_DECODE_ROWS = (1, 2, 4, 8, 16)
+_BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
 
 
 def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
-    """Decode steps of several sizes, a chunk, a chunk beside a decode, each as for sequences of every one of `lengths`.
+    """Decode steps of all padded sizes, a chunk, a chunk of two prompts, chunks beside some decodes, each as for
+    sequences of every one of `lengths`.
 
     Launches and graphs follow a step's `most_tokens`, so that no sequence needs to be as long. The sequences write over
     KV that nobody has written yet, and none is left behind.
     """
     chunk_tokens = min(config.chunk_tokens, config.max_model_len, config.num_blocks * config.block_tokens * config.kvp)
-    most_rows = min(config.max_running, config.num_blocks)
-    batches = [(1,) * rows for rows in _DECODE_ROWS if rows <= most_rows] + [
-        (chunk_tokens,),
-        (max(chunk_tokens - 1, 1), 1),
+    most_running = min(config.max_running, config.num_blocks)
+    batches = [
+        (1,) * rows for rows in sorted({min(padded(count), most_running) for count in range(1, most_running + 1)})
     ]
+    batches += [(chunk_tokens,), (max(chunk_tokens - 1, 1), 1)]
+    # Decodes take nothing of the chunk's budget.
+    batches += [(chunk_tokens, *(1,) * decodes) for decodes in _BESIDE_A_CHUNK]
+    batches = [rows for rows in dict.fromkeys(batches) if len(rows) <= most_running]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0

@@ -22,8 +22,8 @@ def is_lost_peer(error: RuntimeError) -> bool:
 class Group:
     """The ranks of one group, in its order. A group of one does nothing and sends nothing.
 
-    A peer that is gone is a PeerLostError. Ranks that share memory notice if they are in different collectives, which
-    is a CollectivesDifferError; for others, `traffic` must be the same on all ranks, bytes apart.
+    A peer that is gone is a PeerLostError. Ranks that share memory notice if they are in different collectives of the
+    same group, which is a CollectivesDifferError; for others, `traffic` must be the same on all ranks, bytes apart.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> None:
