@@ -19,6 +19,7 @@ from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
+from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, SequenceWork, Step
 from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
 from longhelix.spec import RopeSpec
@@ -54,9 +55,9 @@ class Model:
 def make_runner(kvp=1, rank=0, num_blocks=64):
     groups = (Group((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
-        groups = (SimpleNamespace(index=rank, size=1, ranks=(0,), overlaps=False, exchanged_bytes=0, waited_s=0.0),) * 3
-        for group in groups:
-            group.broadcast = lambda tokens_S: tokens_S
+        alone = {"size": 1, "ranks": (0,), "overlaps": False, "exchanged_bytes": 0, "waited_s": 0.0}
+        group = SimpleNamespace(index=rank, traffic=Traffic(), broadcast=lambda tokens_S: tokens_S, **alone)
+        groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
     pool = KVPool(KVFormat("float32", 16, 1, 8, 8, packed=False), 0, num_blocks, CPU)
     return ModelRunner(SPEC, mesh, Model(mesh), pool, "eager")
