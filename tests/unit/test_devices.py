@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from builtin import builtin
 from longhelix.engine import config as config_module
 from longhelix.engine.config import resolve
 from longhelix.engine.devices import free_gpu_bytes, gpu_names
@@ -14,7 +15,6 @@ from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.kv import splits
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.request import Request, SampledToken, SamplingParams, SequenceWork, Step, StepResult
 from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -61,7 +61,7 @@ def configure(monkeypatch, gpu_bytes, layout=Layout(), **options):  # noqa: B008
     monkeypatch.setattr(config_module, "free_gpu_bytes", lambda: gpu_bytes)
     options = {"dtype": None, "weight_dtype": None, "kv_dtype": None, "max_model_len": None} | options
     return resolve(
-        open_checkpoint("builtin"),
+        builtin(),
         layout,
         rope_scaling=None,
         kv_cache_tokens=None,

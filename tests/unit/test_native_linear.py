@@ -493,7 +493,7 @@ def test_fewer_threads_than_asked_for_do_all_of_the_work():
         layer = KVFormat("float32", 16, 1, 64, 64, True).new_layer(4, torch.device("cpu"))
         layer.values.fill_(255)
         write_kv(x_TX[:, None], x_TX[:, None], layer, torch.arange(40))
-        tables = torch.tensor([[0, 1, 2]]), torch.tensor([0, 40]), torch.arange(1, 41)
+        tables = torch.tensor([0, 1, 2]), torch.tensor([[0, 3]]), torch.tensor([0, 40]), torch.arange(1, 41)
         out_TqC, lse_Tq = partial_attention(torch.zeros(40, 1, 64), layer, *tables, 1.0)
         torch.testing.assert_close(lse_Tq[:, 0], torch.arange(1.0, 41).log())
         torch.testing.assert_close(out_TqC[:, 0], x_TX.cumsum(0) / torch.arange(1.0, 41)[:, None], rtol=1e-4, atol=1e-5)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anything import VALUES
+from builtin import builtin
 from longhelix import LLM, UserError
 from longhelix.engine import host, pool_size
 from longhelix.engine.config import resolve
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.rope import inverse_frequencies
 from longhelix.spec import RopeSpec
 
@@ -28,7 +28,6 @@ SOUND = {
 ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",
              "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"]  # fmt: skip
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["yarn", "dynamic", 2.0]), max_size=4)
-CHECKPOINT = open_checkpoint("builtin")
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -38,7 +37,7 @@ def test_any_option_is_resolved_or_refused_in_a_sentence(name, data):
     value = data.draw(VALUES | ROPE if name == "rope_scaling" else VALUES)
     try:
         with warnings.catch_warnings(action="ignore"):
-            resolve(CHECKPOINT, **SOUND | {name: value})
+            resolve(builtin(), **SOUND | {name: value})
     except UserError as refused:
         assert_sentence(refused)
 
@@ -65,7 +64,7 @@ def assert_sentence(error):
 )
 def test_options_of_a_wrong_type_are_refused_in_words(options, words):
     with pytest.raises(UserError) as refused:
-        resolve(CHECKPOINT, **SOUND | options)
+        resolve(builtin(), **SOUND | options)
     assert words in str(refused.value)
 
 
@@ -99,7 +98,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 8, "short_factor": HALVES, "long_
 )
 def test_rope_settings_that_give_no_frequencies_are_refused_in_words(rope, words):
     with pytest.raises(UserError) as refused, warnings.catch_warnings(action="ignore"):
-        resolve(CHECKPOINT, **SOUND | {"rope_scaling": rope, "max_model_len": 100_000})
+        resolve(builtin(), **SOUND | {"rope_scaling": rope, "max_model_len": 100_000})
     assert words in str(refused.value)
     assert_sentence(refused.value)
 
@@ -118,7 +117,7 @@ def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
     try:
         with warnings.catch_warnings(action="ignore"):
             options = SOUND | {"rope_scaling": rope, "max_model_len": max_model_len}
-            spec = resolve(CHECKPOINT, **options).spec
+            spec = resolve(builtin(), **options).spec
     except UserError as refused:
         assert_sentence(refused)
         return
@@ -152,10 +151,10 @@ def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for
     monkeypatch.setattr(host, "cores", lambda: cores)
     monkeypatch.setattr(pool_size, "declare", declare)
     with pytest.raises(UserError, match=f"10000 ranks, .* {cores} cores .* at most {most} ranks"):
-        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=10_000)})
+        resolve(builtin(), **SOUND | {"layout": Layout(kvp=10_000)})
     assert declared == []
     with warnings.catch_warnings(action="ignore"):
-        resolve(CHECKPOINT, **SOUND | {"layout": Layout(kvp=most)})
+        resolve(builtin(), **SOUND | {"layout": Layout(kvp=most)})
     assert declared == list(range(most))
 
 
@@ -170,9 +169,9 @@ def test_what_leaves_no_room_for_a_block_is_named(monkeypatch, block_tokens, ava
     monkeypatch.setattr(host, "available_bytes", lambda: available_bytes)
     options = SOUND | {"kv_cache_tokens": None}
     with pytest.raises(UserError) as refused:
-        resolve(CHECKPOINT, **options | {"block_tokens": block_tokens})
+        resolve(builtin(), **options | {"block_tokens": block_tokens})
     assert words in str(refused.value)
     if "at most" in words:
         most = int(str(refused.value).split("at most ")[1].split(",")[0])
         with warnings.catch_warnings(action="ignore"):
-            assert resolve(CHECKPOINT, **options | {"block_tokens": most}).scheduler.num_blocks == 1
+            assert resolve(builtin(), **options | {"block_tokens": most}).scheduler.num_blocks == 1

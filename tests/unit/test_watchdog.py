@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from builtin import builtin
 from longhelix.engine import watchdog as watchdog_module
 from longhelix.engine.config import resolve
 from longhelix.engine.rank import load_model, new_pool
@@ -13,7 +14,6 @@ from longhelix.errors import EngineError
 from longhelix.kernels import native
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.parallel.mesh import Mesh
 from longhelix.perf.work import Work
 from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
@@ -30,7 +30,7 @@ def config():
 
 def resolved(layout, block_tokens):
     return resolve(
-        open_checkpoint("builtin"), layout, dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
+        builtin(), layout, dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
         rope_scaling=None, kv_cache_tokens=1024, chunk_tokens=512, block_tokens=block_tokens, placement="striped",
         growth_limit_tokens=4096, device="cpu",
     )  # fmt: skip

@@ -1,0 +1,10 @@
+"""The built-in model's checkpoint, opened once: that alone takes seconds."""
+
+import functools
+
+from longhelix.models.checkpoint import open_checkpoint
+
+
+@functools.cache
+def builtin():
+    return open_checkpoint("builtin")
