@@ -492,6 +492,7 @@ def stand(first, *arguments):
 """
 
 
+@pytest.mark.slow  # test_watchdog has what it decides and says
 @pytest.mark.parametrize(
     ("owner", "name", "rank", "execution"),
     [
@@ -512,6 +513,7 @@ def test_ranks_that_stand_still_while_they_start_end_the_engine(
         LLM(str(oracle.path), Layout(kvp=2), execution=execution)
 
 
+@pytest.mark.slow  # test_watchdog has what it decides and says
 def test_ranks_that_do_not_say_what_their_experts_had_end_the_engine(tmp_path, tmp_path_factory, monkeypatch):
     program = """
 import time

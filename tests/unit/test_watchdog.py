@@ -140,7 +140,10 @@ def test_compilers_and_reference_kernels_have_more_time(config):
 
 @pytest.mark.parametrize(
     ("block_tokens", "packed"),
-    [(8, False), pytest.param(16, True, marks=pytest.mark.skipif(native.module is None, reason="no native kernels"))],
+    [
+        pytest.param(8, False, marks=pytest.mark.slow),
+        pytest.param(16, True, marks=pytest.mark.skipif(native.module is None, reason="no native kernels")),
+    ],
 )
 def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_tokens, packed):
     """Layers that run op by op: all of a chunk, and of decode steps those that are on no tape."""
