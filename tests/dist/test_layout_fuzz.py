@@ -94,10 +94,11 @@ def layouts(draw, config):
     heads, num_ranks = config["num_attention_heads"], draw(st.integers(2, 4))
     tpa = draw(st.sampled_from([tpa for tpa in range(1, num_ranks + 1) if num_ranks % tpa == 0 and tpa <= heads]))
     kvp = num_ranks // tpa
-    tied = kvp > 1 and draw(st.integers(0, 4)) == 0
-    among, most = tpa if tied else num_ranks, config.get("num_experts", 1)
-    ep = draw(st.sampled_from([ep for ep in range(1, among + 1) if among % ep == 0 and ep <= most]))
-    return {"kvp": kvp, "tpa": tpa, "ep": ep, "tied": tied}
+    if kvp > 1 and draw(st.integers(0, 4)) == 0:
+        return {"kvp": kvp, "tpa": tpa, "ep": 1, "tied": True}
+    most = config.get("num_experts", 1)
+    ep = draw(st.sampled_from([ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and ep <= most]))
+    return {"kvp": kvp, "tpa": tpa, "ep": ep, "tied": False}
 
 
 @st.composite
