@@ -68,8 +68,22 @@ def test_native_routing_takes_what_the_reference_takes(moe, rows, seed, biased):
     weights_TY, experts_TY = route(logits_TX, bias_E, moe)
     reference_TY, wanted_TY = reference.route(logits_TX, bias_E, moe)
     assert (weights_TY.dtype, experts_TY.dtype) == (torch.float32, torch.int64)
-    assert torch.equal(experts_TY, wanted_TY)
-    torch.testing.assert_close(weights_TY, reference_TY, rtol=2e-6, atol=0)
+    clear_T = ~rounding_chooses_groups(logits_TX, bias_E, moe)
+    assert torch.equal(experts_TY[clear_T], wanted_TY[clear_T])
+    torch.testing.assert_close(weights_TY[clear_T], reference_TY[clear_T], rtol=2e-6, atol=0)
+
+
+def rounding_chooses_groups(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> Tensor:
+    """Rows with two groups of experts whose scores differ, and nearly add up to the same: as those of x and -x."""
+    if not moe.sigmoid or moe.num_experts == moe.num_groups:
+        return torch.zeros(len(logits_TX), dtype=torch.bool)
+    scores_TE = logits_TX[:, : moe.num_experts].double().sigmoid()
+    scores_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    best_TG2 = scores_TE.unflatten(1, (moe.num_groups, -1)).topk(2, dim=-1).values
+    differ_TGG = (best_TG2.unsqueeze(1) - best_TG2.unsqueeze(2)).abs().amax(-1) > 1e-6
+    sums_TG = best_TG2.sum(-1)
+    near_TGG = (sums_TG.unsqueeze(1) - sums_TG.unsqueeze(2)).abs() < 1e-6
+    return (differ_TGG & near_TGG).flatten(1).any(1)
 
 
 @needs_native
