@@ -17,6 +17,10 @@ class Odd:
     __hash__ = None
 
 
+class Text(str):
+    """A string that is none of Python's own."""
+
+
 ANYTHING = st.one_of(
     st.none(),
     st.booleans(),
@@ -37,6 +41,8 @@ ANYTHING = st.one_of(
             np.uint8(200),
             np.float32(0.5),
             np.bool_(True),
+            np.str_("x"),
+            Text("float32"),
             np.array([1, 2]),
             torch.tensor(4),
             torch.ones(2, dtype=torch.bfloat16),

@@ -8,7 +8,7 @@ the sentence "NAME is VALUE: set it to ...".
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 
 from longhelix.errors import UserError
 
@@ -62,14 +62,21 @@ def flag(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A string that can be written as UTF-8."""
+    """A string that can be written as UTF-8; of subclasses such as numpy's, the plain one."""
     if not isinstance(value, str):
         raise refused(name, value, "a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{name} has half a surrogate pair at character {error.start}: take it out") from error
-    return value
+    return str.__str__(value)
+
+
+def one_of(name: str, value: object, known: Sequence[str], code: str = "invalid_argument") -> str:
+    """One of some names."""
+    if not isinstance(value, str) or str.__str__(value) not in known:
+        raise UserError(f"{name} {shown(value)} is not known: use one of {', '.join(known)}", code)
+    return str.__str__(value)
 
 
 def items(name: str, value: object, most: int, of: str) -> tuple[object, ...]:

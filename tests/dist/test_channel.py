@@ -133,6 +133,34 @@ def start_peer(fd):
         os._exit(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_time_in_which_a_rank_was_stopped_is_none_that_it_waited():
+    fd, (read, write) = segment(), os.pipe()
+    test_pid, timeout_s = os.getpid(), 1.0
+    pid = os.fork()
+    if not pid:
+        try:
+            channel = native.module.Channel(fd, 1, [test_pid, os.getpid()], RANKS, timeout_s)
+            os.write(write, b"-")
+            channel.barrier()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    channel = native.module.Channel(fd, 0, [test_pid, pid], RANKS, 60.0)
+    os.close(fd)
+    os.read(read, 1)
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(timeout_s + 0.5)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.2)
+    try:
+        channel.barrier()
+    finally:
+        _, status = os.waitpid(pid, 0)
+    assert status == 0
+
+
 def run_on(tape):
     while True:
         tape.run()

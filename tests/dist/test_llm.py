@@ -513,6 +513,17 @@ def test_ranks_that_stand_still_while_they_start_end_the_engine(
         LLM(str(oracle.path), Layout(kvp=2), execution=execution)
 
 
+@pytest.mark.slow  # it waits for what takes long
+def test_ranks_may_take_long_before_they_can_give_a_sign(oracle, tmp_path, monkeypatch):
+    """Importing torch from a slow disk."""
+    program = "import sys, time; time.sleep(8 * ('longhelix.engine.worker' in sys.orig_argv))"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launch, "_LOADING_SILENCE_S", 4.0)
+    with LLM(str(oracle.path)) as llm:
+        assert llm.generate("Hi", SamplingParams(max_new_tokens=1))[0].finish_reason == "length"
+
+
 @pytest.mark.slow  # test_watchdog has what it decides and says
 def test_ranks_that_do_not_say_what_their_experts_had_end_the_engine(tmp_path, tmp_path_factory, monkeypatch):
     program = """

@@ -4,15 +4,16 @@ import math
 import warnings
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anything import VALUES
+from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
 from longhelix.engine import host, pool_size
-from longhelix.engine.config import resolve
+from longhelix.engine.config import EngineConfig, resolve
 from longhelix.layout import Layout
 from longhelix.models.rope import inverse_frequencies
 from longhelix.spec import RopeSpec
@@ -40,6 +41,19 @@ def test_any_option_is_resolved_or_refused_in_a_sentence(name, data):
             resolve(builtin(), **SOUND | {name: value})
     except UserError as refused:
         assert_sentence(refused)
+
+
+@pytest.mark.parametrize("kind", [np.str_, Text])
+def test_strings_of_every_kind_are_kept_as_plain_ones(kind):
+    texts = {
+        "dtype": "float32", "weight_dtype": "int8", "kv_dtype": "int4", "placement": "auto", "device": "cpu",
+        "execution": "eager", "attention": "own",
+    }  # fmt: skip
+    options = {name: kind(text) for name, text in texts.items()} | {"rope_scaling": {"rope_type": kind("default")}}
+    config = resolve(builtin(), **SOUND | options)
+    assert config == resolve(builtin(), **SOUND | texts | {"rope_scaling": {"rope_type": "default"}})
+    # As workers get it: the encoder takes plain strings alone.
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
 def assert_sentence(error):

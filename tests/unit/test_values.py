@@ -83,11 +83,12 @@ def test_what_no_request_can_have_is_refused_in_words(name, value, words):
 def test_numbers_of_numpy_are_welcome():
     params = SamplingParams(
         max_new_tokens=np.int32(7), top_k=np.uint8(5), temperature=np.float32(0.5), top_p=Fraction(1, 2),
-        seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=["x"], logprobs=np.int8(2),
+        seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=np.array(["x"]), logprobs=np.int8(2),
     )  # fmt: skip
     assert params == SamplingParams(
         max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2
     )
+    assert type(params.stop[0]) is str
     assert Layout(kvp=np.int64(2)) == Layout(kvp=2)
     assert type(SchedulerConfig(kvp=1, num_blocks=np.int64(4), max_model_len=9).num_blocks) is int
 

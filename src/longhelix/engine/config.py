@@ -21,7 +21,7 @@ from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.scheduler import SchedulerConfig
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
-from longhelix.values import flag, refused, shown, whole
+from longhelix.values import flag, one_of, refused, whole
 
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTIONS = ("recorded", "compiled", "eager")
@@ -118,15 +118,15 @@ def resolve(
             {"rope_theta": spec.rope.theta, **rope_scaling}, spec.rotated_size, spec.max_positions
         )
         spec = replace(spec, rope=rope)
-    dtype = _known("dtype", spec.dtype if dtype is None else dtype, DTYPES)
+    dtype = one_of("dtype", spec.dtype if dtype is None else dtype, DTYPES)
     weight_dtypes = (dtype, *WEIGHT_DTYPES[len(DTYPES) :])
-    weight_dtype = _known("weight_dtype", dtype if weight_dtype is None else weight_dtype, weight_dtypes)
-    kv_dtype = _known("kv_dtype", dtype if kv_dtype is None else kv_dtype, KV_DTYPES)
-    placement = _known("placement", placement, (*PLACEMENTS, "auto"))
+    weight_dtype = one_of("weight_dtype", dtype if weight_dtype is None else weight_dtype, weight_dtypes)
+    kv_dtype = one_of("kv_dtype", dtype if kv_dtype is None else kv_dtype, KV_DTYPES)
+    placement = one_of("placement", placement, (*PLACEMENTS, "auto"))
     max_model_len = _max_model_len(spec, max_model_len)
     _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
-    device = _known("device", device, DEVICES)
+    device = one_of("device", device, DEVICES)
     gpu_bytes = free_gpu_bytes() if device != "cpu" else []
     device = _device(device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
     execution = _execution(spec, execution, device, trace)
@@ -134,7 +134,8 @@ def resolve(
         raise UserError(
             "batch_invariant is not kept by models with latent attention, which use torch's own products: leave it out"
         )
-    if _known("attention", attention, ATTENTIONS) == "flashinfer" and (device == "cpu" or execution == "eager"):
+    attention = one_of("attention", attention, ATTENTIONS)
+    if attention == "flashinfer" and (device == "cpu" or execution == "eager"):
         raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
     if device == "cpu" and not has_native_kernels():
         warnings.warn(
@@ -215,12 +216,6 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
 
-def _known(name: str, value: object, known: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise UserError(f"{name} {shown(value)} is not known: use one of {', '.join(known)}")
-    return value
-
-
 def _count(name: str, value: object, least: int = 1, most: int = MOST_TOKENS) -> int | None:
     return None if value is None else whole(name, value, least, most)
 
@@ -258,7 +253,7 @@ def _check_cores(layout: Layout, cores: int) -> None:
 def _execution(spec: ModelSpec, asked: str, device: str, trace: bool) -> str:
     """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it; and
     a trace sees layers that run op by op."""
-    execution = _known("execution", asked, EXECUTIONS)
+    execution = one_of("execution", asked, EXECUTIONS)
     if trace and execution == "compiled":
         raise UserError("execution compiled runs all layers as one graph, in which nothing can be traced: leave it out")
     if trace:

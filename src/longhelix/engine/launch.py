@@ -1,5 +1,6 @@
 """The ranks as processes: started, watched, ended. To the loop they are one runner."""
 
+import math
 import os
 import shutil
 import signal
@@ -66,7 +67,8 @@ class WorkerPool:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Quiet time counts only while the engine itself listens, so that a suspended engine blames nobody.
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
-        self._patience_s = dict.fromkeys(self._ranks, _LOADING_SILENCE_S)
+        # A rank gives no signs before it has imported torch; a start that stands still is the watchdog's.
+        self._patience_s = dict.fromkeys(self._ranks, math.inf)
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0
         self._closed = False
@@ -199,6 +201,7 @@ class WorkerPool:
             self._watchdog.check_start(set(ready))
             match message:
                 case Joined():
+                    self._patience_s[rank] = _LOADING_SILENCE_S
                     self._socket.send(range(rank, rank + 1), Start(config))
                 case Loaded(elements):
                     on_loaded(elements)

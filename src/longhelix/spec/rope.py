@@ -7,7 +7,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.config import positive
-from longhelix.values import flag, real, refused, shown, whole
+from longhelix.values import flag, one_of, real, refused, shown, whole
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_KEYS = {
@@ -57,9 +57,7 @@ class RopeSpec:
         unknown = sorted(map(shown, set(rope) - _ROPE_KEYS))
         if unknown:
             raise UserError(f"unknown rope setting {unknown[0]}: known ones are {', '.join(sorted(_ROPE_KEYS))}")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if not isinstance(kind, str) or kind not in ROPE_KINDS:
-            raise UserError(f"rope type {shown(kind)} is not known: use one of {', '.join(ROPE_KINDS)}", "unknown_rope")
+        kind = one_of("rope type", rope.get("rope_type", rope.get("type", "default")), ROPE_KINDS, "unknown_rope")
         missing = [key for key in _ROPE_NEEDS[kind] if rope.get(key) is None]
         if missing:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
