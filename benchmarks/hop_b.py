@@ -159,12 +159,13 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from longhelix.bench.measure import interleave
-    from longhelix.engine.parts import Parts
     from longhelix.engine.rank import load_model
     from longhelix.engine.runner import ModelRunner
+    from longhelix.engine.step_cost import step_cost, step_cut
     from longhelix.engine.tracer import Tracer
     from longhelix.kernels import native
     from longhelix.parallel.mesh import Mesh
+    from longhelix.request import Work
 
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
@@ -176,9 +177,8 @@ def measure(arguments: argparse.Namespace) -> int:
     config = replace(config, system=config.system.replaced(link, "this script's link"))
     requests = Requests(config, rank, arguments.batch, arguments.context)
     runner = requests.attach(ModelRunner(config.spec, mesh, load_model(config, mesh), requests.pool, "eager"))
-    chooser = Parts(config, overlaps=True)
-    chooser.of(requests.step(arguments.context - 1))
-    chosen = torch.tensor(chooser.of(requests.step(1)))
+    cut = step_cut(config, True, step_cost(config, True))
+    chosen = torch.tensor(cut.parts(Work.decode(arguments.batch, arguments.context)))
     mesh.stage.broadcast(chosen)
     variants = {str(parts): parts for parts in PARTS} | {"cost model": int(chosen)}
     waits_s = dict.fromkeys(variants, 0.0)
@@ -272,7 +272,7 @@ class Requests:
             )
             for id in range(self.batch)
         )
-        runner.admit(Step(0, new=new, work=(), ended=(), most_tokens=0))
+        runner.admit(Step(0, new, joining=tuple(range(self.batch))))
         used = [0] * self.kvp
         for id, sequence in runner.sequences.items():
             blocks = []
@@ -286,20 +286,17 @@ class Requests:
     def owner(self, id: int, block: int) -> int:
         return (id + block) % self.kvp
 
-    def step(self, rows: int):
-        from longhelix.request import SequenceWork, Step
-
-        work = tuple(SequenceWork(id, rows, (), sample=True) for id in range(self.batch))
-        return Step(0, new=(), work=work, ended=(), most_tokens=self.context)
-
     def run(self, runner, parts: int):
         """One decode step at the requests' last token; always the same."""
+        from longhelix.request import Step, Work
+
         for id, sequence in runner.sequences.items():
             sequence.length, sequence.last_token = self.context - 1, 1
             owned = [self.owner(id, block) == self.rank for block in range(self.blocks_each)]
             last = sequence.length % self.block_tokens if owned[-1] else self.block_tokens
             sequence.local_length = self.block_tokens * (sum(owned) - 1) + last
-        return runner.execute(replace(self.step(1), parts=parts))
+        work = Work.decode(self.batch, self.context)._replace(parts=parts)
+        return runner.execute(Step(0, most_tokens=self.context, work=work))
 
 
 def _report(arguments: argparse.Namespace, directory: Path) -> str:

@@ -28,7 +28,8 @@ from longhelix.kernels import KVFormat
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
 
 SHORT_REQUESTS, SHORT_TOKENS, NEW_TOKENS, CHUNK_TOKENS, STEPS = 63, 100, 1500, 8192, 100
@@ -69,15 +70,20 @@ def make_runner(num_blocks: int) -> ModelRunner:
     return ModelRunner(SPEC, mesh, NoLayers(mesh), pool, "eager")
 
 
-def prefill(scheduler: Scheduler) -> Iterator[bytes]:
+def prefill(scheduler: Scheduler, decoding: list[int]) -> Iterator[bytes]:
     """The messages of the steps until all requests decode."""
     while True:
-        step = scheduler.schedule()
+        step = scheduler.schedule(0.0)
         yield msgspec.msgpack.encode(step)
-        sampled = tuple(SampledToken(work.id, 0) for work in step.work if work.sample)
-        scheduler.complete(StepResult(step.id, sampled, step.num_tokens, 0))
+        decoding += step.joining
+        sampled = [*decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
+        scheduler.complete(result(step, sampled))
         if len(sampled) == SHORT_REQUESTS + 1:
             return
+
+
+def result(step: Step, sampled: list[int]) -> StepResult:
+    return StepResult(step.id, tuple(SampledToken(id, 0) for id in sampled), step.work.rows, 0)
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -101,7 +107,8 @@ def measure(tokens: int) -> dict[str, float]:
     requests = [Request(id, array("i", bytes(4 * lengths[id])), sampling, frozenset(), 0, 0.0) for id in order]
     for request in requests:
         scheduler.add(request)
-    messages = list(prefill(scheduler))
+    decoding: list[int] = []
+    messages = list(prefill(scheduler, decoding))
     decoder, process = msgspec.msgpack.Decoder(Step), psutil.Process()
     before_bytes = process.memory_info().rss
     runner = make_runner(num_blocks)
@@ -114,14 +121,15 @@ def measure(tokens: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in ("schedule", "message", "batch")}
     sizes = []
     for _ in range(STEPS):
-        schedule_s, step = seconds_of(scheduler.schedule)
+        schedule_s, step = seconds_of(lambda: scheduler.schedule(0.0))
         message_s, (size, step) = seconds_of(lambda step=step: over_the_wire(step, decoder))
+        decoding += step.joining
+        runner.admit(step)
         batch_s, _ = seconds_of(lambda step=step: runner._batch(step))
         for name, spent_s in (("schedule", schedule_s), ("message", message_s), ("batch", batch_s)):
             seconds[name].append(spent_s)
         sizes.append(size)
-        sampled = tuple(SampledToken(work.id, 0) for work in step.work)
-        scheduler.complete(StepResult(step.id, sampled, step.num_tokens, 0))
+        scheduler.complete(result(step, decoding))
     end_s, _ = seconds_of(lambda: scheduler.end(0))
     return {f"{name}_us": 1e6 * statistics.median(spent) for name, spent in seconds.items()} | {
         "message_bytes": statistics.median(sizes),

@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
@@ -15,13 +16,16 @@ from longhelix.values import flag, items, real, text, whole
 
 MAX_LOGPROBS = 100
 MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
+TOKEN_BYTES = 4
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters: every new token is looked at for all of them
 _MOST_STOP_IDS = 1024
 # Below, the logits' distances overflow float32, and the draw is greedy in all but name; a penalty likewise.
 _LEAST_TEMPERATURE = 1e-30
 _MOST_PENALTY = 1e6
-# HOP-B cuts a chunk into parts of at least so many rows: fewer attend in less time than an exchange takes to start.
+# Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64
+
+Number = Any  # one, or an array of them
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,56 @@ class Request:
         return len(self.prompt_token_ids) + self.sampling.max_new_tokens
 
 
+class Work(NamedTuple):
+    """What a step computes, counted over all ranks; arrays where many steps are priced at once.
+
+    decode_rows: sequences with one row each; decode_kv_tokens: the lengths of their KV, summed. chunk_rows: rows of
+    prefill chunks; chunk_kv_tokens: the KV that they read; chunk_pairs: row and key, causal. sampled_rows: rows whose
+    logits are wanted. parts: in how many its rows attend, of which each is exchanged while the next attends (HOP-B).
+    """
+
+    decode_rows: Number = 0
+    decode_kv_tokens: Number = 0
+    chunk_rows: Number = 0
+    chunk_kv_tokens: Number = 0
+    chunk_pairs: Number = 0
+    sampled_rows: Number = 0
+    parts: Number = 1
+
+    @classmethod
+    def decode(cls, batch: Number, context: Number) -> "Work":
+        """One token for each of `batch` requests that hold `context` tokens."""
+        return cls(decode_rows=batch, decode_kv_tokens=batch * context, sampled_rows=batch)
+
+    @classmethod
+    def chunk(cls, rows: Number, prefix: Number) -> "Work":
+        """`rows` tokens of a prompt after `prefix` others."""
+        return cls(chunk_rows=rows, chunk_kv_tokens=prefix + rows, chunk_pairs=rows * (prefix + (rows + 1) / 2))
+
+    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
+        """Both in one step, of one part."""
+        return Work(*(mine + others for mine, others in zip(self[:-1], other[:-1], strict=True)))
+
+    @property
+    def rows(self) -> Number:
+        return self.decode_rows + self.chunk_rows
+
+    @property
+    def most_parts(self) -> Number:
+        """In how many parts its rows can attend: they are cut evenly, in their order, decodes first. A part may be one
+        decode; with rows of chunks among them it has PART_ROWS at least. May be 0."""
+        return self.rows // (1 + (PART_ROWS - 1) * (self.chunk_rows > 0))
+
+
+NO_WORK = Work()
+
+
+class Cost(Protocol):
+    """What time steps take, on the machine that is to run them."""
+
+    def seconds(self, work: Work) -> float: ...
+
+
 @dataclass(frozen=True)
 class NewSequence:
     """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
@@ -122,39 +176,43 @@ class NewSequence:
 
 
 @dataclass(frozen=True)
-class SequenceWork:
-    """The next `num_tokens` tokens of one sequence, the blocks they newly need, and whether to sample after them.
+class Chunk:
+    """The next tokens of a sequence's prompt, the KV blocks that they newly need, and whether to sample after them.
 
-    token_ids: those of a prompt, int32 in this machine's byte order; empty for a token that was sampled, which workers
-    know.
+    token_ids: int32 in this machine's byte order.
     """
 
     id: int
-    num_tokens: int
+    token_ids: bytes
     new_blocks: tuple[Block, ...]
     sample: bool
-    token_ids: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration of the engine over a mixed batch: prefill chunks and decodes alike.
+    """One iteration of the engine over a mixed batch: a row for each sequence that decodes, then prefill chunks.
 
+    Which sequences decode is said by changes alone. Each has a row, after which is sampled, in every step from the one
+    that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
+    KV blocks that their new rows need.
     most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
-    parts: in how many parts its rows attend, of which each is exchanged while the next attends (HOP-B). Both are chosen
-    once, and not by ranks, which would wait for each other forever if they disagreed.
+    work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
+    for each other forever if they disagreed.
     """
 
     id: int
-    new: tuple[NewSequence, ...]
-    work: tuple[SequenceWork, ...]
-    ended: tuple[int, ...]
-    most_tokens: int
-    parts: int = 1
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(work.num_tokens for work in self.work)
+    new: tuple[NewSequence, ...] = ()
+    joining: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    grown: tuple[tuple[int, Block], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    ended: tuple[int, ...] = ()
+    most_tokens: int = 0
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import toy
 
 from longhelix.request import Request, SamplingParams
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
@@ -84,7 +85,7 @@ def main():
     mesh = toy.join(rank, size, directory)
     runner = toy.make_runner(SPEC, mesh, toy.Tensors(SPEC), "bfloat16", NUM_BLOCKS)
     scheduler = Scheduler(SchedulerConfig(kvp=size, num_blocks=NUM_BLOCKS, max_model_len=4096, chunk_tokens=256))
-    loop, steps, wave = Loop(scheduler, toy.AtOnce(runner)), 0, 0
+    loop, steps, wave = Loop(scheduler, toy.AtOnce(runner), lambda: 0.0), 0, 0
     for mark in map(int, marks):
         while steps < mark:
             steps += run_wave(loop, wave, wave * len(REQUESTS))

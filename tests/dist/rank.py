@@ -19,13 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from longhelix.engine import runner as runner_module
 from longhelix.engine import sampler
 from longhelix.engine.config import resolve
 from longhelix.engine.graphed_layers import GraphedLayers
-from longhelix.engine.parts import Parts
 from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner
+from longhelix.engine.step_cost import step_cost, step_cut
 from longhelix.kernels import native
 from longhelix.kv import splits
 from longhelix.layout import Layout
@@ -35,7 +34,6 @@ from longhelix.models.checkpoint import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
-from longhelix.perf.predictor import Lengths
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
@@ -57,8 +55,7 @@ class RecordingRunner(ModelRunner):
         self._results = []
 
     def submit(self, step):
-        step = replace(step, parts=self.parts.of(step, self.lengths.advance(step)))
-        self.most_parts = max(self.most_parts, step.parts)
+        self.most_parts = max(self.most_parts, step.work.parts)
         self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
         self.fingerprints.append(self._results[-1].fingerprint)
 
@@ -69,13 +66,14 @@ class RecordingRunner(ModelRunner):
         before = self.counts()
         hidden_TH = super().forward(step)
         self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
-        self.rows.append([sum(work.num_tokens for work in step.work if work.id == i) for i in range(self.num_requests)])
+        counts = dict.fromkeys(self.decoding, 1) | {chunk.id: chunk.num_tokens for chunk in step.chunks}
+        self.rows.append([counts.get(i, 0) for i in range(self.num_requests)])
         logits_TV = self._gather_logits(hidden_TH)
         rows = iter(logits_TV)
-        for work in step.work:
-            kept = self.logits.setdefault(work.id, [])
-            kept += [row.numpy().copy() for row in islice(rows, work.num_tokens)]
-            self.local_lengths[work.id] = self.sequences[work.id].local_length
+        for sequence_id, count in counts.items():
+            kept = self.logits.setdefault(sequence_id, [])
+            kept += [row.numpy().copy() for row in islice(rows, count)]
+            self.local_lengths[sequence_id] = self.sequences[sequence_id].local_length
         self.history.append([self.local_lengths.get(i, -1) for i in range(self.num_requests)])
         return hidden_TH
 
@@ -151,7 +149,7 @@ def build(case, rank, meshes):
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
-    runner.parts, runner.lengths = Parts(config, mesh.kvp.overlaps), Lengths()
+    runner.cut = step_cut(config, mesh.kvp.overlaps, step_cost(config, mesh.kvp.overlaps))
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
@@ -169,10 +167,10 @@ def run(case, rank, meshes, direct_rows):
     config, runner = build(case, rank, meshes)
     direct_rows.count = 0
     sent_before = runner.mesh.kvp.exchanged_bytes
-    scheduler = Scheduler(config.scheduler)
+    scheduler = Scheduler(config.scheduler, cut=runner.cut)
     for allocator in scheduler._allocators:
         allocator.__init__(runner.pool.num_blocks)
-    loop = Loop(scheduler, runner, depth=case.get("depth", 1))
+    loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1))
     sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
     for index, prompt in enumerate(case["prompts"]):
         loop.add(Request(index, array("i", prompt), sampling, frozenset(), 0, 0.0))
@@ -213,20 +211,24 @@ class mutation:  # noqa: N801 - reads as a statement
 
     def __enter__(self):
         self.saved = (
-            ModelRunner._advance,
+            ModelRunner._decode_rows,
+            ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,
             sampler.sample,
         )
-        advance, owners_of, *_, sample = self.saved
+        decode_rows, chunk_rows, owners_of, *_, sample = self.saved
         if self.kind == "mask":
 
-            def later_rows_see_less(runner, *arguments):
-                rows = advance(runner, *arguments)
-                return runner_module._Rows(rows.positions, rows.slots, np.maximum(rows.limits - 1, 0))
+            def seeing_less(rows_of):
+                def rows_that_see_less(*arguments):
+                    rows = rows_of(*arguments)
+                    return rows._replace(limits=np.maximum(np.asarray(rows.limits, dtype=np.int64) - 1, 0))
 
-            ModelRunner._advance = later_rows_see_less
+                return rows_that_see_less
+
+            ModelRunner._decode_rows, ModelRunner._chunk_rows = seeing_less(decode_rows), seeing_less(chunk_rows)
         if self.kind == "owner":
 
             def second_block_has_no_owner(runner, seq, work):
@@ -259,7 +261,8 @@ class mutation:  # noqa: N801 - reads as a statement
 
     def __exit__(self, *_):
         (
-            ModelRunner._advance,
+            ModelRunner._decode_rows,
+            ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
             Group.exchange_states,

@@ -30,8 +30,9 @@ from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape
 from longhelix.models import overlap
 from longhelix.request import Request, SamplingParams
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
 from packed_pool import LARGEST, stored
 
@@ -173,7 +174,8 @@ class Recorded(toy.AtOnce):
         self.blocks = []
 
     def submit(self, step):
-        self.blocks += [(block.owner, block.id) for work in step.work for block in work.new_blocks]
+        self.blocks += [block for chunk in step.chunks for block in chunk.new_blocks]
+        self.blocks += [block for _, block in step.grown]
         super().submit(step)
 
 
@@ -195,7 +197,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
         allocator._runs[0].ids = array("q", ids)
     at_once = Recorded(runner)
-    loop, watch, tokens, logprobs = Loop(scheduler, at_once), Watch(runner.model), [], []
+    loop, watch, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
     loop.add(Request(0, array("i", prompt.tolist()), sampling, frozenset(), 0, 0.0))
     while (stepped := loop.step()) is not None:

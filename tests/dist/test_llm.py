@@ -24,7 +24,7 @@ from longhelix.cli.generate import measurements
 from longhelix.engine import launch, watchdog
 from longhelix.engine.transport import Alive
 from longhelix.engine.watchdog import Progress
-from longhelix.request import SequenceWork, Step
+from longhelix.request import Step
 
 pytestmark = pytest.mark.dist
 
@@ -571,7 +571,7 @@ def test_worker_that_raises_is_named_with_its_cause(oracle):
     """Work on a sequence that no rank has heard of."""
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
-    llm._pool.submit(Step(1, (), (SequenceWork(99, 1, (), True),), (), 0))
+    llm._pool.submit(Step(1, joining=(99,)))
     with pytest.raises(EngineError, match=r"rank [01] failed: KeyError: 99"):
         llm._pool.collect()
     assert_nothing_left(process_ids, directory)

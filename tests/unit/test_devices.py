@@ -15,8 +15,9 @@ from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.kv import splits
 from longhelix.layout import Layout
-from longhelix.request import Request, SampledToken, SamplingParams, SequenceWork, Step, StepResult
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 
 GIB = 2**30
 
@@ -113,27 +114,28 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
     opened = [new.id for step in steps for new in step.new]
     assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.ended)
     for step in steps:
-        for work in step.work:
-            assert len(work.new_blocks) == -(-work.num_tokens // 16)
-            assert all(block.owner < kvp and block.id < num_blocks for block in work.new_blocks)
+        for chunk in step.chunks:
+            assert len(chunk.new_blocks) == -(-chunk.num_tokens // 16)
+            assert all(block.owner < kvp and block.id < num_blocks for block in chunk.new_blocks)
         for rank in range(kvp):
             assert sum(new.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
     longest, most_running = min(chunk_tokens, num_blocks * 16 * kvp), min(num_blocks, 64)
     beside = max(decodes for decodes in (0, 1, 2, 4) if decodes < most_running)
-    assert max(step.num_tokens for step in steps) == max(longest + beside, most_running)
-    kinds = {(tuple(work.num_tokens for work in step.work), step.most_tokens) for step in steps if step.work}
+    rows = [tuple(chunk.num_tokens for chunk in step.chunks) for step in steps]
+    assert max(map(sum, rows)) == max(longest + beside, most_running)
+    kinds = {(counts, step.most_tokens) for counts, step in zip(rows, steps, strict=True) if counts}
     assert kinds == {(rows, length) for rows, _ in kinds for length in lengths}
 
 
-def bucket(step):
+def bucket(step, decodes=0):
     """That of a step of which all ranks have all rows."""
-    rows = [work.num_tokens for work in step.work]
+    rows = [1] * decodes + [chunk.num_tokens for chunk in step.chunks]
     batch = SimpleNamespace(
         token_ids_T=range(sum(rows)),
         max_rows=max(rows),
         num_sequences=len(rows),
         most_tokens=step.most_tokens,
-        parts=step.parts,
+        parts=step.work.parts,
     )
     return Bucket.of(batch)
 
@@ -142,20 +144,23 @@ def bucket(step):
 def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running):
     config = SchedulerConfig(1, 4000, 65536, max_running=max_running)
     steps = warm_up_steps(config, splits.length_buckets(config.longest_local_tokens))
-    warm = {bucket(step) for step in steps if step.work}
+    warm = {bucket(step) for step in steps if step.chunks}
     # One prompt after the other comes beside the decodes of those before it.
     scheduler, met = Scheduler(config), set()
     for id, chunks in enumerate((1, 2, 16, 1, 3)):
         scheduler.add(
             Request(id, array("i", [1] * 512 * chunks), SamplingParams(max_new_tokens=40), frozenset(), 0, 0.0)
         )
-    while (step := scheduler.schedule()) is not None:
-        if step.work:
-            met.add(bucket(step))
-        sampled = tuple(SampledToken(work.id, 1) for work in step.work if work.sample)
-        scheduler.complete(StepResult(step.id, sampled, step.num_tokens, 0))
+    decoding = set()
+    while (step := scheduler.schedule(0.0)) is not None:
+        decoding |= set(step.joining)
+        decoding -= {*step.leaving, *step.ended}
+        assert len(decoding) == step.work.decode_rows
+        if step.work.rows:
+            met.add(bucket(step, len(decoding)))
+        sampled = [*decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
+        scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in sampled), step.work.rows, 0))
     assert len(met) > 8
     assert met <= warm
     for decodes in range(1, max_running + 1):
-        work = tuple(SequenceWork(id, 1, (), sample=True) for id in range(decodes))
-        assert bucket(Step(1, (), work, (), 5000)) in warm
+        assert bucket(Step(1, most_tokens=5000), decodes) in warm

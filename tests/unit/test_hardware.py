@@ -25,6 +25,7 @@ SYSTEM = {
     "collective_s": constant(4e-6),
     "step_s": constant(0.0),
     "part_fixed_share": constant(0),
+    "part_s": constant(1e-6),
     "in_switch_reduction": constant(True),
     "prefetch": constant(False),
     "shared": constant(False),
@@ -63,7 +64,7 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 13 + 2 + 3 + 3
+    assert len(spec.sources) == 14 + 2 + 3 + 3
 
 
 def test_a_spec_is_a_key_of_caches():

@@ -42,17 +42,25 @@ def batch_of(rows_per_sequence, local_length, parts=1):
     ("rows_per_sequence", "parts", "expected"),
     [
         ([1, 1, 1, 1, 1], 2, [3, 2]),
-        ([1, 1], 8, [1, 1]),
-        ([1], 4, [1]),
+        ([1, 1], 2, [1, 1]),
+        ([1], 1, [1]),
         ([300], 4, [75, 75, 75, 75]),
-        ([150], 4, [75, 75]),
-        ([100], 4, [100]),
-        ([100, 1], 4, [101]),
+        ([150], 2, [75, 75]),
+        ([1, 1, 1, 90, 106], 3, [67, 66, 66]),
+        ([128, 1], 2, [65, 64]),
     ],
 )
-def test_a_batch_is_cut_by_sequence_or_by_rows(rows_per_sequence, parts, expected):
-    batch = batch_of(rows_per_sequence, 10)
-    pieces = batch.cut(parts)
+def test_a_batch_is_cut_evenly_in_the_order_of_its_rows(rows_per_sequence, parts, expected):
+    batch = batch_of(rows_per_sequence, 10, parts=parts)
+    pieces = batch.cut()
+    sequences = [
+        number
+        for piece in pieces
+        for extent, rows in zip(piece.extents_b2.tolist(), piece.row_starts_b.diff().tolist(), strict=True)
+        for number in [batch.extents_b2.tolist().index(extent)] * rows
+    ]
+    assert sequences == [number for number, rows in enumerate(rows_per_sequence) for _ in range(rows)]
+    assert all(piece.row_starts_b.diff().max() <= piece.max_rows for piece in pieces)
     assert [piece.rows.stop - piece.rows.start for piece in pieces] == expected
     assert torch.equal(torch.cat([piece.limits_t for piece in pieces]), batch.limits_t)
     for piece in pieces:
@@ -92,7 +100,7 @@ class LateGroup:
         return self.start_all_to_all(*arguments)()
 
 
-@pytest.mark.parametrize("rows_per_sequence", [[1, 1, 1, 1, 1], [200]])
+@pytest.mark.parametrize("rows_per_sequence", [[1, 1, 1, 1, 1], [200], [1, 1, 1, 70, 60]])
 def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10, parts=2)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhelix import Layout, SamplingParams, UserError
-from longhelix.kv.blocks import Block
+from longhelix import Layout, UserError
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
 from longhelix.perf.collectives import Group
@@ -17,14 +16,13 @@ from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
 from longhelix.perf.part import total_seconds
-from longhelix.perf.predictor import Predictor
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_parts, decode_seconds, step_parts, step_seconds
+from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.perf.work import Work
 from longhelix.presets import load_model, load_system
-from longhelix.request import NewSequence, SequenceWork, Step
+from longhelix.request import Work
 
 pytestmark = pytest.mark.unit
 
@@ -366,21 +364,35 @@ def test_useful_flops_are_the_conventions_of_the_papers():
     assert active_parameters(MODELS["deepseek-r1"]) == pytest.approx(36.6e9, rel=0.02)
 
 
-def test_the_predictor_follows_lengths_from_steps():
-    how = setting("llama-3-8b", H100, "bfloat16")
-    layout = Layout(kvp=2, tpa=4)
-    predictor = Predictor(how, layout)
-    new = NewSequence(7, SamplingParams(), 0, 1100, (69,), spread=True)
-    block = (Block(0, 0),)
-    first = predictor.predict(Step(0, (new,), (SequenceWork(7, 600, block, False),), (), 0))
-    second = predictor.predict(Step(1, (), (SequenceWork(7, 400, block, True),), (), 0))
-    third = predictor.predict(Step(2, (), (SequenceWork(7, 1, (), True),), (), 0))
-    layouts = Layouts.of([layout])
-    assert first == step_seconds(how, layouts, Work.chunk(600.0, 0.0))[0]
-    assert second == step_seconds(how, layouts, Work.chunk(400.0, 600.0) + Work(sampled_rows=1.0))[0]
-    assert third == decode_seconds(how, layouts, 1.0, 1001.0)[0]
-    again = Step(3, (), (SequenceWork(7, 600, block, False),), (7,), 0)
-    assert predictor.predict(again) == first
+COSTS = [
+    (model, system, layout)
+    for model in ("llama-3-8b", "llama-3.1-405b", "deepseek-r1")
+    for system in ("cpu", "h100", "gb200")
+    for layout in (Layout(), Layout(kvp=2), Layout(kvp=4, tpa=2), Layout(kvp=2, tpa=2, ffn_replicas=2))
+]
+
+
+@pytest.mark.parametrize(("model", "system", "layout"), COSTS)
+def test_a_steps_cost_in_plain_numbers_is_that_of_arrays_to_the_bit(model, system, layout):
+    how = setting(model, load_system(system), "bfloat16")
+    cost, layouts = StepCost(how, layout), Layouts.of([layout], hop_b=False)
+    chance = np.random.default_rng(1)
+    for _ in range(50):
+        decodes, rows, parts = (int(chance.choice(counts)) for counts in ((0, 1, 9, 256), (0, 1, 77, 512), (1, 2, 8)))
+        prefix = int(chance.integers(10**6))
+        chunk = Work.chunk(rows, prefix) if rows else Work()
+        work = Work.decode(decodes, int(chance.integers(10**6))) + chunk
+        work = work._replace(parts=parts)
+        assert cost.seconds(work) == step_seconds(how, layouts, work)[0]
+
+
+def test_a_step_costs_what_its_own_number_of_parts_takes():
+    how = setting("llama-3-8b", load_system("cpu").replaced({"scale_up.ranks": 1}, "test"), "bfloat16")
+    cost, decodes = StepCost(how, Layout(kvp=2)), Work.decode(8, 1_000_000)
+    best = step_seconds(how, Layouts.of([Layout(kvp=2)], hop_b=True), decodes)[0]
+    seconds = {parts: cost.seconds(decodes._replace(parts=parts)) for parts in (1, 2, 4, 8)}
+    assert len(set(seconds.values())) == 4
+    assert min(seconds.values()) == best <= seconds[1]
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])

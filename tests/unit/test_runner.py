@@ -20,8 +20,9 @@ from longhelix.layout import Layout
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
-from longhelix.request import Request, SamplingParams, SequenceWork, Step
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.request import Request, SamplingParams, Step
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
 
 pytestmark = pytest.mark.unit
@@ -73,7 +74,7 @@ def run_all(scheduler, runner, requests):
     tokens = {request.id: [] for request in requests}
     for request in requests:
         scheduler.add(request)
-    while (step := scheduler.schedule()) is not None:
+    while (step := scheduler.schedule(0.0)) is not None:
         result = runner.execute(step)
         for sampled in result.sampled:
             tokens[sampled.sequence_id].append(sampled.token_id)
@@ -106,7 +107,7 @@ def test_a_step_and_a_worker_carry_no_more_of_a_long_request():
         runner = make_runner(num_blocks=num_blocks)
         scheduler = Scheduler(SchedulerConfig(1, num_blocks, prompt_tokens + 8, chunk_tokens=512))
         scheduler.add(make_request(0, prompt_tokens))
-        steps = [scheduler.schedule() for _ in range(8)]
+        steps = [scheduler.schedule(0.0) for _ in range(8)]
         tracemalloc.start()
         for step in steps:
             runner.execute(step)
@@ -134,7 +135,7 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
         return broadcast(group, tokens_S)
 
     monkeypatch.setattr(Group, "broadcast", counted)
-    first, second, third = runner.execute(scheduler.schedule()).sampled
+    first, second, third = runner.execute(scheduler.schedule(0.0)).sampled
     assert (second.token_id, second.error) == (
         0,
         "ValueError: no token has a probability, because the largest logit is nan",
@@ -148,8 +149,8 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
 
     monkeypatch.setattr(sampler, "logprobs", fail)
     runner.model.broken = set()
-    work = tuple(SequenceWork(id, 1, (), sample=True) for id in range(3))
-    assert {s.error for s in runner.execute(Step(2, (), work, (), 16)).sampled} == {"RuntimeError: no logprobs"}
+    step = Step(2, joining=(0, 1, 2), most_tokens=16)
+    assert {s.error for s in runner.execute(step).sampled} == {"RuntimeError: no logprobs"}
     assert len(broadcasts) == 2
 
 
@@ -158,7 +159,7 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
         runner = make_runner(kvp=2, rank=rank)
         scheduler = Scheduler(SchedulerConfig(2, 64, 64))
         scheduler.add(make_request(0, 5))
-        result = runner.execute(scheduler.schedule())
+        result = runner.execute(scheduler.schedule(0.0))
         assert len(result.sampled) == (rank == 0)
         assert runner.sequences[0].seen_V is None
 
@@ -173,7 +174,7 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
     for id in range(60):
         scheduler.add(make_request(id, int(chance.integers(1, 700)), int(chance.integers(1, 40))))
     local_differs, buckets = 0, set()
-    while (step := scheduler.schedule()) is not None:
+    while (step := scheduler.schedule(0.0)) is not None:
         results = [runner.execute(step) for runner in runners]
         scheduler.complete(results[0])
         batches = [runner.model.batches.pop() for runner in runners if runner.model.batches]
@@ -214,7 +215,7 @@ def test_ending_a_long_request_takes_no_more_steps_of_python(placement):
         config = SchedulerConfig(2, 7000, 100_100, chunk_tokens=200_000, placement=placement, growth_limit_tokens=16)
         scheduler = Scheduler(config)
         scheduler.add(make_request(0, prompt_tokens))
-        scheduler.schedule()
+        scheduler.schedule(0.0)
         lines.append(lines_of(lambda scheduler=scheduler: scheduler.end(0)))
         assert [allocator.available for allocator in scheduler._allocators] == [7000, 7000]
     assert lines[1] <= lines[0] + 3  # what was taken of a run is forgotten or not
@@ -224,13 +225,13 @@ def test_ending_a_long_request_takes_no_more_steps_of_python(placement):
 def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
     """A decode step of four short requests: beside them one of 1,000 or 50,000 tokens, and some that do not run."""
     lines = set()
-    for tokens in (1_000, 50_000):
+    for tokens in (1_000, 50_005):
         runner = make_runner(num_blocks=4000)
         scheduler = Scheduler(SchedulerConfig(1, 4000, 60_000, chunk_tokens=60_000))
         for id, prompt_tokens in enumerate([tokens, 5, 5, 5, 5, *[5] * idle]):
             scheduler.add(make_request(id, prompt_tokens))
-        runner.execute(scheduler.schedule())
-        work = tuple(SequenceWork(id, 1, (), sample=True) for id in (3, 0, 4, 1, 2))
-        step = Step(2, (), work, (), most_tokens=tokens)
+        runner.execute(scheduler.schedule(0.0))
+        runner.admit(Step(2, joining=(3, 0, 4, 1, 2)))
+        step = Step(3, most_tokens=tokens)
         lines.add(lines_of(lambda runner=runner, step=step: runner._batch(step)))
     assert len(lines) == 1

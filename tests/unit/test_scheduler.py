@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS, Placement
-from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult
+from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import Scheduler, SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +65,7 @@ class FakeRunner:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.replicas: dict[int, Replica] = {}
+        self.decoding: dict[int, Replica] = {}
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
         self.steps = []
         self.first_blocks: dict[int, int] = {}
@@ -81,70 +83,88 @@ class FakeRunner:
         self.steps.append(step)
         for sequence_id in step.ended:
             del self.replicas[sequence_id]
+            self.decoding.pop(sequence_id, None)
+        for sequence_id in step.leaving:
+            del self.decoding[sequence_id]
         for new in step.new:
             assert new.id not in self.replicas
             self.replicas[new.id] = Replica(new, [])
             self.new[new.id] = new
+        for sequence_id in step.joining:
+            assert sequence_id not in self.decoding
+            self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
-        for work in step.work:
-            self.write(work)
-        held = [self.blocks_of(self.replicas[work.id]) for work in step.work]
+        ran = [*self.decoding, *(chunk.id for chunk in step.chunks)]
+        self.check_work(step)
+        for sequence_id, seq in self.decoding.items():
+            self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
+        assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
+        for chunk in step.chunks:
+            seq = self.replicas[chunk.id]
+            seq.token_ids += array("i", chunk.token_ids)
+            self.write(seq, chunk.num_tokens, chunk.new_blocks)
+        held = [self.blocks_of(self.replicas[sequence_id]) for sequence_id in ran]
         assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
-        for work in step.work:
-            seq = self.replicas[work.id]
-            assert self.read(work.id) == seq.token_ids[: seq.length]
-            if work.sample:
+        for sequence_id in ran:
+            seq = self.replicas[sequence_id]
+            assert self.read(sequence_id) == seq.token_ids[: seq.length]
+            if seq.prompt_left == 0:
                 assert seq.length == len(seq.token_ids)
-                seq.token_ids.append(next_token(self.read(work.id)))
-                sampled.append(SampledToken(work.id, seq.token_ids[-1]))
-        return StepResult(step.id, tuple(sampled), step.num_tokens, 0)
+                seq.token_ids.append(next_token(self.read(sequence_id)))
+                sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
+        return StepResult(step.id, tuple(sampled), len(self.decoding) + sum(c.num_tokens for c in step.chunks), 0)
+
+    def check_work(self, step) -> None:
+        """What the step says that it computes, counted again from its sequences."""
+        work = Work.decode(0, 0)
+        for seq in self.decoding.values():
+            work += Work.decode(1, seq.length + 1)
+        for chunk in step.chunks:
+            work += Work.chunk(chunk.num_tokens, self.replicas[chunk.id].length) + Work(sampled_rows=int(chunk.sample))
+        assert step.work == work
 
     def check_plan(self, step) -> None:
         """Every running sequence that can decode does; prompts fill the chunk budget, the oldest of each rank first."""
         decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
-        assert [(work.id, work.num_tokens, work.sample) for work in step.work[: len(decodes)]] == [
-            (sequence_id, 1, True) for sequence_id in decodes
-        ]
-        chunks = step.work[len(decodes) :]
+        assert sorted(self.decoding) == sorted(decodes)
+        chunks = step.chunks
         waiting = [seq for seq in self.replicas.values() if seq.prompt_left]
-        assert sum(work.num_tokens for work in chunks) == min(
+        assert sum(chunk.num_tokens for chunk in chunks) == min(
             self.config.chunk_tokens, sum(seq.prompt_left for seq in waiting)
         )
         order = [seq.new.id for seq in waiting]
-        assert [work.id for work in chunks] == sorted((work.id for work in chunks), key=order.index)
+        assert [chunk.id for chunk in chunks] == sorted((chunk.id for chunk in chunks), key=order.index)
         held_up: set[int | None] = set()
-        for work in chunks:
-            seq = self.replicas[work.id]
-            first = self.first_blocks.get(work.id, work.new_blocks[0].owner if work.new_blocks else None)
+        for chunk in chunks:
+            seq = self.replicas[chunk.id]
+            first = self.first_blocks.get(chunk.id, chunk.new_blocks[0].owner if chunk.new_blocks else None)
             home = None if seq.new.spread else first
             assert home not in held_up, "a prompt runs before an older one of the same rank has all its tokens"
-            assert 0 < work.num_tokens <= seq.prompt_left
-            assert work.sample == (work.num_tokens == seq.prompt_left)
-            if not work.sample:
+            assert 0 < chunk.num_tokens <= seq.prompt_left
+            assert chunk.sample == (chunk.num_tokens == seq.prompt_left)
+            if not chunk.sample:
                 held_up.add(home)
         if all(seq.new.spread for seq in waiting):
             assert len(held_up) <= 1
-            assert [work.id for work in chunks] == order[: len(chunks)]
+            assert [chunk.id for chunk in chunks] == order[: len(chunks)]
         assert len(self.replicas) <= self.config.max_running
 
-    def write(self, work) -> None:
-        seq, block_tokens = self.replicas[work.id], self.config.block_tokens
-        assert len(work.token_ids) == 4 * (work.num_tokens if seq.prompt_left else 0)
-        seq.token_ids += array("i", work.token_ids)
+    def write(self, seq, num_tokens, new_blocks) -> None:
+        sequence_id, block_tokens = seq.new.id, self.config.block_tokens
         taken = {block for other in self.replicas.values() for block in other.blocks}
-        for block in work.new_blocks:
+        for block in new_blocks:
             assert 0 <= block.id < self.config.num_blocks
             assert (block.owner, block.id) not in taken
             taken.add((block.owner, block.id))
             seq.blocks.append((block.owner, block.id))
-        for position in range(seq.length, seq.length + work.num_tokens):
+        for position in range(seq.length, seq.length + num_tokens):
             owner, block_id = seq.blocks[position // block_tokens]
             slot = block_id * block_tokens + position % block_tokens
-            self.pools[owner][slot] = (work.id, position, seq.token_ids[position])
-        seq.length += work.num_tokens
+            self.pools[owner][slot] = (sequence_id, position, seq.token_ids[position])
+        seq.length += num_tokens
         assert len(seq.blocks) == -(-seq.length // block_tokens)
-        self.first_blocks.setdefault(work.id, seq.blocks[0][0])
+        self.first_blocks.setdefault(sequence_id, seq.blocks[0][0])
 
     def blocks_of(self, seq: Replica) -> list[int]:
         counts = [sum(owner == rank for owner, _ in seq.blocks) for rank in range(self.config.kvp)]
@@ -193,7 +213,7 @@ class Engine:
     def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
         self.scheduler = Scheduler(config)
         self.runner = FakeRunner(config)
-        self.loop = Loop(self.scheduler, self.runner, depth)
+        self.loop = Loop(self.scheduler, self.runner, lambda: 0.0, depth)
         self.outcomes: dict[int, Outcome] = {}
         self.num_sampled = 0
 
@@ -283,8 +303,9 @@ def test_the_prompt_comes_in_chunks_of_the_budget():
     engine = Engine(config(chunk_tokens=16))
     engine.add(request(0, 37, 2))
     engine.drain()
-    work = [(item.num_tokens, item.sample) for step in engine.runner.steps for item in step.work]
-    assert work == [(16, False), (16, False), (5, True), (1, True)]
+    chunks = [(chunk.num_tokens, chunk.sample) for step in engine.runner.steps for chunk in step.chunks]
+    assert chunks == [(16, False), (16, False), (5, True)]
+    assert [step.work.decode_rows for step in engine.runner.steps] == [0, 0, 0, 1, 0]
 
 
 def test_one_step_mixes_decodes_with_chunks_of_several_prompts():
@@ -294,12 +315,9 @@ def test_one_step_mixes_decodes_with_chunks_of_several_prompts():
     engine.add(request(1, 10), request(2, 10))
     engine.step()
     mixed = engine.runner.steps[-1]
-    assert [(work.id, work.num_tokens, work.sample) for work in mixed.work] == [
-        (0, 1, True),
-        (1, 10, True),
-        (2, 6, False),
-    ]
-    assert mixed.num_tokens == 17
+    assert mixed.joining == (0,)
+    assert [(chunk.id, chunk.num_tokens, chunk.sample) for chunk in mixed.chunks] == [(1, 10, True), (2, 6, False)]
+    assert mixed.work.rows == 17
     engine.drain()
 
 
@@ -464,7 +482,7 @@ def test_has_work_until_workers_have_heard_of_every_end():
     assert engine.loop.has_work
     engine.step()
     assert engine.runner.steps[-1].ended == (0,)
-    assert engine.runner.steps[-1].work == ()
+    assert engine.runner.steps[-1].work.rows == 0
     assert not engine.loop.has_work
 
 
@@ -628,7 +646,7 @@ def test_ranks_prefill_their_own_prompts_side_by_side():
     engine = Engine(config(kvp=2, placement="auto", kvp_threshold_tokens=40, chunk_tokens=30, num_blocks=64))
     engine.add(request(0, 30, 4), request(1, 6, 4), request(2, 90, 4))
     engine.step()
-    assert {work.id: work.num_tokens for work in engine.runner.steps[-1].work} == {0: 14, 1: 6, 2: 10}
+    assert {chunk.id: chunk.num_tokens for chunk in engine.runner.steps[-1].chunks} == {0: 14, 1: 6, 2: 10}
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "auto"])
@@ -666,23 +684,23 @@ def test_cancelling_a_request_in_the_queue_looks_at_no_other():
     assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [(0, 0)] * 1_000
     assert scheduler.end(1_500) is None
     assert Counted.asked == 0
-    assert [new.id for new in scheduler.schedule().new] == [0]
+    assert [new.id for new in scheduler.schedule(0.0).new] == [0]
 
 
 def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     scheduler = Scheduler(config())
     for request_id in (1, 2):
         scheduler.add(request(request_id, 3, 5))
-    step = scheduler.schedule()
+    step = scheduler.schedule(0.0)
     events = scheduler.complete(
-        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.num_tokens, 0)
+        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.work.rows, 0)
     )
     assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
     assert events[0].sampled.error == "ValueError: no"
     assert sum(events[0].kv_tokens_per_rank) == 3  # the prompt's
-    step = scheduler.schedule()
+    step = scheduler.schedule(0.0)
     assert step.ended == (1,)
-    assert [work.id for work in step.work] == [2]
+    assert (step.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
     (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1, 0))
     assert sum(event.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
     assert [allocator.available for allocator in scheduler._allocators] == [100, 100]

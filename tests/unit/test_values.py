@@ -17,7 +17,7 @@ from anything import VALUES
 from longhelix import Layout, SamplingParams, UserError
 from longhelix.cli.values import size
 from longhelix.engine.prompt import as_prompts, token_ids
-from longhelix.scheduler.scheduler import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig
 
 pytestmark = pytest.mark.unit
 

@@ -9,14 +9,14 @@ from longhelix.engine import watchdog as watchdog_module
 from longhelix.engine.config import resolve
 from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.runner import ModelRunner
+from longhelix.engine.step_cost import step_cost
 from longhelix.engine.watchdog import Progress, Watchdog
 from longhelix.errors import EngineError
 from longhelix.kernels import native
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
-from longhelix.perf.work import Work
-from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
+from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ def resolved(layout, block_tokens):
 
 def started(config, work=DECODE, packed=True):
     watchdog = Watchdog(config)
-    watchdog.ready(packed)
+    watchdog.ready(packed, step_cost(config, overlaps=False))
     watchdog.submitted(7, work)
     return watchdog
 
@@ -121,8 +121,7 @@ def test_a_start_that_stands_is_ended_and_one_that_gets_on_is_not(config, monkey
 
 
 def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
-    watchdog = Watchdog(config)
-    watchdog.submitted(7, LONG_CHUNK)
+    watchdog = started(config, LONG_CHUNK)
     watchdog.waited(20.0)
     watchdog.check_answer({1})
     watchdog.finished(7)
@@ -151,10 +150,9 @@ def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_
     model = load_model(config, Mesh.build(config.layout, 0))
     runner = ModelRunner(config.spec, model.mesh, model, new_pool(config, 0, 4))
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, blocks_per_rank=(2,), spread=True)
-    chunk = SequenceWork(0, 3, (Block(0, 0),), sample=True, token_ids=bytes(12))
-    decode = SequenceWork(0, 1, (), sample=True)
+    chunk = Chunk(0, bytes(12), (Block(0, 0),), sample=True)
     layers = []
-    for step in Step(1, (new,), (chunk,), (), 3), Step(2, (), (decode,), (), 4), Step(3, (), (decode,), (), 5):
+    for step in Step(1, (new,), chunks=(chunk,)), Step(2, joining=(0,)), Step(3):
         runner.execute(step)
         layers.append(runner.progress().layers)
     assert runner.packed == packed

@@ -21,6 +21,7 @@ from longhelix.kernels.tape import Tape
 from longhelix.layout import Layout
 from longhelix.perf.fit import Call, Run, fit_calls, fit_runs
 from longhelix.perf.setting import Setting
+from longhelix.presets import load_system
 from longhelix.spec import HardwareSpec
 
 RANKS = (2, 4)
@@ -175,6 +176,7 @@ def run_of(row: Row) -> Run:
 
 def _first(machine: Row) -> dict[str, Row]:
     """The system before its fits, which replace the guesses."""
+    preset = load_system("cpu")
     values = {
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
         "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
@@ -186,6 +188,7 @@ def _first(machine: Row) -> dict[str, Row]:
         "collective_s": (5e-6, "guess"),
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
+        "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
         "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),

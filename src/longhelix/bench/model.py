@@ -13,7 +13,7 @@ from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
-from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
+from longhelix.request import Chunk, NewSequence, SamplingParams, Step
 
 _FILL_BLOCKS = 1024
 
@@ -81,11 +81,10 @@ class LongRequests:
             )
             for index, context in enumerate(contexts)
         )
-        self.runner.admit(Step(0, new=new, work=(), ended=(), most_tokens=0))
+        self.runner.admit(Step(0, new, joining=tuple(range(len(contexts)))))
         for index, blocks in enumerate(model.blocks(*contexts)):
             self.runner.sequences[index].add_blocks(blocks, model.kvp_rank, self.runner.arena)
-        work = tuple(SequenceWork(index, 1, (), sample=True) for index in range(len(contexts)))
-        self._step = Step(0, new=(), work=work, ended=(), most_tokens=max(contexts))
+        self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:
         """Write the KV of the last of each one's tokens and sample the next one; always the same step."""
@@ -129,10 +128,8 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
     ended = (request_id - 1,) if request_id else ()
     (blocks,) = model.blocks(length)
     for start in range(0, length, chunk_tokens):
-        num_tokens = min(chunk_tokens, length - start)
-        stop = start + num_tokens
+        stop = min(start + chunk_tokens, length)
         new_blocks = blocks[-(-start // block_tokens) : -(-stop // block_tokens)]
-        token_ids = array("i", prompt[start:stop]).tobytes()
-        work = SequenceWork(request_id, num_tokens, new_blocks, stop == length, token_ids)
-        yield Step(start // chunk_tokens, new=new, work=(work,), ended=ended, most_tokens=stop)
+        chunk = Chunk(request_id, array("i", prompt[start:stop]).tobytes(), new_blocks, sample=stop == length)
+        yield Step(start // chunk_tokens, new, chunks=(chunk,), ended=ended, most_tokens=stop)
         new, ended = (), ()

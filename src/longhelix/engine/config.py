@@ -19,7 +19,7 @@ from longhelix.models.rope import inverse_frequencies
 from longhelix.perf.setting import Setting
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.request import MOST_TOKENS
-from longhelix.scheduler.scheduler import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES, HardwareSpec, ModelSpec, RopeSpec, weight_bytes
 from longhelix.values import flag, one_of, refused, whole
 

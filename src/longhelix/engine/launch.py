@@ -16,7 +16,7 @@ import zmq
 
 from longhelix.engine import torchrun
 from longhelix.engine.config import EngineConfig
-from longhelix.engine.parts import Parts
+from longhelix.engine.step_cost import step_cost, step_cut
 from longhelix.engine.trace import TraceEvent
 from longhelix.engine.transport import (
     Alive,
@@ -37,7 +37,6 @@ from longhelix.engine.transport import (
 )
 from longhelix.engine.watchdog import Watchdog
 from longhelix.errors import EngineError, UserError
-from longhelix.perf.predictor import Lengths
 from longhelix.request import Step, StepResult
 
 # A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
@@ -49,7 +48,10 @@ _STOP_S = 3.0
 
 
 class WorkerPool:
-    """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError."""
+    """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError.
+
+    cost: of its steps. cut: how they are cut into parts, None where parts have no use.
+    """
 
     def __init__(
         self,
@@ -85,9 +87,10 @@ class WorkerPool:
         except BaseException:
             self.close(grace_s=0)
             raise
-        self._watchdog.ready(all(rank.packed for rank in ready))
-        self._parts = Parts(config, all(rank.overlaps for rank in ready))
-        self._lengths = Lengths()
+        overlaps = all(rank.overlaps for rank in ready)
+        self.cost = step_cost(config, overlaps)
+        self.cut = step_cut(config, overlaps, self.cost)
+        self._watchdog.ready(all(rank.packed for rank in ready), self.cost)
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -97,14 +100,13 @@ class WorkerPool:
     def submit(self, step: Step) -> None:
         """Give a step to all ranks. A step that cannot be sent ends the engine: what it was to do is lost."""
         self._check_open()
-        work = self._lengths.advance(step)
         try:
-            self._socket.send(self._ranks, Run(replace(step, parts=self._parts.of(step, work))))
+            self._socket.send(self._ranks, Run(step))
         except Exception as error:
             self.close(grace_s=0)
             raise EngineError(f"step {step.id} cannot be sent: {type(error).__name__}: {error}") from error
         self._results[step.id] = {}
-        self._watchdog.submitted(step.id, work)
+        self._watchdog.submitted(step.id, step.work)
 
     def collect(self) -> StepResult:
         """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""

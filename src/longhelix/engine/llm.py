@@ -143,7 +143,7 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
-        self._loop = Loop(Scheduler(self.config.scheduler), self._pool)
+        self._loop = Loop(Scheduler(self.config.scheduler, cut=self._pool.cut), self._pool, time.monotonic)
 
     def __enter__(self) -> Self:
         return self

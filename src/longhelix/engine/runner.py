@@ -1,7 +1,9 @@
 """The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, compress, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import NewSequence, SampledToken, SamplingParams, SequenceWork, Step, StepResult
+from longhelix.request import Chunk, NewSequence, SampledToken, SamplingParams, Step, StepResult
 from longhelix.spec import ModelSpec
 
 
@@ -47,16 +49,12 @@ class SequenceState:
         arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """One sequence's rows of a batch."""
+class _Rows(NamedTuple):
+    """Rows of a batch that attend here, of one sequence or several."""
 
-    positions: np.ndarray
-    slots: np.ndarray
-    limits: np.ndarray
-
-
-_NO_ROWS = _Rows(*(np.zeros(0, dtype=np.int64),) * 3)
+    positions: Sequence[int] | np.ndarray
+    slots: Sequence[int] | np.ndarray
+    limits: Sequence[int] | np.ndarray
 
 
 class ModelRunner:
@@ -80,6 +78,7 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
+        self.decoding: dict[int, SequenceState] = {}  # those with a row in every step, in the order of its rows
         self._step_id = 0
         self.arena = BlockArena(pool.num_blocks, self.device)
         # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
@@ -92,11 +91,12 @@ class ModelRunner:
         traffic_before, sent_before, waited_before_s = self.mesh.traffic, kvp.exchanged_bytes, kvp.waited_s
         self._step_id = step.id
         self.admit(step)
-        sampled = self.sample(step, self.forward(step)) if step.work else ()
+        num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
+        sampled = self.sample(step, self.forward(step)) if num_rows else ()
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         exposed_s, fingerprint = waited_s if self._sees_waits else None, self.mesh.fingerprint(since=traffic_before)
-        return StepResult(step.id, sampled, step.num_tokens, sent, step.parts, exposed_s, fingerprint)
+        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
 
     @property
     def packed(self) -> bool:
@@ -109,9 +109,12 @@ class ModelRunner:
         return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun)
 
     def admit(self, step: Step) -> None:
-        """Forget ended sequences, then take in new ones."""
+        """Forget ended sequences, then take in new ones; and those that decode from here on."""
         for sequence_id in step.ended:
             self.arena.close(self.sequences.pop(sequence_id).extent)
+            self.decoding.pop(sequence_id, None)
+        for sequence_id in step.leaving:
+            del self.decoding[sequence_id]
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
@@ -119,6 +122,8 @@ class ModelRunner:
             seq = SequenceState(new, frequencies_R, extent, self._no_token_seen(new.sampling))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
             self.sequences[new.id] = seq
+        for sequence_id in step.joining:
+            self.decoding[sequence_id] = self.sequences[sequence_id]
 
     def _no_token_seen(self, sampling: SamplingParams) -> Tensor | None:
         if sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
@@ -132,14 +137,12 @@ class ModelRunner:
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
         """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""
-        last_rows, sequences, row = [], [], -1
-        for work in step.work:
-            row += work.num_tokens
-            if work.sample:
-                last_rows.append(row)
-                sequences.append(self.sequences[work.id])
+        sequences = self._sampled(step)
         if not sequences:
             return ()
+        chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
+        ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
+        last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
         logits_SV = self._gather_logits(hidden_TH[last_rows])
         tokens_S = torch.zeros(len(sequences), dtype=torch.int64, device=self.device)
         sampled: tuple[SampledToken, ...] = ()
@@ -152,7 +155,11 @@ class ModelRunner:
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The next tokens that the step just run chose, as every rank knows them: without logprobs and errors."""
-        return tuple(SampledToken(work.id, self.sequences[work.id].last_token) for work in step.work if work.sample)
+        return tuple(SampledToken(seq.new.id, seq.last_token) for seq in self._sampled(step))
+
+    def _sampled(self, step: Step) -> list[SequenceState]:
+        """The sequences that get a token in the step, in the order of its rows."""
+        return [*self.decoding.values(), *(self.sequences[chunk.id] for chunk in step.chunks if chunk.sample)]
 
     def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
         """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
@@ -168,21 +175,15 @@ class ModelRunner:
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 
     def _batch(self, step: Step) -> Batch:
-        sequences = [self.sequences[work.id] for work in step.work]
-        token_ids: list[np.ndarray] = []
-        rows: list[_Rows] = []
-        for seq, work in zip(sequences, step.work, strict=True):
-            token_ids.append(_token_ids(seq, work))
-            owners = self._owners(seq, work)
-            seq.add_blocks(work.new_blocks, self.kvp_rank, self.arena)
-            if self.kvp_rank in seq.holders:
-                rows.append(self._advance(seq, work.num_tokens, owners))
-            else:
-                seq.length += work.num_tokens
-                rows.append(_NO_ROWS)
-        held = [index for index, seq in enumerate(sequences) if self.kvp_rank in seq.holders]
-        extents = [(seq.extent.begin, seq.extent.end) for seq in map(sequences.__getitem__, held)]
-        counts_B = torch.tensor([len(part.positions) for part in rows])
+        for sequence_id, block in step.grown:
+            self.sequences[sequence_id].add_blocks((block,), self.kvp_rank, self.arena)
+        decodes, prompts = list(self.decoding.values()), [self.sequences[chunk.id] for chunk in step.chunks]
+        token_ids = [_last_tokens(decodes), *map(_prompt_tokens, prompts, step.chunks)]
+        rows = [self._decode_rows(decodes), *map(self._chunk_rows, prompts, step.chunks)]
+        sequences = decodes + prompts
+        held = [self.kvp_rank in seq.holders for seq in sequences]
+        extents = [(seq.extent.begin, seq.extent.end) for seq in compress(sequences, held)]
+        counts_B = torch.tensor([*held[: len(decodes)], *(len(part.positions) for part in rows[1:])], dtype=torch.int64)
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
         positions_t = _join(part.positions for part in rows)
         cos_tR, sin_tR = rotation(
@@ -195,13 +196,13 @@ class ModelRunner:
             sin_tR=sin_tR,
             slots_t=_join(part.slots for part in rows).to(self.device),
             limits_t=_join(part.limits for part in rows).to(self.device),
-            row_starts_b=nn.functional.pad(counts_B[held].cumsum(0), (1, 0)).to(self.device),
+            row_starts_b=nn.functional.pad(counts_B[torch.tensor(held)].cumsum(0), (1, 0)).to(self.device),
             blocks_X=self.arena.blocks_X,
             extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
             max_rows=int(counts_B.max()),
-            num_sequences=len(step.work),
+            num_sequences=len(sequences),
             most_tokens=step.most_tokens,
-            parts=step.parts,
+            parts=step.work.parts,
         )
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
@@ -210,21 +211,39 @@ class ModelRunner:
         if all(len(seq.holders) == kvp for seq in sequences):
             return None
         held_NB = np.array([[rank in seq.holders for seq in sequences] for rank in range(kvp)])
-        held_NT = held_NB.repeat([work.num_tokens for work in step.work], axis=1)
+        counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
+        held_NT = held_NB.repeat(counts, axis=1)
         return Holders.of(held_NT, self.kvp_rank, self.device)
 
-    def _owners(self, seq: SequenceState, work: SequenceWork) -> list[int]:
-        """Whose blocks the next rows of a sequence fall into: new ones, and before them perhaps the last one."""
-        stop_block = -(-(seq.length + work.num_tokens) // self.block_tokens)
-        num_old = stop_block - seq.length // self.block_tokens - len(work.new_blocks)
-        return [seq.last_owner] * num_old + [block.owner for block in work.new_blocks]
+    def _decode_rows(self, decodes: list[SequenceState]) -> _Rows:
+        """The next row of each that keeps KV here. It sees the local tokens up to its own position: the whole causal
+        mask. It is stored where the last KV block lies."""
+        positions, slots, limits = [], [], []
+        for seq in decodes:
+            if self.kvp_rank in seq.holders:
+                mine = seq.last_owner == self.kvp_rank
+                positions.append(seq.length)
+                slots.append(self._slot(seq) if mine else -1)
+                seq.local_length += mine
+                limits.append(seq.local_length)
+            seq.length += 1
+        return _Rows(positions, slots, limits)
 
-    def _advance(self, seq: SequenceState, num_tokens: int, owners: list[int]) -> _Rows:
-        """The next rows of a sequence. A row sees the local tokens up to its own position: the whole causal mask."""
-        stop = seq.length + num_tokens
-        positions = np.arange(seq.length, stop)
-        first_block = seq.length // self.block_tokens
-        mine = np.array(owners)[positions // self.block_tokens - first_block] == self.kvp_rank
+    def _slot(self, seq: SequenceState) -> int:
+        """Of the next local token."""
+        block, offset = divmod(seq.local_length, self.block_tokens)
+        return int(self.arena.ids(seq.extent)[block]) * self.block_tokens + offset
+
+    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
+        """The next rows of a prompt, each as above; none where it keeps no KV here."""
+        start, stop = seq.length, seq.length + chunk.num_tokens
+        owners = self._owners(seq, chunk)
+        seq.add_blocks(chunk.new_blocks, self.kvp_rank, self.arena)
+        seq.length = stop
+        if self.kvp_rank not in seq.holders:
+            return _Rows((), (), ())
+        positions = np.arange(start, stop)
+        mine = np.array(owners)[positions // self.block_tokens - start // self.block_tokens] == self.kvp_rank
         limits = seq.local_length + mine.cumsum()
         # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
         # writes nothing here may find no block, and takes any.
@@ -232,14 +251,27 @@ class ModelRunner:
         blocks = self.arena.ids(seq.extent)
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
-        seq.length, seq.local_length = stop, int(limits[-1])
+        seq.local_length = int(limits[-1])
         return _Rows(positions, slots, limits)
 
+    def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
+        """Whose blocks the next rows of a prompt fall into: new ones, and before them perhaps the last one."""
+        stop_block = -(-(seq.length + chunk.num_tokens) // self.block_tokens)
+        num_old = stop_block - seq.length // self.block_tokens - len(chunk.new_blocks)
+        return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
 
-def _token_ids(seq: SequenceState, work: SequenceWork) -> np.ndarray:
-    """The tokens of a sequence's next rows, from here on seen."""
-    ids = np.frombuffer(work.token_ids, np.int32) if work.token_ids else np.array([seq.last_token])
-    ids = ids.astype(np.int64)
+
+def _last_tokens(decodes: list[SequenceState]) -> list[int]:
+    """What decode rows are made of, from here on seen."""
+    for seq in decodes:
+        if seq.seen_V is not None:
+            seq.seen_V[seq.last_token] = True
+    return [seq.last_token for seq in decodes]
+
+
+def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
+    """The tokens of a chunk, from here on seen."""
+    ids = np.frombuffer(chunk.token_ids, np.int32).astype(np.int64)
     if seq.seen_V is not None:
         seq.seen_V[torch.from_numpy(ids)] = True
     return ids
@@ -257,5 +289,5 @@ def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
     return SampledToken(seq.new.id, token_id, found)
 
 
-def _join(parts: Iterable[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(list(parts)))
+def _join(parts: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 from longhelix.engine.graphed_layers import padded
 from longhelix.kv.blocks import Block
-from longhelix.request import NewSequence, SamplingParams, SequenceWork, Step
-from longhelix.scheduler.scheduler import SchedulerConfig
+from longhelix.request import TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step
+from longhelix.scheduler.config import SchedulerConfig
 
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
 
 
 def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
-    """Decode steps of all padded sizes, a chunk, a chunk of two prompts, chunks beside some decodes, each as for
+    """Single rows in all padded numbers, a chunk, a chunk of two prompts, chunks beside some single rows, each as for
     sequences of every one of `lengths`.
 
     Launches and graphs follow a step's `most_tokens`, so that no sequence needs to be as long. The sequences write over
@@ -33,13 +33,13 @@ def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]
         for most_tokens in lengths:
             ids = range(first, first + len(rows))
             new = tuple(_new(config, id, count) for id, count in zip(ids, rows, strict=True))
-            work = tuple(
-                SequenceWork(id, count, _blocks(config, count), sample=True, token_ids=bytes(4 * count))
+            chunks = tuple(
+                Chunk(id, bytes(TOKEN_BYTES * count), _blocks(config, count), sample=True)
                 for id, count in zip(ids, rows, strict=True)
             )
-            steps.append(Step(len(steps), new, work, ended, most_tokens))
+            steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens))
             first, ended = ids.stop, tuple(ids)
-    return [*steps, Step(len(steps), new=(), work=(), ended=ended, most_tokens=0)]
+    return [*steps, Step(len(steps), ended=ended)]
 
 
 def _new(config: SchedulerConfig, id: int, length: int) -> NewSequence:

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 from longhelix.engine.config import EngineConfig
 from longhelix.errors import EngineError
-from longhelix.perf.layouts import Layouts
-from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
-from longhelix.perf.work import Work
+from longhelix.request import Cost, Work
 
 FACTOR, GRACE_S = 10.0, 5.0
 # What may pass between two signs that a start gets on: a slow disk, a compiler at work on all layers.
@@ -39,15 +36,17 @@ class Watchdog:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self._compiles = config.execution == "compiled" or config.device == "cuda"
+        self._cost: Cost | None = None
         self._in_flight: dict[int, Work] = {}
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
         self._still_s = 0.0
         self._packed = True
 
-    def ready(self, packed: bool) -> None:
-        """All ranks take steps; `packed`: none of them runs reference kernels."""
+    def ready(self, packed: bool, cost: Cost) -> None:
+        """All ranks take steps, which are priced by `cost`. `packed`: none of them runs reference kernels."""
         self._packed = packed
+        self._cost = cost
 
     def submitted(self, step_id: int, work: Work) -> None:
         self._in_flight[step_id] = work
@@ -88,13 +87,11 @@ class Watchdog:
             raise EngineError("; ".join([f"ranks {sorted(missing)} do not answer: {self._for_s(limit_s)}", *places]))
 
     def _limit_s(self, step_id: int) -> float:
-        config = self._config
-        setting = Setting(config.spec, config.system, config.weight_dtype, config.kv_dtype)
-        predicted_s = float(step_seconds(setting, Layouts.of([config.layout]), self._in_flight[step_id])[0])
+        assert self._cost is not None
+        predicted_s = self._cost.seconds(self._in_flight[step_id])
         if not self._packed:
             predicted_s *= _REFERENCE_FACTOR
-        compiles = config.execution == "compiled" or config.device == "cuda"
-        return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if compiles else 0.0)
+        return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
     def _words(self, fault: str, feat: str, done: set[int], limit_s: float) -> str:
         """What is wrong with the first rank that is not `done`, and where the others are: `feat` is behind those."""

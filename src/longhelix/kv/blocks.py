@@ -2,10 +2,10 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One KV block: the KVP rank that keeps it and its id in that rank's pool."""
 
     owner: int

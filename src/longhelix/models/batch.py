@@ -7,7 +7,6 @@ from torch import Tensor
 from longhelix.kernels import take_rows
 from longhelix.layout import split
 from longhelix.parallel.exchange import Holders
-from longhelix.request import PART_ROWS
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,20 @@ class Batch:
         """Rows whose queries, keys and values this rank computes, hidden_tH."""
         return hidden_TH if self.holders is None else take_rows(hidden_TH, self.holders.rows_t)
 
-    def cut(self, parts: int) -> "list[Attended]":
-        """The rows that attend, in at most `parts` runs: of sequences with one row each, or of one sequence's rows.
+    def cut(self) -> "list[Attended]":
+        """The rows that attend, in `parts` runs of all T, as even as can be: the same runs on every rank."""
+        return [self._attended(part) for part in split(len(self.token_ids_T), self.parts)]
 
-        Other batches, and a sequence of few rows, stay whole. The runs are those of all T rows, the same on every rank.
-        """
-        rows = len(self.token_ids_T)
-        if self.decodes:
-            parts = min(parts, rows)
-        else:
-            parts = max(1, min(parts, rows // PART_ROWS)) if self.num_sequences == 1 else 1
-        return [self._attended(part, parts) for part in split(rows, parts)]
-
-    def _attended(self, part: range, parts: int) -> "Attended":
-        if parts == 1:
-            rows = slice(0, len(self.limits_t))
-            return Attended(rows, self.holders, self.extents_b2, self.row_starts_b, self.limits_t, self.max_rows)
+    def _attended(self, part: range) -> "Attended":
         rows = slice(part.start, part.stop) if self.holders is None else self.holders.own(part)
         holders = None if self.holders is None else self.holders.cut(part)
-        count = rows.stop - rows.start
         if self.decodes:
             starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
             return Attended(rows, holders, self.extents_b2[rows], starts_b, self.limits_t[rows], 1)
-        starts_b = self.row_starts_b.clamp(max=count)
-        return Attended(rows, holders, self.extents_b2, starts_b, self.limits_t[rows], count)
+        # Sequences that lie outside of the run have no rows in it.
+        starts_b = self.row_starts_b.clamp(rows.start, rows.stop) - rows.start
+        max_rows = min(self.max_rows, rows.stop - rows.start)
+        return Attended(rows, holders, self.extents_b2, starts_b, self.limits_t[rows], max_rows)
 
 
 @dataclass(frozen=True)

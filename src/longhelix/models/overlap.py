@@ -30,7 +30,7 @@ def attend_and_exchange(
         out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
         return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
-    for part in batch.cut(batch.parts):
+    for part in batch.cut():
         table = batch.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
         out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens)
         under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))

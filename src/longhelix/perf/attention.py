@@ -8,18 +8,17 @@ from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
-from longhelix.perf.work import Work
-from longhelix.request import PART_ROWS
+from longhelix.request import Work
 
 
 def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """One layer's parts, in order."""
-    own = work.of_rank(layouts)
+    own = layouts.of_rank(work)
     attention = _attention(setting, layouts, own)
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_group(layouts), np.asarray(hidden_bytes + layouts.zeros))
+    summed = collectives.all_reduce(setting.system, _sum_group(layouts), hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
         attention,
@@ -33,7 +32,7 @@ def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part
 
 def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
     """What one layer attends and exchanges, to be cut into parts."""
-    own = work.of_rank(layouts)
+    own = layouts.of_rank(work)
     return _overlap(setting, _attention(setting, layouts, own), _exchange(setting, layouts, own)[1])
 
 
@@ -118,13 +117,16 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
 
 def _is_direct(setting: Setting, own: Work) -> Mask:
     """Whether the chunk attends directly; as the models decide it."""
-    mla = setting.model.mla
-    return np.asarray(own.chunk_rows) >= (np.inf if mla is None else mla.direct_rows)
+    mla, rows = setting.model.mla, own.chunk_rows + np.zeros_like(own.decode_rows)
+    direct: Mask = rows >= (np.inf if mla is None else mla.direct_rows)
+    return direct
 
 
 def _absorbed_rows(setting: Setting, own: Work) -> Array:
     """Rows whose queries are turned into latents, and their outputs into values."""
-    return np.where(_is_direct(setting, own), own.decode_rows, own.rows)
+    decode_rows: Array = own.decode_rows
+    rows: Array = own.rows
+    return np.where(_is_direct(setting, own), decode_rows, rows)
 
 
 def _where(chosen: Mask, first: Part, second: Part) -> Part:
@@ -180,14 +182,13 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
 
 
 def _overlap(setting: Setting, attention: Part, exchange: Sent) -> Overlap:
-    fixed_share = setting.system.part_fixed_share
-    return Overlap(attention.seconds, attention.fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
+    fixed_s, fixed_share = attention.fixed_s + setting.system.part_s, setting.system.part_fixed_share
+    return Overlap(attention.seconds, fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
 
 
 def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> Part:
     """What of the exchange is not hidden behind attention."""
-    most_parts = own.decode_rows + np.ceil(own.chunk_rows / PART_ROWS)
-    together_s = cut.overlapped_s(np.where(layouts.hop_b, most_parts, 1.0))
+    together_s = np.where(layouts.hop_b, cut.overlapped_s(own.most_parts), cut.seconds(own.parts))
     seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 

@@ -8,7 +8,7 @@ from longhelix.perf.collectives import Group, Sent
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
-from longhelix.perf.work import Work
+from longhelix.request import Work
 
 _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
@@ -25,7 +25,7 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """One layer's parts with experts: as above, or, where TPF = 1, rows go to their experts and back (all-to-all)."""
     moe = setting.model.moe
     assert moe is not None
-    own = work.of_rank(layouts)
+    own = layouts.of_rank(work)
     router_flops = 2 * own.rows * weights.router(setting)
     router_bytes = weights.router(setting) * ACTIVATION_BYTES
     parts = [kernels("router", setting, layouts, flops=router_flops, hbm_bytes=router_bytes, count=2.0)]
@@ -33,7 +33,8 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
     parts.append(_part(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
-        rows = np.where(layouts.local, own.rows, work.rows)
+        own_rows: Array = own.rows
+        rows = np.where(layouts.local, own_rows, work.rows)
         parts.append(
             product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
         )
@@ -55,7 +56,7 @@ def _experts(setting: Setting, layouts: Layouts, work: Work) -> Part:
     moe = setting.model.moe
     assert moe is not None
     held, elements = weights.num_experts(setting, layouts), weights.expert(setting, layouts)
-    taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** np.asarray(work.rows, dtype=np.float64)
+    taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (work.rows + layouts.zeros)
     read = np.minimum(held, fullest(held * taken, held * taken * (1 - taken), layouts.ep))
     mean_rows = work.rows * moe.experts_per_token / layouts.ep
     rows = fullest(mean_rows, mean_rows * (1 - 1 / layouts.ep), layouts.ep)

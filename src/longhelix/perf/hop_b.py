@@ -14,7 +14,8 @@ def pipelined_s(attention_s: float | Array, exchange_s: float | Array, parts: fl
 
     a + (n - 1) max(a, c) + c: Figure 3 of arXiv 2507.07120, where 8 parts of 2 and 1.2 take 17.2.
     """
-    return np.asarray(attention_s + (parts - 1) * np.maximum(attention_s, exchange_s) + exchange_s)
+    steady_s: Array = (parts - 1) * np.maximum(attention_s, exchange_s)
+    return attention_s + steady_s + exchange_s
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Overlap:
         """The number of parts, 1 to `most_parts`, that takes the fewest seconds, the smaller of two that take the same:
         of 1, the powers of two and `most_parts`."""
         most = np.maximum(most_parts, 1.0)
-        best = np.ones_like(self.attention_s + most)
+        best = np.zeros_like(most) + 1.0
         best_s = self.seconds(best)
         # Where parts divide the fixed costs too, more parts never take longer.
         halvings = range(1, _MOST_HALVINGS) if self.part_fixed_share > 0 else ()

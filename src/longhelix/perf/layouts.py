@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.layout import HeadShape, Layout
+from longhelix.request import Work
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -89,3 +90,16 @@ class Layouts:
         """Query heads of the fullest rank in the output projection (`Layout.merged_query_heads`, or all of its own)."""
         held = self.query_heads(heads)
         return np.where(self.whole_heads, held, np.ceil(held / self.kvp))
+
+    def of_rank(self, work: Work) -> Work:
+        """The fullest KVP rank's part of the attention: its tokens of every request, or all of its own requests."""
+        decodes = work.decode_rows + self.zeros
+        own = np.ceil(decodes / self.kvp)
+        decode_share = np.where(self.local, own / np.maximum(decodes, 1.0), 1 / self.kvp)
+        chunk_share = np.where(self.local, 1.0, 1 / self.kvp)
+        return work._replace(
+            decode_rows=np.where(self.local, own, decodes),
+            decode_kv_tokens=work.decode_kv_tokens * decode_share,
+            chunk_kv_tokens=work.chunk_kv_tokens * chunk_share,
+            chunk_pairs=work.chunk_pairs * chunk_share,
+        )

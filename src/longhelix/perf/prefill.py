@@ -11,11 +11,10 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import total_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
-from longhelix.perf.work import Work
+from longhelix.request import NO_WORK, Work
 
 # Chunk times are piecewise linear in the prefix: a sum over thousands of chunks is taken at so many of them.
 _NODES = 16
-_NO_WORK = Work()
 ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
 
@@ -40,7 +39,7 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
 def _first_token_seconds(setting: Setting, layouts: Layouts) -> Array:
     """What the last row's logits and sampling add to a chunk."""
     rows = Work.chunk(1.0, 0.0)
-    sampled = replace(rows, sampled_rows=1.0)
+    sampled = rows._replace(sampled_rows=1.0)
     return step_seconds(setting, layouts, sampled) - step_seconds(setting, layouts, rows)
 
 
@@ -55,7 +54,7 @@ class AdaptivePrefill:
 
 
 def adaptive_prefill(
-    setting: Setting, layouts: Layouts, tokens: float, target_s: float, beside: Work = _NO_WORK, *, nodes: int = 64
+    setting: Setting, layouts: Layouts, tokens: float, target_s: float, beside: Work = NO_WORK, *, nodes: int = 64
 ) -> AdaptivePrefill:
     """At every prefix the largest chunk of ADAPTIVE_CHUNKS whose step, with the decodes `beside` it, takes `target_s`.
 

@@ -13,7 +13,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.part import Part, kernels, sends, total_seconds
 from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
-from longhelix.perf.work import Work
+from longhelix.request import Work
 
 
 def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
@@ -60,7 +60,7 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> Part:
-    moved_bytes = 2 * 3 * work.of_rank(layouts).rows * setting.model.hidden_size * ACTIVATION_BYTES
+    moved_bytes = 2 * 3 * layouts.of_rank(work).rows * setting.model.hidden_size * ACTIVATION_BYTES
     return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=2.0)
 
 
@@ -105,7 +105,8 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 def _sum(name: str, parts: Sequence[Part]) -> Part:
     def total(field: str) -> Array:
-        return np.asarray(sum(getattr(part, field) for part in parts))
+        total: Array = sum(getattr(part, field) for part in parts)
+        return total
 
     return Part(
         name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),

@@ -9,9 +9,9 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.step import step_seconds
-from longhelix.perf.work import Work
 from longhelix.plan.question import Question
 from longhelix.plan.space import Space
+from longhelix.request import Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
 

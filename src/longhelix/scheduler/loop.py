@@ -1,5 +1,6 @@
 """The loop: add, step and abort over a Runner. The live engine and a simulation differ in the runner alone."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from longhelix.request import Request, Step, StepResult
@@ -15,11 +16,12 @@ class Runner(Protocol):
 
 
 class Loop:
-    """One scheduler over one runner, with at most `depth` steps in flight."""
+    """One scheduler over one runner, with at most `depth` steps in flight. `clock`: gives the time now, in seconds."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, depth: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float], depth: int = 1) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._clock = clock
         self._depth = depth
         self._in_flight = 0
 
@@ -41,7 +43,7 @@ class Loop:
     def step(self) -> tuple[StepResult, list[TokenEvent]] | None:
         """Fill the pipeline, then wait for its oldest step. None: nothing to do."""
         while self._in_flight < self._depth:
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(self._clock())
             if step is None:
                 break
             self._runner.submit(step)

@@ -1,7 +1,7 @@
-"""The scheduler: requests in, Steps out. First come first served, fixed chunk size, continuous batching.
+"""The scheduler: requests in, Steps out. Continuous batching.
 
-It is the only decision maker: admission, blocks, chunks, ends. It never needs a sampled token's value to plan the
-next step, because workers keep their own copy of every sequence; so several steps may be in flight.
+It is the only decision maker: admission, blocks, chunks, parts, ends. It never needs a sampled token's value to plan
+the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
 from array import array
@@ -11,62 +11,16 @@ from typing import Literal
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, BlockAllocator
-from longhelix.kv.placement import Placement, make_placement, placement_by_length
-from longhelix.request import MOST_TOKENS, NewSequence, Request, SampledToken, SequenceWork, Step, StepResult
-from longhelix.values import flag, whole
+from longhelix.kv.placement import Placement
+from longhelix.request import Chunk, NewSequence, Request, SampledToken, Step, StepResult, Work
+from longhelix.scheduler.chunk_rule import ChunkRule, FixedChunks
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.cut import Cut
+from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.policy import FirstComeFirstServed, Policy
+from longhelix.scheduler.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
-
-    placement: the policy of all requests, or "auto": each one's by its length (`placement_by_length`), growing by
-    `kvp_threshold_tokens` a rank. `batch_invariant`: every request that may spread begins on rank 0, because its merges
-    add up in the order of the ranks.
-    """
-
-    kvp: int
-    num_blocks: int
-    max_model_len: int
-    block_tokens: int = 16
-    chunk_tokens: int = 512
-    max_running: int = 64
-    placement: str = "striped"
-    growth_limit_tokens: int = 4096
-    kvp_threshold_tokens: int = 0
-    batch_invariant: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
-        for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
-        flag("batch_invariant", self.batch_invariant)
-        self.place(1, 1, start=0)  # refuses a policy that cannot be
-
-    def policy(self, prompt_tokens: int, capacity_tokens: int) -> str:
-        """The name of a request's policy."""
-        if self.placement != "auto":
-            return self.placement
-        return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
-
-    def place(self, prompt_tokens: int, capacity_tokens: int, start: int) -> Placement:
-        """A request's placement, beginning on KVP rank `start`."""
-        limit_tokens = self.growth_limit_tokens
-        if self.placement == "auto":
-            limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
-        policy = self.policy(prompt_tokens, capacity_tokens)
-        return make_placement(policy, self.kvp, self.block_tokens, limit_tokens, start)
-
-    @property
-    def longest_local_tokens(self) -> int:
-        """The most tokens of one request that a KVP rank may have to hold."""
-        longest, short = self.max_model_len, min(self.kvp_threshold_tokens, self.max_model_len)
-        requests = [(1, longest), (longest, longest), (min(1, short), short)]
-        places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
-        return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))
 
 
 @dataclass(frozen=True)
@@ -83,45 +37,32 @@ class TokenEvent:
     kv_tokens_per_rank: tuple[int, ...] = ()
 
 
-@dataclass
-class _Sequence:
-    """A running request. `length` and `num_sampled` count what has been submitted, known or not.
+class Scheduler:
+    """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
 
-    reserved: the KV blocks that each KVP rank still owes it. block_ids: those that it has there, in position order.
+    policy: who goes next. chunk_rule: how many prompt tokens (default: `config.chunk_tokens`). cut: in how many parts a
+    step attends; None where its exchange would not travel while ranks compute.
     """
 
-    request: Request
-    placement: Placement
-    reserved: list[int]
-    block_ids: "list[array[int]]"
-    num_blocks: int = 0
-    last_owner: int = 0
-    length: int = 0
-    num_sampled: int = 0
-    num_output: int = 0
-
-    @property
-    def prompt_left(self) -> int:
-        return max(len(self.request.prompt_token_ids) - self.length, 0)
-
-    @property
-    def home(self) -> int | None:
-        """The rank that its prompt has to itself; None where all take part."""
-        return None if self.placement.spread else self.placement.start
-
-    @property
-    def decodes(self) -> bool:
-        return self.prompt_left == 0 and self.num_sampled < self.request.sampling.max_new_tokens
-
-
-class Scheduler:
-    """State + budget -> Step. `schedule` and `complete` are called in the order of steps."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy | None = None,
+        chunk_rule: ChunkRule | None = None,
+        cut: Cut | None = None,
+    ) -> None:
         self.config = config
+        self._policy = FirstComeFirstServed() if policy is None else policy
+        self._chunk_rule = FixedChunks(config.chunk_tokens) if chunk_rule is None else chunk_rule
+        self._cut = cut
         self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # cancelled anywhere at the cost of one
-        self._running: dict[int, _Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
+        self._decodes = Decodes(config.block_tokens)
+        # What the next step says.
+        self._joining: list[Sequence] = []
+        self._leaving: list[Sequence] = []
         self._ended: list[int] = []
         self._next_step_id = 0
 
@@ -153,37 +94,63 @@ class Scheduler:
             )
         self._waiting[request.id] = request
 
-    def schedule(self) -> Step | None:
-        """The next step, or None if there is nothing to run: all decodes, then prompt chunks, oldest first."""
-        new = self._admit()
-        work = [self._advance(seq, 1, sample=True) for seq in self._running.values() if seq.decodes]
-        for seq, num_tokens in self._chunks():
-            work.append(self._advance(seq, num_tokens, sample=num_tokens == seq.prompt_left))
-        ended, self._ended = tuple(self._ended), []
-        if not work and not ended:
+    def schedule(self, now_s: float) -> Step | None:
+        """The next step, or None if there is nothing to run: a row of all decodes, and chunks of prompts."""
+        new = self._admit(now_s)
+        joining = self._join()
+        done, growing = self._decodes.advance()
+        self._leaving += done
+        grown = tuple((seq.id, block) for seq in growing for block in self._take_blocks(seq))
+        for seq in growing:
+            self._decodes.look_again(seq)
+        decodes = len(self._decodes)
+        work = Work(decodes, self._decodes.kv_tokens, sampled_rows=decodes)
+        most_blocks = self._decodes.most_blocks
+        chunks, work = self._chunks(work, now_s)
+        if not (decodes or chunks or self._ended):
             return None
+        if self._cut is not None:
+            work = work._replace(parts=self._cut.parts(work))
+        if chunks:
+            most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
+        ended, leaving = tuple(self._ended), tuple(seq.id for seq in self._leaving if seq.id in self._running)
+        self._ended, self._leaving = [], []
         self._next_step_id += 1
-        return Step(self._next_step_id, new, tuple(work), ended, self._most_tokens(work))
+        most_tokens = most_blocks * self.config.block_tokens
+        return Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work)
 
-    def _chunks(self) -> list[tuple[_Sequence, int]]:
-        """Prompt tokens of the next step, oldest first.
+    def _join(self) -> tuple[int, ...]:
+        """Those whose prompts were done with the last step decode from this one on."""
+        joining = [seq for seq in self._joining if seq.id in self._running]
+        self._joining = []
+        for seq in joining:
+            self._decodes.join(seq)
+        return tuple(seq.id for seq in joining)
 
-        Ranks that have prompts to themselves get even shares of the budget, and so do all spread prompts together:
-        none waits while another computes. What a share leaves over goes to the oldest.
-        """
-        waiting = [seq for seq in self._running.values() if seq.prompt_left]
-        sharers = {seq.home for seq in waiting}
-        left = dict.fromkeys(sharers, self.config.chunk_tokens // max(len(sharers), 1))
-        chunks: dict[int, int] = {}
-        for seq in waiting:
-            chunks[seq.request.id] = min(seq.prompt_left, left[seq.home])
-            left[seq.home] -= chunks[seq.request.id]
-        over = self.config.chunk_tokens - sum(chunks.values())
-        for seq in waiting:
-            more = min(seq.prompt_left - chunks[seq.request.id], over)
-            chunks[seq.request.id] += more
-            over -= more
-        return [(seq, chunks[seq.request.id]) for seq in waiting if chunks[seq.request.id]]
+    def _chunks(self, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
+        """The next prompt tokens, and what they and `beside` compute."""
+        if not self._prompts:
+            return (), beside
+        prompts = self._policy.order(self._prompts.values(), now_s)
+        sizes = self._chunk_rule.sizes(prompts, beside)
+        chunks = []
+        for seq, num_tokens in zip(prompts, sizes, strict=True):
+            if num_tokens:
+                work = Work.chunk(num_tokens, seq.length)
+                chunks.append(self._chunk(seq, num_tokens))
+                beside += work._replace(sampled_rows=int(chunks[-1].sample))
+        return tuple(chunks), beside
+
+    def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
+        token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
+        seq.length += num_tokens
+        blocks = self._take_blocks(seq)
+        if seq.prompt_left:
+            return Chunk(seq.id, token_ids, blocks, sample=False)
+        del self._prompts[seq.id]
+        if seq.decodes_left:
+            self._joining.append(seq)
+        return Chunk(seq.id, token_ids, blocks, sample=True)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens; those of requests that have ended meanwhile are dropped."""
@@ -197,12 +164,15 @@ class Scheduler:
         seq = self._running.pop(request_id, None)
         if seq is None:
             return None if self._waiting.pop(request_id, None) is None else (0,) * self.config.kvp
+        self._prompts.pop(request_id, None)
+        if seq in self._decodes:
+            self._decodes.leave(seq)
         for allocator, block_ids, reserved in zip(self._allocators, seq.block_ids, seq.reserved, strict=True):
             allocator.release(block_ids, reserved)
         self._ended.append(request_id)
         return self._kv_tokens_per_rank(seq)
 
-    def _kv_tokens_per_rank(self, seq: _Sequence) -> tuple[int, ...]:
+    def _kv_tokens_per_rank(self, seq: Sequence) -> tuple[int, ...]:
         """The last token of the output has no KV yet."""
         length = min(seq.length, len(seq.request.prompt_token_ids) + max(seq.num_output - 1, 0))
         return tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
@@ -222,10 +192,10 @@ class Scheduler:
             return 0
         return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
 
-    def _admit(self) -> tuple[NewSequence, ...]:
+    def _admit(self, now_s: float) -> tuple[NewSequence, ...]:
         new = []
         while self._waiting and len(self._running) < self.config.max_running:
-            request = next(iter(self._waiting.values()))
+            request = self._policy.first(self._waiting, now_s)
             placement = self._place(request, self._start(request))
             needed = self._blocks_needed(request, placement)
             if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
@@ -233,7 +203,8 @@ class Scheduler:
             for count, allocator in zip(needed, self._allocators, strict=True):
                 allocator.reserve(count)
             del self._waiting[request.id]
-            self._running[request.id] = _Sequence(request, placement, needed, [array("q") for _ in needed])
+            seq = Sequence(request, placement, needed, [array("q") for _ in needed])
+            self._running[request.id] = self._prompts[request.id] = seq
             new.append(
                 NewSequence(
                     request.id,
@@ -246,23 +217,18 @@ class Scheduler:
             )
         return tuple(new)
 
-    def _advance(self, seq: _Sequence, num_tokens: int, sample: bool) -> SequenceWork:
-        new_blocks = []
-        token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
-        seq.length += num_tokens
-        seq.num_sampled += sample
+    def _take_blocks(self, seq: Sequence) -> tuple[Block, ...]:
+        """The KV blocks that its length newly needs."""
+        blocks = []
         while seq.num_blocks * self.config.block_tokens < seq.length:
             owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)
             block_id = self._allocators[owner].take_reserved()
             seq.reserved[owner] -= 1
             seq.num_blocks += 1
             seq.block_ids[owner].append(block_id)
-            new_blocks.append(Block(owner, block_id))
-        return SequenceWork(seq.request.id, num_tokens, tuple(new_blocks), sample, token_ids)
-
-    def _most_tokens(self, work: list[SequenceWork]) -> int:
-        held = [len(ids) for piece in work for ids in self._running[piece.id].block_ids]
-        return max(held, default=0) * self.config.block_tokens
+            seq.most_blocks = max(seq.most_blocks, len(seq.block_ids[owner]))
+            blocks.append(Block(owner, block_id))
+        return tuple(blocks)
 
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]

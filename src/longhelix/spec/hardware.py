@@ -32,7 +32,8 @@ class HardwareSpec:
     kernel, collective_s of every collective on scale_up beside the link's latency, step_s of every step in each
     pipeline stage (scheduling and sampling on its host).
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
-    again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own.
+    again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
+    what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
     prefetch: while an all-reduce runs, the next product's weights are read into the cache.
     shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
@@ -53,6 +54,7 @@ class HardwareSpec:
     compute_efficiency: float
     attention_efficiency: float
     part_fixed_share: float
+    part_s: float
     prefetch: bool
     shared: bool
     sources: Mapping[str, str] = field(compare=False, repr=False)
@@ -173,6 +175,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "collective_s": _TIME,
     "step_s": _TIME,
     "part_fixed_share": _SHARE,
+    "part_s": _TIME,
     "in_switch_reduction": _FLAG,
     "prefetch": _FLAG,
     "shared": _FLAG,

@@ -12,7 +12,7 @@ from longhelix.perf.memory import memory
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds, step_parts, step_seconds
-from longhelix.perf.work import Work
+from longhelix.request import Work
 
 SERVER = 8
 _P95 = 0.95

@@ -1,0 +1,166 @@
+"""A formula over arrays of one entry as a function of plain numbers: the same operations, without what numpy takes for
+each of them.
+
+The formula is run once, on symbols. What depends on none of them is computed there and then; the rest is kept, each
+value once, and written down as Python.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from longhelix.perf.layouts import Array
+
+_INFIX = {
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "floor_divide": "//",
+    "power": "**",
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+    "bitwise_and": "and",
+    "logical_and": "and",
+    "bitwise_or": "or",
+    "logical_or": "or",
+}
+_CALLS = {"sqrt": "sqrt({})", "ceil": "ceil({})", "invert": "not {}", "logical_not": "not {}"}
+# The operands are names or constants.
+_CHOICES = {
+    "maximum": "{0} if {0} > {1} else {1}",
+    "minimum": "{0} if {0} < {1} else {1}",
+    "where": "{1} if {0} else {2}",
+}
+
+
+def scalar(formula: Callable[[Sequence[Any]], Any], names: Sequence[str]) -> Callable[..., float]:
+    """`formula`, which takes a value for each of `names` and gives an array of one entry, for numbers."""
+    symbols = _Symbols()
+    result = formula([symbols.new(name) for name in names])
+    lines = _written(result) if isinstance(result, _Symbol) else [f"result = {_number(result)!r}"]
+    source = "\n    ".join([f"def seconds({', '.join(names)}):", *lines, "return result"])
+    found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt}
+    exec(source, found)  # noqa: S102 - what was written above, of names and numbers alone
+    function: Callable[..., float] = found["seconds"]
+    return function
+
+
+class _Symbol(np.lib.mixins.NDArrayOperatorsMixin):
+    """A value that is not known yet: `operation` of `operands`, symbols and numbers, or the input `name`."""
+
+    __hash__ = object.__hash__  # the same one is the same value, and `==` is an operation
+
+    def __init__(self, table: "_Symbols", operation: str, operands: tuple[Any, ...], name: str = "") -> None:
+        self.table = table
+        self.operation = operation
+        self.operands = operands
+        self.name = name
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> Any:
+        return self.table.apply(ufunc.__name__, operands) if method == "__call__" and not options else NotImplemented
+
+    def __array_function__(self, function: Any, types: Any, operands: Any, options: Any) -> Any:
+        if function is np.where:
+            return self.table.apply("where", operands)
+        if function is np.zeros_like:
+            return np.zeros(1, **options)
+        return NotImplemented
+
+
+class _Symbols:
+    """All values of a formula that are not known, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], _Symbol] = {}
+
+    def new(self, name: str) -> _Symbol:
+        return _Symbol(self, "input", (), name)
+
+    def apply(self, operation: str, operands: Sequence[Any]) -> "_Symbol | Array":
+        """What numpy's `operation` gives: an array, where that is known."""
+        values = [operand if isinstance(operand, _Symbol) else _number(operand) for operand in operands]
+        known = _known(operation, values)
+        if known is not None:
+            return known if isinstance(known, _Symbol) else np.array([known])
+        key = (operation, *(id(value) if isinstance(value, _Symbol) else (value,) for value in values))
+        if key not in self._found:
+            self._found[key] = _Symbol(self, operation, tuple(values))
+        return self._found[key]
+
+
+def _number(value: Any) -> Any:
+    """Of an array of one entry."""
+    return np.asarray(value).item()
+
+
+def _known(operation: str, values: list[Any]) -> Any:
+    """What an operation gives where that can be said without knowing all of `values`, else None."""
+    if not any(isinstance(value, _Symbol) for value in values):
+        return _computed(operation, values)
+    first, last = values[0], values[-1]
+    if operation == "where":
+        if isinstance(first, bool):
+            return values[1] if first else last
+        return last if _same(values[1], last) else None
+    for number, other in ((first, last), (last, first)):
+        if isinstance(number, _Symbol) or len(values) == 1:
+            continue
+        match operation:
+            case "multiply" if number in (0, 1):
+                return other if number else 0.0
+            case "add" if number == 0:
+                return other
+            case "subtract" | "divide" if number is last and number == (operation == "divide"):
+                return other
+            case "bitwise_and" | "logical_and":
+                return other if number else False
+            case "bitwise_or" | "logical_or":
+                return True if number else other
+    if _same(first, last) and operation in ("maximum", "minimum"):
+        return first
+    return False if _same(first, last) and operation in ("less", "greater") else None
+
+
+def _computed(operation: str, values: list[Any]) -> Any:
+    if operation == "where":
+        return values[1] if values[0] else values[2]
+    return getattr(np, operation)(*values).item()
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two values are equal whatever the inputs are."""
+    symbols = isinstance(first, _Symbol) or isinstance(second, _Symbol)
+    return first is second if symbols else bool(first == second)
+
+
+def _written(result: _Symbol) -> list[str]:
+    """Assignments, in the order in which they can be computed, the last of them to `result`."""
+    order: dict[_Symbol, None] = {}
+    _add(result, order)
+    names = {symbol: symbol.name or f"v{number}" for number, symbol in enumerate(order)} | {result: "result"}
+    lines = []
+    for symbol in order:
+        if symbol.operation == "input":
+            continue
+        operands = [names[value] if isinstance(value, _Symbol) else repr(value) for value in symbol.operands]
+        lines.append(f"{names[symbol]} = {_expression(symbol.operation, operands)}")
+    return lines
+
+
+def _add(symbol: _Symbol, order: dict[_Symbol, None]) -> None:
+    """After what it is made of."""
+    for operand in symbol.operands:
+        if isinstance(operand, _Symbol) and operand not in order:
+            _add(operand, order)
+    order[symbol] = None
+
+
+def _expression(operation: str, operands: list[str]) -> str:
+    if operation in _INFIX:
+        return f" {_INFIX[operation]} ".join(operands)
+    return (_CALLS | _CHOICES)[operation].format(*operands)

@@ -1,0 +1,22 @@
+"""What time steps take on one layout, fast enough to be asked many times for each step."""
+
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.scalar import scalar
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import step_seconds
+from longhelix.request import Work
+
+
+class StepCost:
+    """`step_seconds` of one layout for plain numbers, in microseconds; a `Cost`, without state.
+
+    Its steps attend in as many parts as they say.
+    """
+
+    def __init__(self, setting: Setting, layout: Layout) -> None:
+        layouts = Layouts.of([layout], hop_b=False)
+        self._seconds = scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), Work._fields)
+
+    def seconds(self, work: Work) -> float:
+        return self._seconds(*work)

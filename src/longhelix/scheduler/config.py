@@ -1,0 +1,58 @@
+"""What the scheduler is told once."""
+
+from dataclasses import dataclass
+
+from longhelix.kv.placement import Placement, make_placement, placement_by_length
+from longhelix.request import MOST_TOKENS
+from longhelix.values import flag, whole
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
+
+    placement: the policy of all requests, or "auto": each one's by its length (`placement_by_length`), growing by
+    `kvp_threshold_tokens` a rank. `batch_invariant`: every request that may spread begins on rank 0, because its merges
+    add up in the order of the ranks.
+    """
+
+    kvp: int
+    num_blocks: int
+    max_model_len: int
+    block_tokens: int = 16
+    chunk_tokens: int = 512
+    max_running: int = 64
+    placement: str = "striped"
+    growth_limit_tokens: int = 4096
+    kvp_threshold_tokens: int = 0
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
+        for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
+        flag("batch_invariant", self.batch_invariant)
+        self.place(1, 1, start=0)  # refuses a policy that cannot be
+
+    def policy(self, prompt_tokens: int, capacity_tokens: int) -> str:
+        """The name of a request's policy."""
+        if self.placement != "auto":
+            return self.placement
+        return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
+
+    def place(self, prompt_tokens: int, capacity_tokens: int, start: int) -> Placement:
+        """A request's placement, beginning on KVP rank `start`."""
+        limit_tokens = self.growth_limit_tokens
+        if self.placement == "auto":
+            limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
+        policy = self.policy(prompt_tokens, capacity_tokens)
+        return make_placement(policy, self.kvp, self.block_tokens, limit_tokens, start)
+
+    @property
+    def longest_local_tokens(self) -> int:
+        """The most tokens of one request that a KVP rank may have to hold."""
+        longest, short = self.max_model_len, min(self.kvp_threshold_tokens, self.max_model_len)
+        requests = [(1, longest), (longest, longest), (min(1, short), short)]
+        places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
+        return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))

@@ -1,0 +1,91 @@
+"""The parts that a step attends in: chosen by its cost, or as many as were asked for and the batch has."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longhelix.bench.suite import configure
+from longhelix.engine.step_cost import step_cost, step_cut
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import step_seconds
+from longhelix.presets import load_system
+from longhelix.request import PART_ROWS, Work
+from longhelix.scheduler.cut import Cut
+
+pytestmark = pytest.mark.unit
+
+BUILTIN = configure("builtin", Layout(kvp=2), [8192], weight_dtype=None, kv_dtype=None)
+SLOW_LINK = load_system("cpu").replaced({"scale_out.bytes_per_s": 5e6, "scale_out.latency_s": 1e-4}, "test")
+SLOW_LATENCY = load_system("cpu").replaced({"scale_out.latency_s": 1.0}, "test")
+LONG_DECODES = Work.decode(8, 100_000)
+
+
+def parts(work, system=SLOW_LINK, overlaps=True, **changes):
+    config = replace(BUILTIN, system=system, **changes)
+    cut = step_cut(config, overlaps, step_cost(config, overlaps))
+    return 1 if cut is None else cut.parts(work)
+
+
+def test_more_parts_where_a_slow_link_and_long_contexts_take_similar_time():
+    assert 1 < parts(LONG_DECODES) <= 8
+
+
+@pytest.mark.parametrize(
+    ("work", "system"),
+    [(Work.decode(1, 100_000), SLOW_LINK), (Work.decode(8, 16), SLOW_LINK), (LONG_DECODES, SLOW_LATENCY)],
+    ids=["one request", "short attention", "fixed cost beyond attention"],
+)
+def test_one_exchange_where_a_second_does_not_pay(work, system):
+    assert parts(work, system) == 1
+
+
+def test_ranks_that_share_memory_and_compiled_layers_exchange_once():
+    assert parts(LONG_DECODES, overlaps=False) == 1
+    assert parts(LONG_DECODES, overlaps=False, hop_b=4) == 1
+    assert parts(LONG_DECODES, execution="compiled", hop_b=4) == 1
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunk_rows", "expected"),
+    [(8, 0, 4), (3, 0, 3), (0, 200, 3), (0, 100, 1), (1, 100, 1), (8, 512, 4), (60, 70, 2), (0, 0, 1)],
+)
+def test_what_was_asked_for_is_a_limit(decodes, chunk_rows, expected):
+    """A decode may be a part, and rows of chunks are cut with decodes beside them as well, by PART_ROWS at least."""
+    assert PART_ROWS == 64
+    work = Work.decode(decodes, 16) + Work.chunk(chunk_rows, 0)
+    assert parts(work, hop_b=4) == expected
+    assert parts(work, hop_b=4, device="cuda") == expected
+    assert parts(work, hop_b=1) == 1
+
+
+def test_the_choice_is_the_cost_models():
+    """The same seconds by the arrays of the planner: no other number of parts takes fewer."""
+    chosen = parts(LONG_DECODES)
+    system = SLOW_LINK.replaced({"part_fixed_share": 1.0, "scale_up.ranks": 1}, "test")
+    setting, layouts = Setting(BUILTIN.spec, system, "bfloat16", "bfloat16"), Layouts.of([Layout(kvp=2)], hop_b=False)
+    seconds = {count: step_seconds(setting, layouts, LONG_DECODES._replace(parts=count))[0] for count in (1, 2, 4, 8)}
+    assert min(seconds, key=seconds.get) == chosen
+    planned = step_seconds(setting, Layouts.of([Layout(kvp=2)], hop_b=True), LONG_DECODES)[0]
+    assert seconds[chosen] == planned
+
+
+@given(st.integers(1, 200), st.floats(0, 50), st.floats(0, 50), st.floats(0, 1), st.floats(0, 1))
+def test_the_search_ends_where_no_power_of_two_is_faster(
+    rows, attention_s, exchange_s, attention_again, exchange_again
+):
+    class Pipeline:
+        def seconds(self, work):
+            attends = attention_s / work.parts + attention_again
+            sends = exchange_s / work.parts + exchange_again
+            return attends + (work.parts - 1) * max(attends, sends) + sends
+
+    cost, work = Pipeline(), Work.decode(rows, 1)
+    candidates = sorted({min(2**halving, rows) for halving in range(9)})
+    found = Cut(cost).parts(work)
+    assert found in candidates
+    least_s = min(cost.seconds(work._replace(parts=count)) for count in candidates)
+    assert cost.seconds(work._replace(parts=found)) <= least_s * (1 + 1e-12)
