@@ -209,26 +209,19 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def _configure(arguments: argparse.Namespace):
-    from longhelix.engine.config import resolve
+    from longhelix.engine.options import EngineOptions
+    from longhelix.engine.resolution import resolve
     from longhelix.layout import Layout
     from longhelix.models.checkpoint import open_checkpoint
 
-    return resolve(
-        open_checkpoint(str(arguments.directory)),
-        Layout(kvp=len(RANKS)),
+    options = EngineOptions(
         dtype="bfloat16",
-        weight_dtype=None,
-        kv_dtype=None,
         max_model_len=arguments.context,
-        rope_scaling=None,
         kv_cache_tokens=arguments.batch * arguments.context,
-        chunk_tokens=512,
-        block_tokens=16,
-        placement="striped",
-        growth_limit_tokens=4096,
         device="cpu",
         execution="eager",
     )
+    return resolve(open_checkpoint(str(arguments.directory)), Layout(kvp=len(RANKS)), options)
 
 
 def _latency_s(mesh) -> float:

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from array import array
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from longhelix.engine import sampler
-from longhelix.engine.config import resolve
 from longhelix.engine.graphed_layers import GraphedLayers
+from longhelix.engine.options import EngineOptions
 from longhelix.engine.rank import load_model, new_pool
+from longhelix.engine.resolution import resolve
 from longhelix.engine.runner import ModelRunner
 from longhelix.engine.step_cost import step_cost, step_cut
 from longhelix.kernels import native
@@ -124,25 +125,10 @@ def build(case, rank, meshes):
     mesh = meshes[layout, backend]
     torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
     checkpoint = open_checkpoint(case["model"])
-    config = resolve(
-        checkpoint,
-        layout,
-        dtype=case.get("dtype"),
-        weight_dtype=case.get("weight_dtype"),
-        kv_dtype=case.get("kv_dtype"),
-        max_model_len=case.get("max_model_len"),
-        rope_scaling=case.get("rope_scaling"),
-        kv_cache_tokens=None,
-        chunk_tokens=case["chunk_tokens"],
-        block_tokens=case["block_tokens"],
-        placement=case["placement"],
-        growth_limit_tokens=case["growth_limit_tokens"],
-        kvp_threshold_tokens=case["kvp_threshold_tokens"] if case["placement"] == "auto" else None,
-        batch_invariant=case.get("batch_invariant", False),
-        device="cpu",
-        execution=case.get("execution", "recorded"),
-        hop_b=case.get("hop_b", 1),
-    )
+    settings = {setting.name: case[setting.name] for setting in fields(EngineOptions) if setting.name in case}
+    if case["placement"] != "auto":
+        settings.pop("kvp_threshold_tokens", None)
+    config = resolve(checkpoint, layout, EngineOptions(**{"hop_b": 1} | settings, device="cpu"))
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
     pool = new_pool(config, rank, config.scheduler.num_blocks * len(case["prompts"]))
     for layer in pool.layers:

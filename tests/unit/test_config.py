@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longhelix.engine.config import resolve
+from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
@@ -35,20 +35,7 @@ def refused(folder, config, code: str, *words: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"norm": torch.ones(8)}, folder / "model.safetensors")
     with pytest.raises(UserError) as caught:
-        resolve(
-            open_checkpoint(str(folder)),
-            Layout(),
-            dtype=None,
-            weight_dtype=None,
-            kv_dtype=None,
-            max_model_len=None,
-            rope_scaling=None,
-            kv_cache_tokens=None,
-            chunk_tokens=512,
-            block_tokens=16,
-            placement="striped",
-            growth_limit_tokens=4096,
-        )
+        resolve(open_checkpoint(str(folder)), Layout())
     assert caught.value.code == code
     for word in words:
         assert word in str(caught.value)

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from builtin import builtin
-from longhelix.engine import config as config_module
-from longhelix.engine.config import resolve
+from longhelix.engine import resolution
 from longhelix.engine.devices import free_gpu_bytes, gpu_names
 from longhelix.engine.graphed_layers import Bucket
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
 from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.kv import splits
@@ -59,19 +60,8 @@ def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path):
 
 
 def configure(monkeypatch, gpu_bytes, layout=Layout(), **options):  # noqa: B008 - frozen
-    monkeypatch.setattr(config_module, "free_gpu_bytes", lambda: gpu_bytes)
-    options = {"dtype": None, "weight_dtype": None, "kv_dtype": None, "max_model_len": None} | options
-    return resolve(
-        builtin(),
-        layout,
-        rope_scaling=None,
-        kv_cache_tokens=None,
-        chunk_tokens=512,
-        block_tokens=16,
-        placement="striped",
-        growth_limit_tokens=4096,
-        **options,
-    )
+    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: gpu_bytes)
+    return resolve(builtin(), layout, EngineOptions(**options))
 
 
 def test_ranks_run_on_gpus_where_there_is_one_for_each(monkeypatch):

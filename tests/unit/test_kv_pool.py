@@ -8,8 +8,9 @@ import torch
 from builtin import builtin
 from longhelix.cache.pool import KVPool
 from longhelix.engine import host
-from longhelix.engine.config import resolve
+from longhelix.engine.options import EngineOptions
 from longhelix.engine.rank import new_pool
+from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, native
 from longhelix.layout import Layout
@@ -126,11 +127,7 @@ def test_the_pool_is_on_the_device_asked_for():
 
 @pytest.fixture
 def config():
-    return resolve(
-        builtin(), Layout(kvp=2), dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
-        rope_scaling=None, kv_cache_tokens=8192, chunk_tokens=512, block_tokens=16, placement="striped",
-        growth_limit_tokens=4096, device="cpu",
-    )  # fmt: skip
+    return resolve(builtin(), Layout(kvp=2), EngineOptions(kv_cache_tokens=8192, device="cpu"))
 
 
 def test_a_pool_has_its_memory_from_the_start(config):

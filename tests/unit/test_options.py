@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import fields
 
 import msgspec
 import numpy as np
@@ -13,32 +14,35 @@ from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
 from longhelix.engine import host, pool_size
-from longhelix.engine.config import EngineConfig, resolve
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
 from longhelix.layout import Layout
 from longhelix.models.rope import inverse_frequencies
 from longhelix.spec import RopeSpec
 
 pytestmark = pytest.mark.unit
 
-SOUND = {
-    "layout": Layout(kvp=2), "dtype": None, "weight_dtype": None, "kv_dtype": None, "max_model_len": None,
-    "rope_scaling": None, "kv_cache_tokens": 1024, "chunk_tokens": 512, "block_tokens": 16, "placement": "striped",
-    "growth_limit_tokens": 4096, "kvp_threshold_tokens": None, "batch_invariant": False, "device": "cpu",
-    "execution": "recorded", "attention": "own", "hop_b": None, "trace": False,
-}  # fmt: skip
+SOUND = {"kv_cache_tokens": 1024, "device": "cpu"}
+
+
+def resolved(layout=Layout(kvp=2), **settings):  # noqa: B008 - frozen
+    return resolve(builtin(), layout, EngineOptions.of(SOUND | settings))
+
+
 ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",
              "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"]  # fmt: skip
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["yarn", "dynamic", 2.0]), max_size=4)
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", ["layout", *(setting.name for setting in fields(EngineOptions))])
 @settings(max_examples=40)
 @given(st.data())
 def test_any_option_is_resolved_or_refused_in_a_sentence(name, data):
     value = data.draw(VALUES | ROPE if name == "rope_scaling" else VALUES)
     try:
         with warnings.catch_warnings(action="ignore"):
-            resolve(builtin(), **SOUND | {name: value})
+            resolved(**{name: value})
     except UserError as refused:
         assert_sentence(refused)
 
@@ -50,8 +54,8 @@ def test_strings_of_every_kind_are_kept_as_plain_ones(kind):
         "execution": "eager", "attention": "own",
     }  # fmt: skip
     options = {name: kind(text) for name, text in texts.items()} | {"rope_scaling": {"rope_type": kind("default")}}
-    config = resolve(builtin(), **SOUND | options)
-    assert config == resolve(builtin(), **SOUND | texts | {"rope_scaling": {"rope_type": "default"}})
+    config = resolved(**options)
+    assert config == resolved(**texts, rope_scaling={"rope_type": "default"})
     # As workers get it: the encoder takes plain strings alone.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
@@ -69,16 +73,18 @@ def assert_sentence(error):
         ({"hop_b": 2.5}, "hop_b is 2.5: set it to a whole number from 1"),
         ({"dtype": ""}, "dtype '' is not known: use one of float32"),
         ({"kv_dtype": 8}, "kv_dtype 8 is not known"),
-        ({"placement": None}, "placement None is not known: use one of striped, growing, local, auto"),
+        ({"placement": "spread"}, "placement 'spread' is not known: use one of striped, growing, local, auto"),
         ({"batch_invariant": "no"}, "batch_invariant is 'no': set it to True or False"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': set it to settings by name"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
         ({"device": ["cpu"]}, "device ['cpu'] is not known"),
+        ({"kv_dtpye": "int8"}, "there is no setting 'kv_dtpye': did you mean kv_dtype?"),
+        ({"zzz": 1}, "there is no setting 'zzz': use one of attention, batch_invariant,"),
     ],
 )
 def test_options_of_a_wrong_type_are_refused_in_words(options, words):
     with pytest.raises(UserError) as refused:
-        resolve(builtin(), **SOUND | options)
+        resolved(**options)
     assert words in str(refused.value)
 
 
@@ -112,7 +118,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 8, "short_factor": HALVES, "long_
 )
 def test_rope_settings_that_give_no_frequencies_are_refused_in_words(rope, words):
     with pytest.raises(UserError) as refused, warnings.catch_warnings(action="ignore"):
-        resolve(builtin(), **SOUND | {"rope_scaling": rope, "max_model_len": 100_000})
+        resolved(rope_scaling=rope, max_model_len=100_000)
     assert words in str(refused.value)
     assert_sentence(refused.value)
 
@@ -130,8 +136,7 @@ EVERY_ROPE = st.fixed_dictionaries(
 def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
     try:
         with warnings.catch_warnings(action="ignore"):
-            options = SOUND | {"rope_scaling": rope, "max_model_len": max_model_len}
-            spec = resolve(builtin(), **options).spec
+            spec = resolved(rope_scaling=rope, max_model_len=max_model_len).spec
     except UserError as refused:
         assert_sentence(refused)
         return
@@ -165,10 +170,10 @@ def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for
     monkeypatch.setattr(host, "cores", lambda: cores)
     monkeypatch.setattr(pool_size, "declare", declare)
     with pytest.raises(UserError, match=f"10000 ranks, .* {cores} cores .* at most {most} ranks"):
-        resolve(builtin(), **SOUND | {"layout": Layout(kvp=10_000)})
+        resolved(Layout(kvp=10_000))
     assert declared == []
     with warnings.catch_warnings(action="ignore"):
-        resolve(builtin(), **SOUND | {"layout": Layout(kvp=most)})
+        resolved(Layout(kvp=most))
     assert declared == list(range(most))
 
 
@@ -181,11 +186,10 @@ def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for
 )
 def test_what_leaves_no_room_for_a_block_is_named(monkeypatch, block_tokens, available_bytes, words):
     monkeypatch.setattr(host, "available_bytes", lambda: available_bytes)
-    options = SOUND | {"kv_cache_tokens": None}
     with pytest.raises(UserError) as refused:
-        resolve(builtin(), **options | {"block_tokens": block_tokens})
+        resolved(kv_cache_tokens=None, block_tokens=block_tokens)
     assert words in str(refused.value)
     if "at most" in words:
         most = int(str(refused.value).split("at most ")[1].split(",")[0])
         with warnings.catch_warnings(action="ignore"):
-            assert resolve(builtin(), **options | {"block_tokens": most}).scheduler.num_blocks == 1
+            assert resolved(kv_cache_tokens=None, block_tokens=most).scheduler.num_blocks == 1

@@ -8,7 +8,7 @@ import pytest
 
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.main import main
-from longhelix.cli.options import ModelOptions
+from longhelix.cli.options import EngineFlags, ModelOptions
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 
@@ -68,11 +68,13 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     assert status == 0, err
     folder = tmp_path / "new" / "plan"
     best = json.loads((folder / "plan.json").read_text())["best"]
-    options = read_layout(folder / "plan.yaml")
-    assert {name: options[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "placement")} == {
-        name: best["layout"][name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "placement")
-    }
-    assert (options["weight_dtype"], options["max_model_len"]) == ("fp4", 1_000_000)
+    with pytest.raises(UserError, match=r"plan.yaml: weight_dtype 'fp4' is not known"):  # to this machine's kernels
+        read_layout(folder / "plan.yaml")
+    (folder / "int8.yaml").write_text((folder / "plan.yaml").read_text().replace("fp4", "int8"))
+    degrees, settings = read_layout(folder / "int8.yaml")
+    assert degrees == {name: best["layout"][name] for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+    assert settings["placement"] == best["layout"]["placement"]
+    assert (settings["weight_dtype"], settings["max_model_len"]) == ("int8", 1_000_000)
     assert (folder / "frontier.csv").read_text().startswith("strategy,kvp,tpa")
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "frontier.svg").read_text()
@@ -145,11 +147,12 @@ def test_mistakes_as_json(capfd):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("kvx: 2", "sets 'kvx', which is not known"),
-        ("kvp: two", "has kvp = 'two': set it to a whole number"),
-        ("kvp: true", "has kvp = True: set it to a whole number"),
-        ("kv_dtype: 8", "has kv_dtype = 8: set it to a word"),
-        ("tied: 1", "has tied = 1: set it to true or false"),
+        ("kvx: 2", "there is no setting 'kvx': did you mean kvp?"),
+        ("1: 2", "there is no setting 1: use one of "),
+        ("kvp: two", "kvp is 'two': set it to a whole number"),
+        ("kvp: true", "kvp is True: set it to a whole number"),
+        ("kv_dtype: 8", "kv_dtype 8 is not known: use one of float32"),
+        ("tied: 1", "tied is 1: set it to True or False"),
         ("- kvp", "holds no options"),
         ("{kvp", "is not YAML"),
     ],
@@ -164,9 +167,10 @@ def test_layout_files_that_are_none(tmp_path, content, words):
 def test_a_layout_file_makes_the_layout_that_it_says_and_options_beside_it_win(tmp_path):
     file = tmp_path / "layout.yaml"
     file.write_text("kvp: 4\ntpa: 2\ntpf: 2\nep: 1\ntied: true\nkv_dtype: int8\nplacement: local\n")
-    composed = ModelOptions(model="builtin", layout=str(file), kv_dtype="bfloat16")._composed()
-    assert composed._layout() == Layout(4, 2, 2, ffn_replicas=4)
-    assert (composed.kv_dtype, composed.placement, composed.layout) == ("bfloat16", "local", None)
+    model, settings = ModelOptions(model="builtin", layout=str(file))._composed(EngineFlags(kv_dtype="bfloat16"))
+    assert model._layout() == Layout(4, 2, 2, ffn_replicas=4)
+    assert model.layout is None
+    assert settings == {"kv_dtype": "bfloat16", "placement": "local"}
 
 
 def test_a_missing_layout_file(tmp_path):

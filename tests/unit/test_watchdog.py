@@ -6,8 +6,9 @@ import pytest
 
 from builtin import builtin
 from longhelix.engine import watchdog as watchdog_module
-from longhelix.engine.config import resolve
+from longhelix.engine.options import EngineOptions
 from longhelix.engine.rank import load_model, new_pool
+from longhelix.engine.resolution import resolve
 from longhelix.engine.runner import ModelRunner
 from longhelix.engine.step_cost import step_cost
 from longhelix.engine.watchdog import Progress, Watchdog
@@ -29,11 +30,7 @@ def config():
 
 
 def resolved(layout, block_tokens):
-    return resolve(
-        builtin(), layout, dtype=None, weight_dtype=None, kv_dtype=None, max_model_len=None,
-        rope_scaling=None, kv_cache_tokens=1024, chunk_tokens=512, block_tokens=block_tokens, placement="striped",
-        growth_limit_tokens=4096, device="cpu",
-    )  # fmt: skip
+    return resolve(builtin(), layout, EngineOptions(kv_cache_tokens=1024, block_tokens=block_tokens, device="cpu"))
 
 
 def started(config, work=DECODE, packed=True):

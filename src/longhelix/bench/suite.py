@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from longhelix.bench import calibration, collectives, decode, kernels, layouts, planner, predictions, prefill
 from longhelix.bench.environment import environment
@@ -12,7 +13,9 @@ from longhelix.bench.peers import Peers
 from longhelix.bench.report import Report
 from longhelix.bench.world import Row
 from longhelix.engine import host
-from longhelix.engine.config import EngineConfig, resolve
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import open_checkpoint
@@ -193,35 +196,18 @@ def configure(
     layout: Layout,
     lengths: Sequence[int],
     *,
-    weight_dtype: str | None,
-    kv_dtype: str | None,
     threads: int | None = None,
-    chunk_tokens: int = 512,
-    execution: str = "recorded",
+    **settings: Any,
 ) -> EngineConfig:
-    """The engine's configuration for one request as long as the longest of `lengths`. Raises UserError."""
+    """The engine's configuration, with `settings` of `EngineOptions`, for one request as long as the longest of
+    `lengths`. Raises UserError."""
     _check_positive("a context or prompt", *lengths)
-    _check_positive("chunk-tokens", chunk_tokens)
     longest = max(lengths)
     with warnings.catch_warnings():
         # Nobody reads the answers, and a KV that does not fit is refused below.
         warnings.filterwarnings("ignore", message="max_model_len .* goes beyond|memory holds")
-        config = resolve(
-            open_checkpoint(model),
-            layout,
-            dtype=None,
-            weight_dtype=weight_dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=longest,
-            rope_scaling=None,
-            kv_cache_tokens=None,
-            chunk_tokens=chunk_tokens,
-            block_tokens=16,
-            placement="striped",
-            growth_limit_tokens=4096,
-            device="cpu",
-            execution=execution,
-        )
+        options = EngineOptions(max_model_len=longest, device="cpu", **settings)
+        config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(

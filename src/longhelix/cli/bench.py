@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from longhelix.cli.options import BenchFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.layout import Layout
@@ -105,28 +106,13 @@ class BenchModelOptions:
     "Ranks that share the request's KV along the sequence."
     tpa: int = 1
     "Ranks that share its attention heads."
-    weight_dtype: str | None = None
-    "int8 or int4 to quantise the weights of products. [default: the checkpoint's dtype]"
-    kv_dtype: str | None = None
-    "The KV cache's dtype: float32, bfloat16, float16, fp8, int8 or int4. [default: the checkpoint's dtype]"
     threads: int | None = None
     "Threads of a rank. [default: cores / ranks]"
-    execution: Literal["recorded", "compiled", "eager"] = "recorded"
-    "How layers run: decode steps from tapes, compiled by torch.compile, or op by op."
 
-    def config(self, lengths: Sequence[int], chunk_tokens: int = 512) -> "EngineConfig":
+    def config(self, lengths: Sequence[int], **settings: Any) -> "EngineConfig":
         from longhelix.bench.suite import configure
 
-        return configure(
-            self.model,
-            Layout(kvp=self.kvp, tpa=self.tpa),
-            lengths,
-            weight_dtype=self.weight_dtype,
-            kv_dtype=self.kv_dtype,
-            threads=self.threads,
-            chunk_tokens=chunk_tokens,
-            execution=self.execution,
-        )
+        return configure(self.model, Layout(kvp=self.kvp, tpa=self.tpa), lengths, threads=self.threads, **settings)
 
 
 @app.command
@@ -169,6 +155,7 @@ def decode(
     contexts: Sizes = (1024, 8192, 32768),
     repeats: int = 21,
     model: BenchModelOptions = BenchModelOptions(),
+    engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -182,7 +169,7 @@ def decode(
         Steps that count, after the warm-up.
     """
     suite = output.start(peers.directory)
-    suite.decode([model.config(contexts)], contexts, repeats)
+    suite.decode([model.config(contexts, **given(engine))], contexts, repeats)
     output.finish(suite)
 
 
@@ -193,6 +180,7 @@ def prefill(
     chunk_tokens: Size = 512,
     repeats: int = 3,
     model: BenchModelOptions = BenchModelOptions(),
+    engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -208,7 +196,7 @@ def prefill(
         Prefills that count, after the warm-up.
     """
     suite = output.start(peers.directory)
-    suite.prefill([model.config(prompts, chunk_tokens)], prompts, repeats)
+    suite.prefill([model.config(prompts, chunk_tokens=chunk_tokens, **given(engine))], prompts, repeats)
     output.finish(suite)
 
 

@@ -3,17 +3,21 @@
 import signal
 import sys
 
-from longhelix.cli.options import ModelOptions, SamplingOptions
+from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions
 from longhelix.engine.llm import LLM
 from longhelix.errors import RequestError, UserError
 from longhelix.request import SamplingParams
 
 
-def chat(model: ModelOptions, sampling: SamplingOptions = SamplingOptions()) -> None:  # noqa: B008 - frozen
+def chat(
+    model: ModelOptions,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
+) -> None:
     """Talk with a model: one line a turn; an empty line or end of input ends it. Ctrl-C cuts an answer short."""
     params = sampling.params()
     messages: list[dict[str, str]] = []
-    with model.start() as llm:
+    with model.start(engine) as llm:
         while line := _read_line():
             messages.append({"role": "user", "content": line})
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from longhelix.cli.options import ModelOptions, SamplingOptions, stderr
+from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, stderr
 from longhelix.cli.values import Flag
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
@@ -18,12 +18,12 @@ from longhelix.errors import RequestError, UserError
 
 def generate(
     model: ModelOptions,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
     chat: Flag = False,
-    trace: Path | None = None,
     json: Flag = False,
 ) -> None:
     """Answer one prompt: the text on standard output as it comes, its measurements on standard error.
@@ -36,15 +36,12 @@ def generate(
         A UTF-8 file to read the prompt from, its last newline included.
     chat
         Apply the model's chat template: the prompt is what the user says.
-    trace
-        Write what every rank did from when to when, for chrome://tracing or ui.perfetto.dev. Layers then run op by op,
-        without tapes or CUDA graphs, which is slower.
     json
         Print one JSON object in place of the streamed text.
     """
     text = _prompt(prompt, prompt_file)
     params = sampling.params()
-    with model.start(trace) as llm:
+    with model.start(engine) as llm:
         prompt_ids = (
             llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
         )

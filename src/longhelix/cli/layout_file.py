@@ -1,20 +1,22 @@
-"""Layouts in files, as `longhelix plan --out` writes them."""
+"""Settings in YAML files, such as `longhelix plan --out` writes."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from longhelix.engine.options import EngineOptions, check_names
 from longhelix.errors import UserError
+from longhelix.values import flag, whole
 
-_NUMBERS = ("kvp", "tpa", "tpf", "ep", "pp", "max_model_len", "kv_cache_tokens")
-_WORDS = ("placement", "weight_dtype", "kv_dtype")
-_KINDS = dict.fromkeys(_NUMBERS, (int, "a whole number")) | dict.fromkeys(_WORDS, (str, "a word"))
-_KINDS["tied"] = (bool, "true or false")
+_MOST_RANKS = 2**20
+_DEGREES = ("kvp", "tpa", "tpf", "ep", "pp")
 
 
-def read_layout(path: Path) -> dict[str, Any]:
-    """The options that a YAML file sets; raises UserError for a file, key or value that is none."""
+def read_layout(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The degrees of parallelism, and the engine's settings, that a YAML file has; raises UserError for a file, key or
+    value that is none."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -23,10 +25,12 @@ def read_layout(path: Path) -> dict[str, Any]:
         raise UserError(f"--layout {path} is not YAML: write it as `longhelix plan --out` does") from error
     if not isinstance(found, dict):
         raise UserError(f"--layout {path} holds no options: write it as `longhelix plan --out` does")
-    for key, value in found.items():
-        if key not in _KINDS:
-            raise UserError(f"--layout {path} sets {key!r}, which is not known: use {', '.join(_KINDS)}")
-        kind, words = _KINDS[key]
-        if type(value) is not kind:
-            raise UserError(f"--layout {path} has {key} = {value!r}: set it to {words}")
-    return found
+    settings = [setting.name for setting in fields(EngineOptions)]
+    try:
+        check_names(found, [*_DEGREES, "tied", *settings])
+        degrees = {name: whole(name, found[name], 1, _MOST_RANKS) for name in _DEGREES if name in found}
+        degrees |= {"tied": flag("tied", found["tied"])} if "tied" in found else {}
+        options = EngineOptions(**{name: found[name] for name in settings if name in found})
+    except UserError as error:
+        raise UserError(f"--layout {path}: {error}", error.code) from error
+    return degrees, {name: getattr(options, name) for name in settings if name in found}

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,12 +15,49 @@ from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Size, tied_layout
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
+from longhelix.engine.options import Count, EngineOptions, Words, path, rope_settings
 from longhelix.errors import UserError
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
 from longhelix.request import SamplingParams
+from longhelix.values import flag
 
 stderr = Console(stderr=True)
+
+
+def _type(setting: Field) -> Any:
+    """What the command line takes for a setting; nothing where it is not given."""
+    check, said = setting.metadata["check"], setting.metadata["documentation"]
+    if setting.default is not None and setting.default is not False:
+        said += f" [default: {setting.default}]"
+    kind: Any = {flag: bool, path: Path, rope_settings: str}.get(check)
+    if isinstance(check, Words):
+        kind = Literal[check.known]
+    elif isinstance(check, Count):
+        kind = Size if check.tokens else int
+    name = setting.metadata["flag"]
+    named = {"name": f"--{name}"} if name else {}
+    return Annotated[kind | None, Parameter(help=said, negative=(), show_default=False, **named)]
+
+
+def _flags(name: str, settings: Iterable[Field]) -> type:
+    """A record of one flag for each setting, all None."""
+    flags = [(setting.name, _type(setting), None) for setting in settings]
+    record = make_dataclass(name, flags, namespace={"__module__": __name__}, frozen=True, kw_only=True)
+    return Parameter(name="*", group="Engine")(record)
+
+
+_MEASURED = ("weight_dtype", "kv_dtype", "execution")
+EngineFlags = _flags("EngineFlags", fields(EngineOptions))
+BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
+
+
+def given(flags: Any) -> dict[str, Any]:
+    """The settings that are set."""
+    settings = {name: value for name, value in vars(flags).items() if value is not None}
+    if "rope_scaling" in settings:
+        settings["rope_scaling"] = _parsed(settings["rope_scaling"])
+    return settings
 
 
 @Parameter(name="*", group="Model and layout")
@@ -30,8 +68,8 @@ class ModelOptions:
     model: str
     "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
     layout: str | None = None
-    """`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth. Or a YAML file, as
-    `longhelix plan --out` writes it; options beside it win."""
+    """`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth. Or a YAML file of
+    settings and degrees, such as `longhelix plan --out` writes; options beside it win."""
     kvp: int | None = None
     "Ranks that share each request's KV along the sequence. [default: 1]"
     tpa: int | None = None
@@ -44,110 +82,58 @@ class ModelOptions:
     "Pipeline stages. [default: 1]"
     tied: Flag = False
     "The FFN at TP = tpa, a copy on every KVP instance (Medha's layout, a baseline)."
-    dtype: str | None = None
-    "float32, bfloat16 or float16. [default: the checkpoint's; bfloat16 for GGUF]"
-    weight_dtype: str | None = None
-    "int8 or int4 to quantise the weights of products. [default: dtype]"
-    kv_dtype: str | None = None
-    "The KV cache's dtype: float32, bfloat16, float16, fp8, int8 or int4. [default: dtype]"
-    max_model_len: Size | None = None
-    "Most tokens of prompt and answer. [default: the model's positions]"
-    rope_scaling: str | None = None
-    'RoPE settings as JSON, such as {"rope_type": "yarn", "factor": 4}. [default: the model\'s own]'
-    kv_cache_tokens: Size | None = None
-    "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]"
-    chunk_tokens: Size = 512
-    "Prompt tokens that run in one step."
-    block_tokens: int = 16
-    "Tokens of a KV block."
-    placement: Literal["striped", "growing", "local", "auto"] | None = None
-    """Which KVP rank takes a request's next KV block; `auto`: short requests are local, long ones striped, those that
-    may outgrow `--kvp-threshold` growing. [default: striped]"""
-    kvp_threshold: Size | None = None
-    """Tokens up to which a request stays on one KVP rank; implies `--placement auto`. [default with auto: as many as
-    cost it 5% of its speed by the cost model]"""
-    growth_limit_tokens: Size = 4096
-    "With growing placement: tokens on a rank before the next one joins."
-    batch_invariant: Flag = False
-    "Refuse what would let a request's bits depend on its batch, its chunks or the number of threads."
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    "Where ranks run; `auto`: on GPUs where there is one for each rank."
-    execution: Literal["recorded", "compiled", "eager"] = "recorded"
-    "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op."
-
-    attention: Literal["own", "flashinfer"] = "own"
-    "On GPUs, whose decode attention: the package flashinfer-python has one as well."
-    hop_b: int | None = None
-    """HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for each
-    step as many as take the fewest seconds by the performance model]"""
-
-    def start(self, trace: Path | None = None) -> LLM:
+    def start(self, engine: EngineFlags) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
-        return self._composed()._start(trace)
+        model, settings = self._composed(engine)
+        return model._start(settings)
 
-    def _composed(self) -> "ModelOptions":
-        """These options, and what a layout file sets beside them."""
+    def _composed(self, engine: EngineFlags) -> tuple["ModelOptions", dict[str, Any]]:
+        """These options and the settings that were given, and what a layout file says beside them."""
+        settings = given(engine)
         if self.layout in (None, "auto"):
-            return self
-        read = read_layout(Path(self.layout))
-        left_open = {key: value for key, value in read.items() if getattr(self, key) is None or key == "tied"}
-        return replace(self, layout=None, **left_open)
+            return self, settings
+        degrees, read = read_layout(Path(self.layout))
+        left_open = {name: value for name, value in degrees.items() if getattr(self, name) in (None, False)}
+        return replace(self, layout=None, **left_open), read | settings
 
-    def _start(self, trace: Path | None) -> LLM:
+    def _start(self, settings: dict[str, Any]) -> LLM:
         with Progress(console=stderr, transient=True) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
             llm = LLM(
                 self.model,
                 self._layout(),
-                dtype=self.dtype,
-                weight_dtype=self.weight_dtype,
-                kv_dtype=self.kv_dtype,
-                max_model_len=self.max_model_len,
-                rope_scaling=self._rope_scaling(),
-                kv_cache_tokens=self.kv_cache_tokens,
-                chunk_tokens=self.chunk_tokens,
-                block_tokens=self.block_tokens,
-                placement=self.placement or ("striped" if self.kvp_threshold is None else "auto"),
-                kvp_threshold_tokens=self.kvp_threshold,
-                growth_limit_tokens=self.growth_limit_tokens,
-                batch_invariant=self.batch_invariant,
-                device=self.device,
-                execution=self.execution,
-                attention=self.attention,
-                hop_b=self.hop_b,
-                trace=trace,
                 on_load=lambda share: progress.update(bar, completed=share),
                 on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
+                **settings,
             )
         for line in describe(llm.config):
             print(line, file=sys.stderr)
         return llm
 
     def _layout(self) -> Layout:
-        given = {name: getattr(self, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
-        given = {name: degree for name, degree in given.items() if degree is not None}
-        if self.layout == "auto" and given:
-            raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(given))}", "invalid_layout")
+        degrees = {name: getattr(self, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+        degrees = {name: degree for name, degree in degrees.items() if degree is not None}
+        if self.layout == "auto" and degrees:
+            raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(degrees))}", "invalid_layout")
         if self.tied:
-            return tied_layout(**given)
-        num_ranks = Layout(**given).num_ranks
-        if num_ranks > 1 and not given.keys() & {"tpf", "ep"} and Path(self.model).is_dir():
+            return tied_layout(**degrees)
+        num_ranks = Layout(**degrees).num_ranks
+        if num_ranks > 1 and not degrees.keys() & {"tpf", "ep"} and Path(self.model).is_dir():
             moe = load_model(self.model).moe
-            given["ep"] = 1 if moe is None else widest_ep(num_ranks, moe.num_experts)
-        return Layout(**given)
+            degrees["ep"] = 1 if moe is None else widest_ep(num_ranks, moe.num_experts)
+        return Layout(**degrees)
 
-    def _rope_scaling(self) -> dict[str, Any] | None:
-        if self.rope_scaling is None:
-            return None
-        try:
-            settings = json.loads(self.rope_scaling)
-        except json.JSONDecodeError as error:
-            raise UserError(f"--rope-scaling is not JSON ({error}): give an object in quotes") from error
-        if not isinstance(settings, dict):
-            raise UserError('--rope-scaling must be a JSON object, such as {"rope_type": "linear", "factor": 2}')
-        return settings
+
+def _parsed(rope_scaling: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(rope_scaling)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--rope-scaling is not JSON ({error}): give an object in quotes") from error
+    if not isinstance(settings, dict):
+        raise UserError('--rope-scaling must be a JSON object, such as {"rope_type": "linear", "factor": 2}')
+    return settings
 
 
 @Parameter(name="*", group="Answer")

@@ -4,19 +4,19 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from longhelix.engine import torchrun
-from longhelix.engine.config import resolve
 from longhelix.engine.exchanges import ExchangeLog, Moment
 from longhelix.engine.launch import WorkerPool
+from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import Prompt, as_prompts, token_ids
+from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
 from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
@@ -48,19 +48,8 @@ class _Live:
 class LLM:
     """A model over the ranks of a layout. Close it, or use it in a `with` statement: its ranks are processes.
 
-    model: "builtin", a folder in Hugging Face format, or a GGUF file. dtype defaults to the checkpoint's (bfloat16
-    for GGUF), weight_dtype (int8 and int4 quantise products) and kv_dtype to dtype, max_model_len to the model's
-    positions. kv_cache_tokens: the pool's size over all KVP ranks (default: one request of max_model_len).
-    chunk_tokens: prompt tokens of one step. placement: striped, growing (with growth_limit_tokens on a rank before
-    the next one joins), local, or auto: a request that stays within kvp_threshold_tokens (default: by the cost
-    model) is local, one that may outgrow them growing, one whose prompt exceeds them striped. batch_invariant:
-    refuse what would let a request's bits depend on its batch, its chunks or the number of threads. device: cpu,
-    cuda, or auto: GPUs where there is one for each rank. execution: recorded (tapes on CPUs, CUDA graphs on GPUs),
-    compiled (torch.compile) or eager. attention: own, or flashinfer on GPUs. hop_b: the most parts of a batch, of
-    which each is exchanged while the next attends, where ranks do not share memory; 1 is off, None as many as take
-    the fewest seconds by the cost model. on_load and on_warm_up are told the share of the weights, then of the
-    warm-up, that is done, from 0 to 1. trace: a file for chrome://tracing, written while steps run: what every rank
-    did from when to when; layers then run op by op, which is slower.
+    model: "builtin", a folder in Hugging Face format, or a GGUF file. settings: those of `EngineOptions`, by name.
+    on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
     Raises UserError for input that cannot work, EngineError if a rank fails.
     """
 
@@ -69,58 +58,21 @@ class LLM:
         model: str,
         layout: Layout | None = None,
         *,
-        dtype: str | None = None,
-        weight_dtype: str | None = None,
-        kv_dtype: str | None = None,
-        max_model_len: int | None = None,
-        rope_scaling: Mapping[str, Any] | None = None,
-        kv_cache_tokens: int | None = None,
-        chunk_tokens: int = 512,
-        block_tokens: int = 16,
-        placement: str = "striped",
-        growth_limit_tokens: int = 4096,
-        kvp_threshold_tokens: int | None = None,
-        batch_invariant: bool = False,
-        device: str = "auto",
-        execution: str = "recorded",
-        attention: str = "own",
-        hop_b: int | None = None,
-        trace: str | Path | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
+        **settings: Any,
     ) -> None:
         layout = Layout() if layout is None else layout
         if not isinstance(model, str | os.PathLike):
             raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
-        if not isinstance(trace, str | os.PathLike | None):
-            raise refused("trace", trace, "the path of a file")
         for name, told in (("on_load", on_load), ("on_warm_up", on_warm_up)):
             if not callable(told):
                 raise refused(name, told, "a function of one number")
+        options = EngineOptions.of(settings)
         if isinstance(layout, Layout):  # what is none, `resolve` refuses
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(str(model))
-        self.config = resolve(
-            checkpoint,
-            layout,
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            kv_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            rope_scaling=rope_scaling,
-            kv_cache_tokens=kv_cache_tokens,
-            chunk_tokens=chunk_tokens,
-            block_tokens=block_tokens,
-            placement=placement,
-            growth_limit_tokens=growth_limit_tokens,
-            kvp_threshold_tokens=kvp_threshold_tokens,
-            batch_invariant=batch_invariant,
-            device=device,
-            execution=execution,
-            attention=attention,
-            hop_b=hop_b,
-            trace=trace is not None,
-        )
+        self.config = resolve(checkpoint, layout, options)
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)
             if isinstance(checkpoint, GgufCheckpoint)
@@ -134,7 +86,7 @@ class LLM:
         self._rows = 0
         self._exchanged_bytes = 0
         self._next_id = 0
-        self._trace = None if trace is None else TraceFile(Path(trace))
+        self._trace = None if options.trace is None else TraceFile(options.trace)
         # Nothing that the pool keeps leads back here: an engine that nobody holds ends at once, without the collector.
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         try:

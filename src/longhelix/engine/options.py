@@ -1,0 +1,158 @@
+"""What can be set of an engine: each setting once, with its type, its default, its check and a line of documentation.
+
+Python, the command line, YAML files and benchmarks take the settings from here.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from longhelix.errors import UserError
+from longhelix.kv.placement import PLACEMENTS
+from longhelix.request import MOST_TOKENS
+from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
+from longhelix.values import flag, one_of, refused, whole
+
+_MOST_POOL_TOKENS = 2**62  # over all ranks
+
+
+@dataclass(frozen=True)
+class Words:
+    """One of some words."""
+
+    known: tuple[str, ...]
+
+    def __call__(self, name: str, value: object) -> str:
+        return one_of(name, value, self.known)
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number; `tokens`: of tokens, which the command line takes with a unit."""
+
+    least: int = 1
+    most: int = MOST_TOKENS
+    tokens: bool = True
+
+    def __call__(self, name: str, value: object) -> int:
+        return whole(name, value, self.least, self.most)
+
+
+def rope_settings(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise refused(name, value, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
+    return dict(value)
+
+
+def path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, value, "the path of a file")
+    return Path(value)
+
+
+Check = Callable[[str, object], Any]
+
+
+def _setting(default: Any, check: Check, documentation: str, flag: str = "") -> Any:
+    """`flag`: what the command line calls it, where that is another name."""
+    return field(default=default, metadata={"check": check, "documentation": documentation, "flag": flag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Settings as a user gives them; None: what the engine takes by itself. Raises UserError for what none can be.
+
+    What depends on the model, the layout or the machine is checked as the engine starts.
+    """
+
+    dtype: str | None = _setting(
+        None, Words(DTYPES), "Of activations and weights. [default: the checkpoint's; bfloat16 for GGUF]"
+    )
+    weight_dtype: str | None = _setting(
+        None, Words(WEIGHT_DTYPES), "int8 or int4 to quantise the weights of products. [default: dtype]"
+    )
+    kv_dtype: str | None = _setting(None, Words(KV_DTYPES), "The KV cache's dtype. [default: dtype]")
+    max_model_len: int | None = _setting(
+        None, Count(), "Most tokens of prompt and answer. [default: the model's positions]"
+    )
+    rope_scaling: Mapping[str, Any] | None = _setting(
+        None, rope_settings, 'RoPE settings, such as {"rope_type": "yarn", "factor": 4}. [default: the model\'s own]'
+    )
+    kv_cache_tokens: int | None = _setting(
+        None,
+        Count(most=_MOST_POOL_TOKENS),
+        "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]",
+    )
+    chunk_tokens: int = _setting(512, Count(), "Prompt tokens that run in one step.")
+    block_tokens: int = _setting(16, Count(tokens=False), "Tokens of a KV block.")
+    placement: str | None = _setting(
+        None,
+        Words((*PLACEMENTS, "auto")),
+        "Which KVP rank takes a request's next KV block; auto: short requests are local, long ones striped, those that "
+        "may outgrow the KVP threshold growing. [default: striped; auto where a KVP threshold is set]",
+    )
+    kvp_threshold_tokens: int | None = _setting(
+        None,
+        Count(least=0),
+        "Tokens up to which a request stays on one KVP rank. [default with placement auto: as many as cost it 5% of "
+        "its speed by the cost model]",
+        flag="kvp-threshold",
+    )
+    growth_limit_tokens: int = _setting(
+        4096, Count(), "With growing placement: tokens on a rank before the next one joins."
+    )
+    batch_invariant: bool = _setting(
+        False,
+        flag,
+        "Refuse what would let a request's bits depend on its batch, its chunks or the number of threads.",
+    )
+    device: str = _setting(
+        "auto", Words(("auto", "cpu", "cuda")), "Where ranks run; auto: on GPUs where there is one for each rank."
+    )
+    execution: str = _setting(
+        "recorded",
+        Words(("recorded", "compiled", "eager")),
+        "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op.",
+    )
+    attention: str = _setting(
+        "own",
+        Words(("own", "flashinfer")),
+        "On GPUs, whose decode attention: the package flashinfer-python has one as well.",
+    )
+    hop_b: int | None = _setting(
+        None,
+        Count(tokens=False),
+        "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for "
+        "each step as many as take the fewest seconds by the performance model]",
+    )
+    trace: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
+        None,
+        path,
+        "Write what every rank did from when to when, for chrome://tracing or ui.perfetto.dev. Layers then run op by "
+        "op, without tapes or CUDA graphs, which is slower.",
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                object.__setattr__(self, setting.name, setting.metadata["check"](setting.name, value))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """From settings by name."""
+        check_names(settings, [setting.name for setting in fields(cls)])
+        return cls(**settings)
+
+
+def check_names(settings: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise UserError for a name that is not `known`, with the nearest that is."""
+    known = sorted(known)
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            instead = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise UserError(f"there is no setting {name!r}: {instead}", "unknown_setting")

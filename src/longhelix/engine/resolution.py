@@ -1,0 +1,263 @@
+"""From what a user said of an engine to its configuration: every default filled, all that can be checked before a rank
+starts checked."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from longhelix.engine import host
+from longhelix.engine.config import EngineConfig
+from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
+from longhelix.engine.machine import machine
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.pool_size import affordable_blocks, num_blocks, split_state_bytes
+from longhelix.errors import UserError
+from longhelix.layout import HeadShape, Layout
+from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
+from longhelix.models.parameters import check
+from longhelix.models.rope import inverse_frequencies
+from longhelix.perf.setting import Setting
+from longhelix.perf.threshold import local_threshold_tokens
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.spec import DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec
+from longhelix.values import one_of, refused
+
+# Ranks that wait for each other at every exchange take turns on the cores that they share.
+_RANKS_PER_CORE = 4
+_FEW_RANKS = 64  # may run anywhere, to see that they do
+
+
+def resolve(
+    checkpoint: SafetensorsCheckpoint | GgufCheckpoint, layout: Layout, options: EngineOptions | None = None
+) -> EngineConfig:
+    """An engine's configuration; raises UserError for what cannot run."""
+    options = EngineOptions() if options is None else options
+    if not isinstance(layout, Layout):
+        raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
+    spec = _with_rope(_spec(checkpoint), options.rope_scaling)
+    dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
+    max_model_len = _max_model_len(spec, options.max_model_len)
+    _check_rope(spec, max_model_len)
+    _check_layout(spec, layout)
+    gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
+    device = _device(options.device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    execution = _execution(spec, options.execution, device, options.trace is not None)
+    _check_runs_together(spec, options, device, execution)
+    cores = host.cores()
+    if device == "cpu":
+        _check_cores(layout, cores)
+    system = machine(device)
+    scheduler = _scheduler(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
+    longest_tokens = scheduler.longest_local_tokens
+    affordable = min(
+        affordable_blocks(spec, layout, weight_dtype, kv_dtype, scheduler.block_tokens, *memory)
+        for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
+    )
+    held = num_blocks(options.kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
+    return EngineConfig(
+        model_path=str(checkpoint.path),
+        spec=spec,
+        layout=layout,
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        threads_per_rank=max(cores // layout.world_size, 1),
+        scheduler=replace(scheduler, num_blocks=held),
+        device=device,
+        system=system,
+        execution=execution,
+        attention=options.attention,
+        hop_b=options.hop_b,
+        trace=options.trace is not None,
+    )
+
+
+def _with_rope(spec: ModelSpec, settings: Mapping[str, Any] | None) -> ModelSpec:
+    if settings is None:
+        return spec
+    settings = {"rope_theta": spec.rope.theta, **settings}
+    return replace(spec, rope=RopeSpec.from_config(settings, spec.rotated_size, spec.max_positions))
+
+
+def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
+    """Of activations, weights and KV."""
+    dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
+    weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
+    return dtype, weight_dtype, options.kv_dtype or dtype
+
+
+def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, execution: str) -> None:
+    if options.batch_invariant and spec.mla is not None:
+        raise UserError(
+            "batch_invariant is not kept by models with latent attention, which use torch's own products: leave it out"
+        )
+    if options.attention == "flashinfer" and (device == "cpu" or execution == "eager"):
+        raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
+    if device == "cpu" and not has_native_kernels():
+        warnings.warn(
+            "the native CPU kernels are missing, because there was no C++ compiler when longhelix was installed: it "
+            "runs, but many times slower; install GCC 12 or later and then longhelix again, or install a wheel of it",
+            stacklevel=4,
+        )
+
+
+def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
+    """The scheduler's settings, but for the size of its pools."""
+    threshold_tokens = options.kvp_threshold_tokens
+    placement = options.placement or ("striped" if threshold_tokens is None else "auto")
+    if placement == "auto" and threshold_tokens is None:
+        threshold_tokens = local_threshold_tokens(setting, layout, max_model_len)
+    elif placement != "auto" and threshold_tokens is not None:
+        raise UserError(
+            f"kvp_threshold chooses placements by length, but placement is {placement}: leave one of them out, or set "
+            "placement to auto"
+        )
+    return SchedulerConfig(
+        kvp=layout.kvp,
+        num_blocks=1,
+        max_model_len=max_model_len,
+        block_tokens=options.block_tokens,
+        chunk_tokens=options.chunk_tokens,
+        placement=placement,
+        growth_limit_tokens=options.growth_limit_tokens,
+        kvp_threshold_tokens=threshold_tokens or 0,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _memories(
+    spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int
+) -> list[tuple[int, range]]:
+    """Memories in bytes, each with the ranks that share it: this host's, or one for each GPU."""
+    ranks = range(layout.world_size)
+    if gpu_bytes is None:
+        return [(host.available_bytes(), ranks)]
+    state_bytes = [split_state_bytes(spec, layout, longest_tokens, rank) for rank in ranks]
+    return [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
+
+
+def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
+    tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
+    quantised = isinstance(checkpoint, GgufCheckpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        tied = "lm_head.weight" not in tensors
+        spec = ModelSpec.from_gguf(checkpoint.metadata, checkpoint.rope_factors or (), tied=tied)
+    else:
+        spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config)
+        _check_runs(spec, checkpoint.config)
+    check(spec, tensors, quantised)
+    return spec
+
+
+def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+    if spec.moe is not None and spec.ffn_bias:
+        raise UserError("mlp_bias beside experts is not known: set mlp_bias to false in the model's config")
+    if config.get("quantization_config"):
+        raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
+
+
+def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
+    """Where the ranks run: on GPUs where there is one for each and nothing else is asked for."""
+    if device == "auto":
+        device = "cuda" if num_gpus >= layout.world_size else "cpu"
+    if device == "cpu":
+        return device
+    if num_gpus < layout.world_size:
+        raise UserError(
+            f"the layout has {layout.world_size} ranks, each of which needs a GPU, but torch can use {num_gpus} here: "
+            "set device to cpu, or choose a smaller layout"
+        )
+    if weight_dtype not in DTYPES or kv_dtype == "int4":
+        narrow = f"kv_dtype {kv_dtype}" if weight_dtype in DTYPES else f"weight_dtype {weight_dtype}"
+        raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
+    return device
+
+
+def _check_cores(layout: Layout, cores: int) -> None:
+    """Before anything is computed for every rank."""
+    most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
+    if layout.world_size > most:
+        raise UserError(
+            f"the layout has {layout.world_size} ranks, each of which is a process, and {cores} cores would hardly get "
+            f"on with more than {most}: choose a layout of at most {most} ranks",
+            "invalid_layout",
+        )
+    if layout.world_size > cores:
+        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
+
+
+def _execution(spec: ModelSpec, execution: str, device: str, trace: bool) -> str:
+    """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it; and
+    a trace sees layers that run op by op."""
+    if trace and execution == "compiled":
+        raise UserError("execution compiled runs all layers as one graph, in which nothing can be traced: leave it out")
+    if trace:
+        return "eager"
+    if spec.moe is None:
+        return execution
+    if execution == "compiled":
+        raise UserError("execution compiled does not run models with experts: leave it out")
+    return "eager" if device == "cuda" else execution
+
+
+def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
+    max_model_len = spec.max_positions if asked is None else asked
+    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
+        raise UserError(
+            f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not run "
+            f"yet: set --max-model-len to at most {spec.sliding_window}, where the window hides nothing",
+            "unsupported_model",
+        )
+    if max_model_len > spec.max_positions:
+        warnings.warn(
+            f"max_model_len {max_model_len} goes beyond the {spec.max_positions} positions that the model was made "
+            "for: it runs, but answers may lose their sense there",
+            stacklevel=3,
+        )
+    return max_model_len
+
+
+def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
+    """Settings that are sound one by one may still give no frequencies together. Those of dynamic and longrope follow
+    from the length, and are all between the shortest's and the longest's."""
+    try:
+        frequencies = [
+            frequency
+            for length in (1, max_model_len)
+            for frequency in inverse_frequencies(spec.rope, spec.rotated_size, length)
+        ]
+    except (ArithmeticError, ValueError):
+        frequencies = []
+    if not frequencies or not all(0 < frequency < math.inf for frequency in frequencies):
+        raise UserError(
+            f"the rope settings give no frequencies for heads of {spec.rotated_size} channels that are finite and "
+            "above 0: leave rope_scaling out, or set it to what the model was made for"
+        )
+
+
+def _check_layout(spec: ModelSpec, layout: Layout) -> None:
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    layout.check(heads)
+    if layout.pp > 1:
+        raise UserError(f"pp is {layout.pp}: pipeline stages do not run yet, set pp to 1", "invalid_layout")
+    num_experts = 1 if spec.moe is None else spec.moe.num_experts
+    if layout.ep > num_experts:
+        has = "no experts" if spec.moe is None else f"{num_experts} experts"
+        raise UserError(
+            f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout"
+        )
+    if layout.ffn_replicas > 1 and (layout.ep > 1 or layout.ffn_replicas != layout.kvp):
+        raise UserError(
+            f"the tied layout has a copy of the FFN, experts and all, on each of {layout.kvp} KVP instances: leave ep "
+            f"out, and set ffn_replicas to {layout.kvp}",
+            "invalid_layout",
+        )
+    if layout.duplicates_kv(heads):
+        copies = -(-layout.tpa // spec.num_kv_heads)
+        warnings.warn(
+            f"tpa {layout.tpa} exceeds the model's {spec.num_kv_heads} KV heads: up to {copies} ranks keep and read "
+            f"the same KV; tpa {spec.num_kv_heads} with a larger kvp would not",
+            stacklevel=3,
+        )
