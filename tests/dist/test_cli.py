@@ -195,7 +195,7 @@ MISTAKES = {
         ["--placement", "growing", "--growth-limit-tokens", 20],
         "a multiple of the KV block, 16",
     ),
-    "unknown dtype": (["--dtype", "int3"], "use one of float32, bfloat16, float16"),
+    "unknown dtype": (["--dtype", "int3"], 'Choose from: "float32", "bfloat16", "float16"'),
     "unknown flag": (["--kpv", 2], "--kvp"),
     "size with a wrong unit": (["--max-model-len", "8x"], '"8x" is no size'),
     "rope settings that are not JSON": (["--rope-scaling", "{yarn"], "--rope-scaling is not JSON"),

@@ -1,5 +1,6 @@
 """Layouts of the same ranks side by side: Helix, its local placement, tensor parallelism, the tied layout."""
 
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,7 +91,7 @@ class _Prefill:
 
     def __call__(self) -> None:
         config = replace(self._config, num_blocks=self._runner.num_blocks, max_running=len(self._prompts))
-        loop = Loop(Scheduler(config), self._runner)
+        loop = Loop(Scheduler(config), self._runner, time.monotonic)
         for index, prompt in enumerate(self._prompts):
             loop.add(Request(index, array("i", prompt), SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
         while loop.step() is not None:
