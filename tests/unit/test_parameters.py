@@ -1,4 +1,6 @@
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -10,7 +12,7 @@ from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameter import Source
 from longhelix.models.parameters import check, declare
-from longhelix.spec import ModelSpec
+from longhelix.spec import ModelSpec, MoE
 
 pytestmark = pytest.mark.unit
 
@@ -192,6 +194,24 @@ def test_each_missing_tensor_is_refused_by_name(family):
     spec, state = spec_of(family), state_of(family)
     for name in state:
         refused(spec, {other: info for other, info in state.items() if other != name}, repr(name), "has no tensor")
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"num_layers": 10**9}, "model.layers.2.input_layernorm.weight"),
+        ({"moe": MoE(10**9, 2, 8)}, "model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_more_layers_or_experts_than_memory_has_room_for_are_refused_at_the_first(change, name):
+    spec, state = replace(spec_of("llama"), **change), state_of("llama")
+    state |= {f"model.layers.{layer}.mlp.gate.weight": ((10**9, 36), "float32") for layer in range(2)}
+    tracemalloc.start()
+    try:
+        refused(spec, state, repr(name), "has no tensor")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_wrong_shape_is_refused_with_both_shapes():
