@@ -12,7 +12,7 @@ from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameter import Source
 from longhelix.models.parameters import check, declare
-from longhelix.spec import ModelSpec, MoE
+from longhelix.spec import MLA, ModelSpec, MoE
 
 pytestmark = pytest.mark.unit
 
@@ -236,6 +236,15 @@ def test_an_unused_tensor_is_refused_by_name(name):
 def test_tensors_that_the_model_derives_may_be_there():
     state = state_of("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": ((2,), "float32")}
     check(spec_of("llama"), state, quantised=False)
+
+
+def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alone():
+    mla = MLA(q_lora_rank=None, kv_lora_rank=8, nope_size=4, rope_size=2, value_size=4)
+    spec = replace(spec_of("llama"), num_kv_heads=1, head_size=6, mla=mla)
+    state = {source.name: (source.shape, "float32") for source in sources_of(spec, Layout(), 0).values()}
+    check(spec, state | {"model.layers.2.eh_proj.weight": ((36, 72), "float32")}, quantised=False)
+    for layer in ("1", "²", "9" * 5000):  # the second is a digit, but no number
+        refused(spec, state | {f"model.layers.{layer}.eh_proj.weight": ((36, 72), "float32")}, "does not use")
 
 
 def test_a_head_of_its_own_is_needed_only_where_embeddings_are_not_tied():

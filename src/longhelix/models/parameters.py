@@ -3,6 +3,7 @@
 The loader reads by this table, and a checkpoint is checked against it before any rank starts. No torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 
 from longhelix.errors import UserError
@@ -72,7 +73,7 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """Tensors that some exporters write although the model derives or shares them, and heads that look further ahead
     (DeepSeek's MTP, as layers after the last)."""
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    if spec.mla is not None and name.startswith("model.layers.") and layer.isdigit() and int(layer) >= spec.num_layers:
+    later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
         return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
