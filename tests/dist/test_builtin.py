@@ -46,3 +46,14 @@ def test_greedy_continuation_equals_transformers(prompt):
     assert len(set(tokens)) >= 8
     differs = next((i for i in range(NEW_TOKENS) if result.token_ids[i] != tokens[i]), None)
     assert differs is None or gaps[differs] < 2 * TOLERANCE, (differs, gaps[differs])
+
+
+@pytest.mark.slow  # eight processes
+def test_a_rank_without_rows_of_the_output_projection_takes_part():
+    """Nine query heads over TPA 2 and then KVP 4: the last rank has none of them after the exchange."""
+    sampling = SamplingParams(max_new_tokens=6)
+    said = []
+    for layout in (Layout(), Layout(kvp=4, tpa=2)):
+        with LLM("builtin", layout, dtype="float32", max_model_len=256) as llm:
+            said += [result.token_ids for result in llm.generate(["The capital of France is"], sampling)]
+    assert said[0] == said[1]

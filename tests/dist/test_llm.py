@@ -585,6 +585,41 @@ def test_closing_ends_every_process_and_may_be_repeated(oracle):
     assert_nothing_left(process_ids, directory)
 
 
+def assert_ended(llm, why):
+    """Whoever asks hears why, each time in the same words."""
+    for ask in (
+        lambda: llm.add(PROMPT),
+        llm.step,
+        llm.step,
+        lambda: llm.stream(PROMPT),
+        lambda: llm.generate([PROMPT]),
+    ):
+        with pytest.raises(EngineError) as caught:
+            ask()
+        assert str(caught.value) == f"the engine has ended: {why}; make a new one"
+
+
+def test_a_closed_engine_says_so(oracle):
+    llm = LLM(str(oracle.path))
+    llm.add(PROMPT, SamplingParams(max_new_tokens=9))
+    llm.close()
+    assert_ended(llm, "it was closed")
+
+
+def test_an_engine_that_ended_while_it_counted_rows_says_why(tmp_path, monkeypatch):
+    mixtral = make_oracle(WITH_EXPERTS["mixtral"], tmp_path, prompt_lengths=(1,))
+    save_tokenizer_files(mixtral.path)
+    llm = LLM(str(mixtral.path))
+    process_ids, directory = children_and_sockets(llm)
+    monkeypatch.setattr(llm._pool, "_receive", Mock(side_effect=KeyboardInterrupt("enough")))
+    with pytest.raises(KeyboardInterrupt):
+        llm.expert_load()
+    assert_nothing_left(process_ids, directory)
+    assert_ended(llm, "KeyboardInterrupt: enough")
+    with pytest.raises(EngineError, match="the engine has ended: KeyboardInterrupt: enough; make a new one"):
+        llm.expert_load()
+
+
 @pytest.mark.parametrize("fault", ["interrupt", "send"])
 def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fault):
     """Ranks that do not end by themselves, and a second Ctrl-C in the wait for them; or nothing can be sent."""

@@ -327,6 +327,8 @@ def test_builtin_equals_transformers(builtin):
         ("model.layers.7.self_attn.o_proj.weight", (slice(0, 576), slice(192, 384))),
         ("model.layers.29.mlp.down_proj.weight", (slice(5, 300), slice(500, 1011))),
         ("model.layers.29.mlp.gate_proj.weight", (slice(768, 1536), slice(0, 576))),
+        ("model.layers.7.self_attn.o_proj.weight", (slice(0, 576), slice(576, 576))),
+        ("model.layers.7.self_attn.q_proj.weight", (slice(576, 576), slice(0, 576))),
         ("model.norm.weight", (slice(10, 20),)),
     ],
 )

@@ -1,12 +1,55 @@
-"""What the engine makes of its ranks' answers."""
+"""Starts that fail before a rank is there, and what the engine makes of its ranks' answers."""
+
+import errno
+import tempfile
+from unittest.mock import Mock
 
 import pytest
+import zmq
+from zmq import Context
 
-from longhelix.engine.launch import _check_same_collectives
-from longhelix.errors import EngineError
+from longhelix.engine.launch import WorkerPool, _check_same_collectives
+from longhelix.errors import EngineError, UserError
+from longhelix.layout import Layout
 from longhelix.request import StepResult
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    """Those of zmq that are made."""
+    made = []
+    monkeypatch.setattr(zmq, "Context", lambda: made.append(Context()) or made[-1])
+    return made
+
+
+def start():
+    return WorkerPool(Mock(layout=Layout()), Mock(), Mock(), Mock())
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_temporary_directory_too_deep_for_a_socket_is_refused_and_nothing_stays(
+    contexts, tmp_path, monkeypatch, by_torchrun
+):
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match=r"path is too long for a socket .*: set TMPDIR to a shorter one"):
+        start()
+    assert not list(deep.iterdir())
+    assert [context.closed for context in contexts] == [True]
+
+
+def test_a_socket_that_cannot_be_had_leaves_nothing(contexts, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+    with pytest.raises(zmq.ZMQError):
+        start()
+    assert not list(tmp_path.iterdir())
+    assert [context.closed for context in contexts] == [True]
 
 
 def results(*fingerprints):

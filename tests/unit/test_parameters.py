@@ -1,4 +1,6 @@
+import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -10,7 +12,7 @@ from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameter import Source
 from longhelix.models.parameters import check, declare
-from longhelix.spec import ModelSpec
+from longhelix.spec import MLA, ModelSpec, MoE
 
 pytestmark = pytest.mark.unit
 
@@ -194,6 +196,24 @@ def test_each_missing_tensor_is_refused_by_name(family):
         refused(spec, {other: info for other, info in state.items() if other != name}, repr(name), "has no tensor")
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"num_layers": 10**9}, "model.layers.2.input_layernorm.weight"),
+        ({"moe": MoE(10**9, 2, 8)}, "model.layers.0.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_more_layers_or_experts_than_memory_has_room_for_are_refused_at_the_first(change, name):
+    spec, state = replace(spec_of("llama"), **change), state_of("llama")
+    state |= {f"model.layers.{layer}.mlp.gate.weight": ((10**9, 36), "float32") for layer in range(2)}
+    tracemalloc.start()
+    try:
+        refused(spec, state, repr(name), "has no tensor")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_wrong_shape_is_refused_with_both_shapes():
     spec, state = spec_of("llama"), state_of("llama")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -216,6 +236,15 @@ def test_an_unused_tensor_is_refused_by_name(name):
 def test_tensors_that_the_model_derives_may_be_there():
     state = state_of("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": ((2,), "float32")}
     check(spec_of("llama"), state, quantised=False)
+
+
+def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alone():
+    mla = MLA(q_lora_rank=None, kv_lora_rank=8, nope_size=4, rope_size=2, value_size=4)
+    spec = replace(spec_of("llama"), num_kv_heads=1, head_size=6, mla=mla)
+    state = {source.name: (source.shape, "float32") for source in sources_of(spec, Layout(), 0).values()}
+    check(spec, state | {"model.layers.2.eh_proj.weight": ((36, 72), "float32")}, quantised=False)
+    for layer in ("1", "²", "9" * 5000):  # the second is a digit, but no number
+        refused(spec, state | {f"model.layers.{layer}.eh_proj.weight": ((36, 72), "float32")}, "does not use")
 
 
 def test_a_head_of_its_own_is_needed_only_where_embeddings_are_not_tied():

@@ -123,6 +123,7 @@ MISTAKES = {
     "too many heads": ((*ESTIMATE, "--tpa", "256"), "tpa is 256, but the model has 128 query heads"),
     "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave --tpf and --ep out"),
     "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "'tpx=8' in the layout"),
+    "a digit that is no number": ((*ESTIMATE, "--compare", "kvp=²", "kvp=1"), "'kvp=²' in the layout"),
     "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on up to 1 GPUs"),
     "out is a file": ((*PLAN, "--out", __file__), "cannot be made: File exists"),
 }

@@ -2,8 +2,11 @@ import json
 import math
 from dataclasses import FrozenInstanceError, replace
 
+import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -17,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from anything import VALUES
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.parameters import declare
@@ -271,9 +275,9 @@ def test_dtype_is_read_under_both_names(key):
 )
 @pytest.mark.parametrize("value", [None, 0, -3, 2.5, "8", True])
 def test_a_size_that_is_missing_or_no_count_is_refused(key, value):
-    refused(MINIMAL | {key: value}, f"{key} = {value!r}", "whole number of 1 or more")
+    refused(MINIMAL | {key: value}, f"{key} in the model's settings is {value!r}", "whole number from 1 to")
     if value is None:
-        refused({name: size for name, size in MINIMAL.items() if name != key}, f"{key} = None")
+        refused({name: size for name, size in MINIMAL.items() if name != key}, f"{key} in the model's settings is None")
 
 
 def test_kv_heads_default_to_query_heads_for_llama_alone():
@@ -527,13 +531,18 @@ def test_what_a_model_leaves_out_is_none():
         ("qwen2_moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step = 2", "experts in every layer")),
         ("qwen3_moe", {"mlp_only_layers": [0]}, ("mlp_only_layers = [0]",)),
         ("deepseek_v2", {"moe_layer_freq": 2}, ("moe_layer_freq = 2",)),
-        ("mixtral", {"num_local_experts": 0}, ("num_local_experts = 0",)),
+        ("mixtral", {"num_local_experts": 0}, ("num_local_experts in the model's settings is 0",)),
         ("mixtral", {"num_experts_per_tok": 6}, ("6 of 5 experts", "num_experts_per_tok")),
-        ("qwen3_moe", {"num_experts": None, "num_local_experts": None}, ("num_experts = None",)),
-        ("deepseek_v3", {"kv_lora_rank": None}, ("kv_lora_rank = None",)),
-        ("deepseek_v3", {"n_shared_experts": -1}, ("n_shared_experts = -1", "0 or more")),
+        (
+            "qwen3_moe",
+            {"num_experts": None, "num_local_experts": None},
+            ("num_experts in the model's settings is None",),
+        ),
+        ("deepseek_v3", {"kv_lora_rank": None}, ("kv_lora_rank in the model's settings is None",)),
+        ("deepseek_v3", {"n_shared_experts": -1}, ("n_shared_experts in the model's settings is -1", "from 0 to")),
         ("deepseek_v3", {"first_k_dense_replace": 4}, ("first 4 layers", "first_k_dense_replace")),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, ("qk_rope_head_dim 7 is odd",)),
+        ("deepseek_v2", {"topk_method": "best"}, ("topk_method", "'best'", "greedy, group_limited_greedy, noaux_tc")),
     ],
 )
 def test_experts_and_latents_that_cannot_be_are_refused(architecture, changes, words):
@@ -546,6 +555,109 @@ def test_mixtrals_window_is_none_where_the_key_is_absent():
     assert (
         ModelSpec.from_hf_config({key: config[key] for key in config if key != "sliding_window"}).sliding_window is None
     )
+
+
+SOUND = {
+    **{family: config(**SIZES).to_dict() for family, config in FAMILIES.items()},
+    **{family: config(**SIZES | sizes).to_dict() for family, (config, sizes) in PLANNED.items()},
+}
+DEEP_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 30}
+
+
+class Asked(dict):
+    """A mapping that keeps what it was asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.keys_asked = set()
+
+    def get(self, key, default=None):
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+def assert_sentence(error):
+    assert 10 < len(str(error).encode()) < 400
+
+
+def assert_read_or_refused(read_spec):
+    """In a sentence; what is read travels to workers."""
+    try:
+        spec = read_spec()
+    except UserError as error:
+        assert_sentence(error)
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+@pytest.mark.parametrize("family", SOUND)
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
+    factors = [2.0] * (ModelSpec.from_hf_config(SOUND[family]).rotated_size // 2)
+    longrope = SCALINGS["longrope"] | {"short_factor": factors, "long_factor": factors}
+    rope = data.draw(st.sampled_from([{"rope_theta": 5e5}, DEEP_YARN, longrope, LLAMA3, SCALINGS["dynamic"]]))
+    config = Asked(SOUND[family] | {"use_sliding_window": True, "rope_parameters": rope})
+    ModelSpec.from_hf_config(config)
+    key = data.draw(st.sampled_from(sorted(config.keys_asked - {"rope_parameters"})))
+    inner = data.draw(st.sampled_from(sorted(rope)))
+    value = data.draw(VALUES)
+    changed = data.draw(
+        st.sampled_from([{key: value}, {"rope_parameters": value}, {"rope_parameters": rope | {inner: value}}])
+    )
+    assert_read_or_refused(lambda: ModelSpec.from_hf_config(SOUND[family] | {"rope_parameters": rope} | changed))
+
+
+@given(value=VALUES)
+def test_any_end_of_sequence_is_read_or_refused_in_a_sentence(value):
+    assert_read_or_refused(lambda: ModelSpec.from_hf_config(MINIMAL, {"eos_token_id": value}))
+
+
+@settings(max_examples=500)
+@given(data=st.data())
+def test_gguf_metadata_with_any_value_are_read_or_refused_in_a_sentence(data):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 2048, "finetuned": True, "attn_factor": 1.0}
+    optional = {"llama.attention.key_length": 64, "llama.attention.sliding_window": 512, "tokenizer.ggml.tokens": ["a"]}
+    sound = GGUF | {f"llama.rope.scaling.{key}": value for key, value in scaling.items()} | optional
+    key = data.draw(st.sampled_from(sorted(sound)))
+    present = data.draw(st.sampled_from([GGUF, GGUF | optional, sound]))
+    assert_read_or_refused(lambda: ModelSpec.from_gguf(present | {key: data.draw(VALUES)}, tied=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": "linear"},
+        {"rope_parameters": True},
+        {"original_max_position_embeddings": []},
+        {"sliding_window": "x"},
+        {"sliding_window": []},
+        {"layer_types": True},
+        {"layer_types": "sliding_attention"},
+        {"eos_token_id": True},
+        {"eos_token_id": 10**30},
+        {"eos_token_id": [2, "x"]},
+        {"hidden_size": 2**31},
+        {"max_position_embeddings": 10**5000},
+        {"tie_word_embeddings": "false"},
+        {"use_sliding_window": 1},
+        {"dtype": ["bfloat16"]},
+        {"model_type": []},
+        {"hidden_act": 10**5000},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_no_config_can_have_is_refused_by_name(change):
+    config = SOUND["mistral"] if "layer_types" in change or "sliding_window" in change else SOUND["qwen3"]
+    (key,) = change
+    words = {"model_type": "architecture"}.get(key, key)
+    with pytest.raises(UserError, match=words):
+        ModelSpec.from_hf_config(config | change)
+
+
+def test_minus_one_is_no_token_that_ends_a_sequence():
+    assert read(MINIMAL, eos_token_id=-1).eos_token_ids == ()
+    assert read(MINIMAL, eos_token_id=[2, -1]).eos_token_ids == (2,)
 
 
 def test_a_quantised_checkpoint_can_be_planned_with():

@@ -12,6 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from anything import VALUES
 from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
 from longhelix.errors import UserError
 
@@ -276,7 +277,19 @@ def test_sentencepiece_round_trip(spaced_metadata, prefix, text):
     [
         ({"tokenizer.ggml.model": "rwkv"}, "unsupported_model", "gpt2, llama"),
         ({"tokenizer.ggml.pre": "tekken"}, "unsupported_model", "llama-bpe, qwen2, smollm"),
-        ({"tokenizer.ggml.merges": None}, "invalid_checkpoint", "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": None}, "invalid_checkpoint", "no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.model": ["gpt2"]}, "unsupported_model", r"\['gpt2'\]"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "unsupported_model", r"\['gpt-2'\]"),
+        ({"tokenizer.ggml.bos_token_id": 10**6}, "invalid_checkpoint", "bos_token_id is 1000000"),
+        ({"tokenizer.ggml.bos_token_id": -1}, "invalid_checkpoint", "bos_token_id is -1"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "invalid_checkpoint", "eos_token_id is '</s>'"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "invalid_checkpoint", "tokens, token_type are not of one length"),
+        ({"tokenizer.ggml.token_type": "normal"}, "invalid_checkpoint", "token_type in the GGUF file is 'normal'"),
+        ({"tokenizer.ggml.merges": ["12"]}, "invalid_checkpoint", "merges do not fit its tokens"),
+        ({"tokenizer.ggml.merges": ["1 zzz"]}, "invalid_checkpoint", "merges do not fit its tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "invalid_checkpoint", r"tokens in the GGUF file is \[1, 2\]"),
+        ({"tokenizer.ggml.add_bos_token": "no"}, "invalid_checkpoint", "add_bos_token in the GGUF file is 'no'"),
+        ({"tokenizer.chat_template": 5}, "invalid_checkpoint", "chat_template in the GGUF file is 5"),
     ],
 )
 def test_gguf_that_cannot_be_used(change, code, says):
@@ -285,6 +298,38 @@ def test_gguf_that_cannot_be_used(change, code, says):
     with pytest.raises(UserError, match=says) as caught:
         Tokenizer.from_gguf(metadata)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("bos", ["$A", "a:1", "$1:2", "a b"])
+def test_gguf_bos_stands_for_itself_whatever_it_is_called(bos):
+    metadata = byte_level_metadata("gpt-2", MERGES, **{"tokenizer.ggml.add_bos_token": True})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens[tokens.index("<s>")] = bos
+    assert pieces(metadata, "12") == [bos, "12"]
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_gguf_tokenizers_with_any_value_are_made_or_refused_in_a_sentence(data):
+    sound = data.draw(
+        st.sampled_from([byte_level_metadata("gpt-2", MERGES), sentencepiece_metadata({"a": 0.0, "aa": 1.0})])
+    )
+    optional = {f"tokenizer.ggml.{name}" for name in ("eos_token_id", "add_bos_token", "add_space_prefix")}
+    key = data.draw(st.sampled_from(sorted({*sound, *optional, "tokenizer.chat_template"})))
+    value = data.draw(VALUES)
+    if isinstance(sound.get(key), list) and data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(sound[key])))
+        value = [*sound[key][:at], value, *sound[key][at + data.draw(st.integers(0, 1)) :]]
+    try:
+        tokenizer = Tokenizer.from_gguf(sound | {key: value})
+    except UserError as error:
+        assert_sentence(error)
+        return
+    tokenizer.decode(tokenizer.encode("aaa 12 é"))
+
+
+def assert_sentence(error):
+    assert 10 < len(str(error).encode()) < 400
 
 
 # Folders.
@@ -363,6 +408,10 @@ def test_folder_without_a_configuration(tmp_path):
         ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE", '),
         ("tokenizer_config.json", b'{"bos_token": "<s>'),
         ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b'{"bos_token": 5}'),
+        ("tokenizer_config.json", b'{"eos_token": {"id": 2}}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 5}]}'),
         ("chat_template.jinja", b"\xff"),
     ],
 )
@@ -374,6 +423,13 @@ def test_broken_folder(tmp_path, name, content):
     with pytest.raises(UserError, match=name) as caught:
         Tokenizer.from_folder(folder)
     assert caught.value.code == "invalid_checkpoint"
+
+
+def test_named_templates_without_a_default_are_none(tmp_path):
+    for template in ([], [5, {"name": []}, {"template": "x"}]):
+        folder = write_folder(tmp_path, byte_level_backend(), chat_template=template)
+        with pytest.raises(UserError, match="no chat template"):
+            Tokenizer.from_folder(folder).encode_chat(CHAT)
 
 
 def test_text_that_is_not_unicode(smollm):

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +166,16 @@ def test_events_of_a_kind_that_overlap_have_lanes_of_their_own(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written .*choose another --trace file"):
         TraceFile(tmp_path / "missing" / "t.json")
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 1000])  # none, or fewer or more than is buffered
+def test_a_trace_ends_with_one_warning_where_the_disk_is_full(recwarn, num_events):
+    file = TraceFile(Path("/dev/full"))
+    events = [TraceEvent("attention", "compute", 10.0, 25.0)] * num_events
+    for _ in range(3):
+        file.write(0, events)
+    file.close()
+    file.close()
+    assert [str(warning.message) for warning in recwarn] == [
+        "the trace in /dev/full ends here: No space left on device"
+    ]

@@ -1,5 +1,6 @@
 """Options that the planning verbs share."""
 
+import re
 import sys
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def parse_layout(text: str) -> tuple[Layout, bool, bool]:
     words = set()
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
-        if name in ("kvp", "tpa", "tpf", "ep", "pp") and value.isdigit():
+        if name in ("kvp", "tpa", "tpf", "ep", "pp") and re.fullmatch("[0-9]{1,9}", value):
             degrees[name] = int(value)
         elif entry.strip() in ("tied", "local", "no-hop-b"):
             words.add(entry.strip())

@@ -79,7 +79,11 @@ class WorkerPool:
         self._directory = (
             torchrun.make_directory() if torchrun.is_active() else Path(tempfile.mkdtemp(prefix="longhelix-"))
         )
-        self._socket = EngineSocket(self._directory)
+        try:
+            self._socket = EngineSocket(self._directory)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)

@@ -111,6 +111,7 @@ class LLM:
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
+        self._failure = self._failure or "it was closed"
         self._pool.close()
         if self._trace is not None:
             self._trace.close()
@@ -194,12 +195,16 @@ class LLM:
             stepped = self._loop.step()
             if stepped is not None:
                 self._take(*stepped)
-        except BaseException as error:  # a step that is left half done leaves ranks and engine at odds
-            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self._live.clear()
-            self.close()
+        except BaseException as error:
+            self._fail(error)
             raise
         return stepped is not None
+
+    def _fail(self, error: BaseException) -> None:
+        """End, and keep why: what is left half done leaves ranks and engine at odds."""
+        self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self._live.clear()
+        self.close()
 
     def _check_running(self) -> None:
         if self._failure:
@@ -219,7 +224,12 @@ class LLM:
         expert; None for a model without experts. The ranks are asked now; no step waits for it."""
         if self.config.spec.moe is None:
             return None
-        ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
+        self._check_running()
+        try:
+            ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
+        except BaseException as error:
+            self._fail(error)
+            raise
         return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
 
     def abort(self, request_id: int) -> Result | None:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from longhelix.engine.chat_template import ChatTemplate
 from longhelix.errors import UserError
+from longhelix.values import refused, shown, whole
 
 
 class Tokenizer:
@@ -26,44 +27,41 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; UserError if one is broken."""
         backend = _read_backend(folder / "tokenizer.json")
-        config = _read_config(folder / "tokenizer_config.json")
+        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config = _read_config(config_file)
         special_tokens = {
-            name: token if isinstance(token, str) else token["content"]
+            name: _string(f"{name} in {config_file}", token["content"] if _has(token, "content") else token)
             for name in ("bos_token", "eos_token")
             if (token := config.get(name))
         }
-        template_file = folder / "chat_template.jinja"
-        template = _read_text(template_file) if template_file.is_file() else _config_template(config)
+        template = _read_text(template_file) if template_file.is_file() else _config_template(config_file, config)
         return cls(backend, ChatTemplate(template, special_tokens) if template else None)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
         model = metadata.get("tokenizer.ggml.model")
-        if model not in _GGUF_MODELS:
+        if not isinstance(model, str) or model not in _GGUF_MODELS:
             raise UserError(
-                f"the GGUF file's tokenizer model is {model!r}; convert the model with one of: "
+                f"the GGUF file's tokenizer model is {shown(model)}; convert the model with one of: "
                 f"{', '.join(_GGUF_MODELS)}",
                 code="unsupported_model",
             )
-        try:
-            backend = _GGUF_MODELS[model](metadata)
-            tokens = metadata["tokenizer.ggml.tokens"]
-        except KeyError as error:
-            raise UserError(
-                f"the GGUF file has no {error.args[0]}; convert the model again", code="invalid_checkpoint"
-            ) from error
+        backend = _GGUF_MODELS[model](metadata)
+        tokens = _gguf_list(metadata, "tokens", str)
         special_tokens = {
-            f"{name}_token": tokens[metadata[key]]
+            f"{name}_token": tokens[whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint")]
             for name in ("bos", "eos")
             if (key := f"tokenizer.ggml.{name}_token_id") in metadata
         }
         bos = special_tokens.get("bos_token")
-        if bos and metadata.get("tokenizer.ggml.add_bos_token", _adds_bos_by_default(metadata)):
-            backend.post_processor = processors.TemplateProcessing(
-                single=[bos, "$A"], special_tokens=[(bos, backend.token_to_id(bos))]
-            )
+        if bos and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata)):
+            # Under a name of its own: in a template, "$A" and "a:1" would not stand for themselves.
+            spelled = {"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}
+            backend.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[spelled])
         template = metadata.get("tokenizer.chat_template")
+        if template is not None:
+            template = _string("tokenizer.chat_template in the GGUF file", template)
         return cls(backend, ChatTemplate(template, special_tokens) if template else None)
 
     @property
@@ -190,11 +188,22 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path} is not UTF-8 text; download it again", code="invalid_checkpoint") from error
 
 
-def _config_template(config: Mapping) -> str | None:
+def _config_template(path: Path, config: Mapping) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template
+        named = (entry for entry in template if _has(entry, "template") and entry.get("name") == "default")
+        template = next(named, {"template": None})["template"]
+    return None if template is None else _string(f"chat_template in {path}", template)
+
+
+def _has(value: object, key: str) -> bool:
+    return isinstance(value, dict) and key in value
+
+
+def _string(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise refused(name, value, "a string", "invalid_checkpoint")
+    return value
 
 
 def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -223,18 +232,13 @@ _GGUF_SPLITS = {
 
 def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
     split = metadata.get("tokenizer.ggml.pre", "default")
-    if split not in _GGUF_SPLITS:
+    if not isinstance(split, str) or split not in _GGUF_SPLITS:
         raise UserError(
-            f"the GGUF file's pre-tokenizer is {split!r}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
+            f"the GGUF file's pre-tokenizer is {shown(split)}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
             code="unsupported_model",
         )
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=_gguf_vocab(metadata),
-            merges=[tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]],
-            ignore_merges=split == "llama-bpe",
-        )
-    )
+    merges = [pair.partition(" ")[::2] for pair in _gguf_list(metadata, "merges", str)]
+    backend = _gguf_bpe(metadata, merges, ignore_merges=split == "llama-bpe")
     if split == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _GGUF_SPLITS[split]
@@ -244,10 +248,8 @@ def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
 
 
 def _gguf_sentencepiece(metadata: Mapping) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=_gguf_vocab(metadata), merges=_merges_by_score(metadata), byte_fallback=True)
-    )
-    space, prefix = "▁", metadata.get("tokenizer.ggml.add_space_prefix", True)
+    backend = _gguf_bpe(metadata, _merges_by_score(metadata), byte_fallback=True)
+    space, prefix = "▁", _gguf_flag(metadata, "add_space_prefix", True)
     backend.normalizer = normalizers.Sequence(
         [*([normalizers.Prepend(space)] if prefix else []), normalizers.Replace(" ", space)]
     )
@@ -271,8 +273,46 @@ def _adds_bos_by_default(metadata: Mapping) -> bool:
     return metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
-def _gguf_vocab(metadata: Mapping) -> dict[str, int]:
-    return {token: token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool) -> tokenizers.Tokenizer:
+    vocab = {token: token_id for token_id, token in enumerate(_gguf_list(metadata, "tokens", str))}
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(
+            f"the GGUF file's merges do not fit its tokens ({shown(str(error))}); convert the model again",
+            code="invalid_checkpoint",
+        ) from error
+
+
+def _gguf_flag(metadata: Mapping, key: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise refused(f"tokenizer.ggml.{key} in the GGUF file", value, "true or false", "invalid_checkpoint")
+    return value
+
+
+def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Sequence:
+    key = f"tokenizer.ggml.{key}"
+    if key not in metadata:
+        raise UserError(f"the GGUF file has no {key}; convert the model again", code="invalid_checkpoint")
+    values = metadata[key]
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, kind) for value in values):
+        raise UserError(
+            f"{key} in the GGUF file is {shown(values)}; convert the model again", code="invalid_checkpoint"
+        )
+    return values
+
+
+def _gguf_rows(metadata: Mapping, **kinds: type | tuple[type, ...]) -> list[tuple]:
+    """Lists with an item for each token, side by side."""
+    lists = [_gguf_list(metadata, key, kind) for key, kind in kinds.items()]
+    lengths = {len(values) for values in lists}
+    if len(lengths) > 1:
+        raise UserError(
+            f"the GGUF file's {', '.join(kinds)} are not of one length; convert the model again",
+            code="invalid_checkpoint",
+        )
+    return list(zip(*lists, strict=True))
 
 
 def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
@@ -280,15 +320,14 @@ def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     return [
         AddedToken(token, special=kind in special, normalized=False)
-        for token, kind in zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+        for token, kind in _gguf_rows(metadata, tokens=str, token_type=int)
         if kind in special or kind == TokenType.USER_DEFINED
     ]
 
 
 def _merges_by_score(metadata: Mapping) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose union scores best; as BPE ranks: every pair, best union first."""
-    keys = ("tokens", "token_type", "scores")
-    rows = zip(*(metadata[f"tokenizer.ggml.{key}"] for key in keys), strict=True)
+    rows = _gguf_rows(metadata, tokens=str, token_type=int, scores=(int, float))
     scores = {token: score for token, kind, score in rows if kind == TokenType.NORMAL}
     return [
         (token[:cut], token[cut:])

@@ -1,7 +1,9 @@
 """The trace of a run: what every rank did from when to when, as a file for chrome://tracing or ui.perfetto.dev."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +27,7 @@ class TraceFile:
 
     pid: the rank. tid: the kind; events of one kind that overlap get lanes ("exchange", "exchange 2", ...), because
     those of one thread may only nest. ts, dur: microseconds. args: the details. Raises UserError where `path` cannot
-    be written.
+    be written; where it cannot be written any more, the trace ends with a warning, and the run goes on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,12 +35,34 @@ class TraceFile:
             self._file = path.open("w", encoding="utf-8")
         except (OSError, ValueError) as error:  # a name that no file can have is the latter
             raise UserError(f"{str(path)!r} cannot be written ({error}): choose another --trace file") from error
+        self._path = path
         self._file.write("[")
         self._separator = "\n"
         self._ends_us: dict[tuple[int, str], list[float]] = {}
 
     def write(self, rank: int, events: Sequence[TraceEvent]) -> None:
         """Add what a rank did in its next step."""
+        if not self._file.closed:
+            try:
+                self._write(rank, events)
+            except OSError as error:
+                self._end(error)
+
+    def close(self) -> None:
+        """Again does nothing."""
+        if not self._file.closed:
+            try:
+                self._file.write("\n]\n")
+                self._file.close()
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        with suppress(OSError):  # what is still buffered cannot be written either
+            self._file.close()
+        warnings.warn(f"the trace in {self._path} ends here: {error.strerror}", stacklevel=3)
+
+    def _write(self, rank: int, events: Sequence[TraceEvent]) -> None:
         for event in sorted(events, key=lambda event: event.start_us):
             lane = self._lane(rank, event)
             entry = {
@@ -53,12 +77,6 @@ class TraceFile:
             }
             self._file.write(self._separator + json.dumps(entry))
             self._separator = ",\n"
-
-    def close(self) -> None:
-        """Again does nothing."""
-        if not self._file.closed:
-            self._file.write("\n]\n")
-            self._file.close()
 
     def _lane(self, rank: int, event: TraceEvent) -> int:
         ends_us = self._ends_us.setdefault((rank, event.kind), [])

@@ -4,6 +4,7 @@ msgspec messages over ZeroMQ, on a socket file in a directory that only this use
 network, and no message is ever code.
 """
 
+import errno
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import zmq
 from longhelix.engine.config import EngineConfig
 from longhelix.engine.trace import TraceEvent
 from longhelix.engine.watchdog import Progress
+from longhelix.errors import UserError
 from longhelix.request import Step, StepResult
 
 # Messages that wait at either end for an engine that does not read, from each socket of a rank: few, because signs of
@@ -111,13 +113,27 @@ class EngineSocket:
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
-        self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
-        self._socket.bind(f"ipc://{directory / 'engine'}")
+        try:
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
+            self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
+            self._bind(directory / "engine")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def _bind(self, path: Path) -> None:
+        try:
+            self._socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise UserError(
+                f"the temporary directory's path is too long for a socket ({path}): set TMPDIR to a shorter one"
+            ) from error
 
     def send(self, ranks: range, message: ToWorker) -> None:
         """Give one message to all `ranks`; a rank that is gone shows in `receive`'s silence, not here."""

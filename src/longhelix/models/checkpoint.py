@@ -327,6 +327,8 @@ def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
     if kind in _GGUF_DTYPES:
         values.view(torch.uint8).numpy()[...] = stored
         return values
+    if not values.numel():  # a rank without a share
+        return values
     rows = stored.reshape(-1, stored.shape[-1])
     out = values.numpy().reshape(len(rows), shape[-1])
     for start in range(0, len(rows), _DEQUANTISED_ROWS):

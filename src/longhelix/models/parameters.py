@@ -3,6 +3,7 @@
 The loader reads by this table, and a checkpoint is checked against it before any rank starts. No torch.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 
 from longhelix.errors import UserError
@@ -15,14 +16,17 @@ from longhelix.spec import DTYPES, ModelSpec
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
     """The parameters of `rank`, in the order in which they are loaded."""
+    return tuple(_parameters(spec, layout, rank))
+
+
+def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
     vocabulary, hidden = layout.vocabulary(spec.vocab_size, rank), range(spec.hidden_size)
-    parameters = [matrix("embedding", "model.embed_tokens.weight", spec.vocab_size, vocabulary, hidden)]
+    yield matrix("embedding", "model.embed_tokens.weight", spec.vocab_size, vocabulary, hidden)
     for layer in range(spec.num_layers):
-        parameters += _layer(spec, layout, rank, layer)
-    parameters.append(vector("norm", "model.norm.weight", spec.hidden_size))
+        yield from _layer(spec, layout, rank, layer)
+    yield vector("norm", "model.norm.weight", spec.hidden_size)
     if not spec.tied_embeddings:
-        parameters.append(matrix("head", "lm_head.weight", spec.vocab_size, vocabulary, hidden))
-    return tuple(parameters)
+        yield matrix("head", "lm_head.weight", spec.vocab_size, vocabulary, hidden)
 
 
 def _layer(spec: ModelSpec, layout: Layout, rank: int, layer: int) -> Iterator[Parameter]:
@@ -36,8 +40,10 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 
     `quantised`: whether dtypes other than the floats are read (GGUF dequantises, safetensors do not).
     """
-    declared = {source.name: source for parameter in declare(spec, Layout(), 0) for source in parameter.sources}
-    for name, source in declared.items():
+    declared = set()
+    # One by one: a config may call for more layers or experts than memory has room for, which no checkpoint has.
+    for source in (source for parameter in _parameters(spec, Layout(), 0) for source in parameter.sources):
+        declared.add(name := source.name)
         if name not in tensors:
             raise UserError(
                 f"the checkpoint has no tensor {name!r}, which the model's config calls for: "
@@ -67,7 +73,7 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """Tensors that some exporters write although the model derives or shares them, and heads that look further ahead
     (DeepSeek's MTP, as layers after the last)."""
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    if spec.mla is not None and name.startswith("model.layers.") and layer.isdigit() and int(layer) >= spec.num_layers:
+    later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
         return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")

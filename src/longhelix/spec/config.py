@@ -6,7 +6,9 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.dtypes import DTYPES
-from longhelix.values import real
+from longhelix.values import real, refused, shown, whole
+
+_MOST = 2**31 - 1  # token ids and lengths travel in 32 bits, and no model's sizes are near it
 
 
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
@@ -20,50 +22,77 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
 def count(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number of `least` or more; absent and null mean the default, without which they are refused."""
     value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(
-            f"config.json has {key} = {value!r}: it must be a whole number of {least} or more", "invalid_model"
-        )
-    return value
+    name = f"{key} in the model's settings"
+    return whole(name, default if value is None else value, least, _MOST, code="invalid_model")
+
+
+def count_or_none(config: Mapping[str, Any], key: str) -> int | None:
+    """A whole number above zero; absent and null mean None."""
+    return None if config.get(key) is None else count(config, key)
+
+
+def switch(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """True or false; absent means the default, null false."""
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise refused(f"{key} in the model's settings", value, "true or false", "invalid_model")
+    return bool(value)
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    dtype = str(config.get("dtype", config.get("torch_dtype")) or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UserError(f"config.json has dtype {dtype!r}: longhelix runs {', '.join(DTYPES)}", "invalid_model")
-    return dtype
+    found = (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None)
+    dtype = next(found, "float32")
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+    if name not in DTYPES:
+        raise UserError(f"the model's dtype is {shown(dtype)}: longhelix runs {', '.join(DTYPES)}", "invalid_model")
+    return name
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """One token id, a list of them, or None for none."""
-    ids = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise UserError(f"eos_token_id is {value!r}: it must be a token id or a list of them", "invalid_model")
-    return ids
+    """One token id, a list of them, or None for none; -1 is none as well."""
+    given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    name = "a token id of eos_token_id in the model's settings"
+    ids = [whole(name, token_id, -1, _MOST, " (-1 is none)", "invalid_model") for token_id in given]
+    return tuple(token_id for token_id in ids if token_id >= 0)
 
 
 def rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
     """One mapping from the two forms in use: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    forms = [_mapping(config, key) for key in ("rope_parameters", "rope_scaling")]
+    rope = forms[0] or forms[1]
     if config.get("rope_theta") is not None:
         rope.setdefault("rope_theta", config["rope_theta"])
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    if config.get("original_max_position_embeddings"):
+    if config.get("original_max_position_embeddings") is not None:
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return rope
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if not isinstance(value, Mapping | None):
+        raise refused(f"{key} in the model's settings", value, "settings by name, or null", "invalid_model")
+    return dict(value or {})
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """The narrowest layer's span in tokens; where mistral's or qwen's key is absent, 4096 as in transformers."""
     architecture = config["model_type"]
     has_window = architecture in ("mistral", "mixtral") or (
-        architecture in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and config.get("use_sliding_window", False)
+        architecture in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and switch(config, "use_sliding_window")
     )
-    layer_types = config.get("layer_types")
-    if not has_window or (layer_types is not None and "sliding_attention" not in layer_types):
+    if not has_window or not _slides(config.get("layer_types")):
         return None
-    window = config.get("sliding_window", None if architecture == "mixtral" else 4096)
-    return None if window is None else int(window)
+    if "sliding_window" not in config and architecture != "mixtral":
+        return 4096
+    return count_or_none(config, "sliding_window")
+
+
+def _slides(layer_types: Any) -> bool:
+    """Whether any layer does; where nothing is said of layers, all do."""
+    if layer_types is None:
+        return True
+    if not (isinstance(layer_types, (list, tuple)) and all(isinstance(kind, str) for kind in layer_types)):
+        raise refused("layer_types in the model's settings", layer_types, "a list of names", "invalid_model")
+    return "sliding_attention" in layer_types

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count, positive, rope_mapping
+from longhelix.spec.config import count, count_or_none, positive, rope_mapping
+from longhelix.spec.rope import yarn_weight
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class MLA:
     def from_hf_config(cls, config: Mapping[str, Any]) -> "MLA":
         """Read the config.json of a deepseek_v2, deepseek_v3 or kimi_k2 model; raises UserError."""
         return cls(
-            q_lora_rank=None if config.get("q_lora_rank") is None else count(config, "q_lora_rank"),
+            q_lora_rank=count_or_none(config, "q_lora_rank"),
             kv_lora_rank=count(config, "kv_lora_rank"),
             nope_size=count(config, "qk_nope_head_dim"),
             rope_size=count(config, "qk_rope_head_dim"),
@@ -63,7 +64,8 @@ class MLA:
 
 def _scale_factor(rope: Mapping[str, Any]) -> float:
     """(0.1 mscale_all_dim ln(factor) + 1)^2 for long contexts, as DeepSeek's models define it."""
-    weight, factor = rope.get("mscale_all_dim"), positive(rope, "factor", 1.0)
-    if rope.get("rope_type", rope.get("type", "default")) == "default" or not weight or factor <= 1:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    weight, factor = yarn_weight(rope, "mscale_all_dim"), positive(rope, "factor", 1.0)
+    if not isinstance(kind, str) or kind == "default" or factor <= 1:  # RopeSpec refuses what is no kind
         return 1.0
-    return (0.1 * positive(rope, "mscale_all_dim", 1.0) * math.log(factor) + 1.0) ** 2
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2

@@ -9,11 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count, dtype_name, positive, rope_mapping, sliding_window, token_ids
+from longhelix.spec.config import (
+    count,
+    count_or_none,
+    dtype_name,
+    positive,
+    rope_mapping,
+    sliding_window,
+    switch,
+    token_ids,
+)
 from longhelix.spec.dtypes import BYTES, DTYPES
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
+from longhelix.values import shown
 
 _MLA_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 _MOE_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_MLA_ARCHITECTURES)
@@ -141,13 +151,14 @@ class ModelSpec:
     ) -> "ModelSpec":
         """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one)."""
         architecture = config.get("model_type")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise UserError(
-                f"the model's architecture is {architecture!r}: longhelix runs {', '.join(ARCHITECTURES)}",
+                f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(ARCHITECTURES)}",
                 "unknown_architecture",
             )
-        if config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"hidden_act is {config['hidden_act']!r}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
+        activation = config.get("hidden_act", "silu")
+        if not isinstance(activation, str) or activation != "silu":
+            raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
         hidden_size, num_query_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         max_positions = count(config, "max_position_embeddings")
         mla = MLA.from_hf_config(config) if architecture in _MLA_ARCHITECTURES else None
@@ -157,10 +168,10 @@ class ModelSpec:
             rotated_size = head_size
         else:
             head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
-        bias = bool(config.get("attention_bias", False)) and architecture in _BIASED_ATTENTION
-        always_biased = architecture == "qwen2" or (architecture == "qwen2_moe" and config.get("qkv_bias", True))
+        bias = architecture in _BIASED_ATTENTION and switch(config, "attention_bias")
+        always_biased = architecture == "qwen2" or (architecture == "qwen2_moe" and switch(config, "qkv_bias", True))
         return cls(
-            architecture=architecture,
+            architecture=str(architecture),
             num_layers=count(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_query_heads=num_query_heads,
@@ -172,10 +183,10 @@ class ModelSpec:
             rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
             rope=RopeSpec.from_config(rope_mapping(config), rotated_size, max_positions),
             dtype=dtype_name(config),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=bias or bool(always_biased),
+            tied_embeddings=switch(config, "tie_word_embeddings"),
+            qkv_bias=bias or always_biased,
             attention_output_bias=bias,
-            ffn_bias=bool(config.get("mlp_bias", False)) and architecture in ("llama", "deepseek_v2"),
+            ffn_bias=architecture in ("llama", "deepseek_v2") and switch(config, "mlp_bias"),
             qk_norm=architecture in ("qwen3", "qwen3_moe"),
             sliding_window=sliding_window(config),
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
@@ -190,54 +201,57 @@ class ModelSpec:
         `rope_divisors` is its rope_freqs tensor, if it has one; `tied`: it has no output tensor of its own.
         """
 
-        def value(key: str, default: Any = None) -> Any:
-            found = metadata.get(f"llama.{key}", default)
-            if found is None:
-                raise UserError(f"the GGUF file has no metadata key 'llama.{key}'", "invalid_model")
-            return found
+        def present(key: str) -> str:
+            if metadata.get(key) is None:
+                raise UserError(f"the GGUF file has no metadata key {key!r}", "invalid_model")
+            return key
 
-        hidden_size, num_query_heads = int(value("embedding_length")), int(value("attention.head_count"))
-        head_size = int(value("attention.key_length", hidden_size // num_query_heads))
-        max_positions = int(value("context_length"))
-        rope: dict[str, Any] = {"rope_theta": value("rope.freq_base", 10_000.0)}
+        def number(key: str, default: int | None = None) -> int:
+            name = f"llama.{key}"
+            return count(metadata, present(name) if default is None else name, default)
+
+        hidden_size, num_query_heads = number("embedding_length"), number("attention.head_count")
+        head_size = number("attention.key_length", hidden_size // num_query_heads)
+        max_positions = number("context_length")
+        rope: dict[str, Any] = {"rope_theta": metadata.get("llama.rope.freq_base")}
         scaling = {
             key.removeprefix("llama.rope.scaling."): setting
             for key, setting in metadata.items()
             if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
         }
         kind = scaling.pop("type", "none")
-        if kind != "none":
+        if not isinstance(kind, str) or kind != "none":
             rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
             rope["original_max_position_embeddings"] = scaling.pop("original_context_length", None)
             if scaling or rope_divisors:
                 extra = next(iter(scaling), "rope_freqs")
                 raise UserError(
-                    f"the GGUF file combines rope scaling {kind!r} with {extra!r}, which longhelix does not know: "
+                    f"the GGUF file combines rope scaling {shown(kind)} with {extra!r}, which longhelix does not know: "
                     "use the model's Hugging Face folder",
                     "unknown_rope",
                 )
-        if value("rope.dimension_count", head_size) != head_size:
+        if number("rope.dimension_count", head_size) != head_size:
             raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
         resolved = RopeSpec.from_config(rope, head_size, max_positions)
         if rope_divisors:
             resolved = replace(
                 resolved, divisors=frequency_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)
             )
-        vocabulary: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ())
+        tokens = metadata.get("tokenizer.ggml.tokens")
         return cls(
             architecture="llama",
-            num_layers=int(value("block_count")),
+            num_layers=number("block_count"),
             hidden_size=hidden_size,
             num_query_heads=num_query_heads,
-            num_kv_heads=int(value("attention.head_count_kv", num_query_heads)),
+            num_kv_heads=number("attention.head_count_kv", num_query_heads),
             head_size=head_size,
-            ffn_size=int(value("feed_forward_length")),
-            vocab_size=int(value("vocab_size", len(vocabulary))),
+            ffn_size=number("feed_forward_length"),
+            vocab_size=number("vocab_size", len(tokens) if isinstance(tokens, (list, tuple)) else None),
             max_positions=max_positions,
-            rms_norm_eps=float(value("attention.layer_norm_rms_epsilon")),
+            rms_norm_eps=positive(metadata, present("llama.attention.layer_norm_rms_epsilon"), 1e-5),
             rope=resolved,
             dtype="bfloat16",
             tied_embeddings=tied,
-            sliding_window=metadata.get("llama.attention.sliding_window"),
+            sliding_window=count_or_none(metadata, "llama.attention.sliding_window"),
             eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         )

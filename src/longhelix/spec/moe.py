@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count, positive
+from longhelix.spec.config import count, positive, switch
+from longhelix.values import shown
+
+_TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 
 @dataclass(frozen=True)
@@ -74,30 +77,42 @@ class MoE:
                 expert_size,
                 shared_size=count(config, "shared_expert_intermediate_size") if shared_gate else 0,
                 shared_gate=shared_gate,
-                normalised=bool(config.get("norm_topk_prob", False)),
+                normalised=switch(config, "norm_topk_prob"),
             )
         _refuse_other(config, "moe_layer_freq", 1)
         sigmoid = always_biased = architecture != "deepseek_v2"
+        method = _topk_method(config, "noaux_tc" if always_biased else None)
         # deepseek_v2 takes its best experts of all, unless its config says otherwise.
-        grouped = sigmoid or config.get("topk_method") == "group_limited_greedy"
+        grouped = sigmoid or method == "group_limited_greedy"
         return cls(
             count(config, "n_routed_experts"),
             experts_per_token,
             expert_size,
             shared_size=count(config, "n_shared_experts", 0, least=0) * expert_size,
             num_dense_layers=count(config, "first_k_dense_replace", 0, least=0),
-            routing_bias=config.get("topk_method", "noaux_tc" if always_biased else None) == "noaux_tc",
+            routing_bias=method == "noaux_tc",
             sigmoid=sigmoid,
-            normalised=sigmoid and bool(config.get("norm_topk_prob", True)),
+            normalised=sigmoid and switch(config, "norm_topk_prob", True),
             num_groups=count(config, "n_group", 1) if grouped else 1,
             groups_per_token=count(config, "topk_group", 1) if grouped else 1,
             scale=positive(config, "routed_scaling_factor", 1.0),
         )
 
 
-def _refuse_other(config: Mapping[str, Any], key: str, known: Any) -> None:
-    if config.get(key) not in (None, known):
+def _topk_method(config: Mapping[str, Any], absent: str | None) -> str | None:
+    method = config.get("topk_method", absent)
+    if method is not None and not (isinstance(method, str) and method in _TOPK_METHODS):
         raise UserError(
-            f"config.json has {key} = {config[key]!r}: longhelix knows {known!r}, experts in every layer",
+            f"topk_method in the model's settings is {shown(method)}: longhelix knows {', '.join(_TOPK_METHODS)}",
+            "invalid_model",
+        )
+    return method
+
+
+def _refuse_other(config: Mapping[str, Any], key: str, known: Any) -> None:
+    value = config.get(key)
+    if value is not None and not (type(value) is type(known) and value == known):
+        raise UserError(
+            f"config.json has {key} = {shown(value)}: longhelix knows {known!r}, experts in every layer",
             "invalid_model",
         )

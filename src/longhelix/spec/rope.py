@@ -105,6 +105,17 @@ def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:
     )
 
 
+def yarn_weight(rope: Mapping[str, Any], key: str) -> float:
+    """mscale or mscale_all_dim; absent and null mean 0, none."""
+    value = rope.get(key)
+    return real(
+        f"{key} in the model's settings",
+        0 if value is None else value,
+        lambda number: number == 0 or _LEAST <= number <= _MOST,
+        f"0 (none), or a number from {_LEAST} to {_MOST:.0f}",
+    )
+
+
 def frequency_divisors(rope: Mapping[str, Any], key: str, head_size: int) -> tuple[float, ...]:
     values = rope[key] if isinstance(rope[key], (list, tuple)) else ()
     allowed = f"{head_size // 2} numbers of {_LEAST} or more, half the head size {head_size}"
@@ -126,6 +137,5 @@ def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, origina
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
 
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(_moderate(rope, "mscale", 1.0)) / mscale(_moderate(rope, "mscale_all_dim", 1.0))
-    return mscale(1.0)
+    weight, weight_all = yarn_weight(rope, "mscale"), yarn_weight(rope, "mscale_all_dim")
+    return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)
