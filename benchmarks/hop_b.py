@@ -159,13 +159,13 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from longhelix.bench.measure import interleave
-    from longhelix.engine.rank import load_model
-    from longhelix.engine.runner import ModelRunner
-    from longhelix.engine.step_cost import step_cost, step_cut
-    from longhelix.engine.tracer import Tracer
     from longhelix.kernels import native
     from longhelix.parallel.mesh import Mesh
     from longhelix.request import Work
+    from longhelix.runner.rank import load_model
+    from longhelix.runner.runner import ModelRunner
+    from longhelix.runner.tracer import Tracer
+    from longhelix.workers.step_cost import step_cost, step_cut
 
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
@@ -240,7 +240,7 @@ class Requests:
 
     def __init__(self, config, rank: int, batch: int, context: int) -> None:
         from longhelix.bench.model import fill
-        from longhelix.engine.rank import new_pool
+        from longhelix.runner.rank import new_pool
 
         self.kvp, self.rank, self.batch, self.context = config.layout.kvp, rank, batch, context
         self.block_tokens = config.scheduler.block_tokens
@@ -295,7 +295,7 @@ class Requests:
 def _report(arguments: argparse.Namespace, directory: Path) -> str:
     """The table, and the first layer of each traced step; writes the traces."""
     from longhelix.bench.environment import environment
-    from longhelix.engine.trace import TraceEvent, TraceFile
+    from longhelix.runner.trace import TraceEvent, TraceFile
 
     ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
     conditions = environment("")

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from longhelix.bench.environment import environment
 from longhelix.cache.pool import KVPool
-from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import KVFormat
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
+from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec

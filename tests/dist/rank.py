@@ -19,13 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from longhelix.engine import sampler
-from longhelix.engine.graphed_layers import GraphedLayers
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.resolution import resolve
-from longhelix.engine.runner import ModelRunner
-from longhelix.engine.step_cost import step_cost, step_cut
 from longhelix.kernels import native
 from longhelix.kv import splits
 from longhelix.layout import Layout
@@ -36,8 +31,13 @@ from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
+from longhelix.runner import sampler
+from longhelix.runner.graphed_layers import GraphedLayers
+from longhelix.runner.rank import load_model, new_pool
+from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.workers.step_cost import step_cost, step_cut
 
 
 class RecordingRunner(ModelRunner):

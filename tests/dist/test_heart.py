@@ -7,15 +7,15 @@ import time
 import psutil
 import pytest
 
-from longhelix.engine.transport import Alive, EngineSocket, WorkerSocket
-from longhelix.engine.watchdog import Progress
+from longhelix.runner.progress import Progress
+from longhelix.workers.transport import Alive, EngineSocket, WorkerSocket
 
 pytestmark = pytest.mark.dist
 
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from longhelix.engine import worker
+from longhelix.workers import worker
 worker.HEARTBEAT_S = 0
 worker._Heart(Path(sys.argv[1]), 0, os.getppid())
 time.sleep(600)
@@ -24,7 +24,7 @@ time.sleep(600)
 PARENT = """
 import subprocess, sys, time
 from pathlib import Path
-from longhelix.engine.transport import EngineSocket
+from longhelix.workers.transport import EngineSocket
 directory = Path(sys.argv[1])
 socket = EngineSocket(directory)
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2], str(directory)])

@@ -21,10 +21,11 @@ from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
-from longhelix.engine import launch, watchdog
-from longhelix.engine.transport import Alive
-from longhelix.engine.watchdog import Progress
 from longhelix.request import Step
+from longhelix.runner.progress import Progress
+from longhelix.workers import pool as launch
+from longhelix.workers import watchdog
+from longhelix.workers.transport import Alive
 
 pytestmark = pytest.mark.dist
 
@@ -458,7 +459,7 @@ def stuck_rank(tmp_path, monkeypatch):
     """Rank 1's main thread stands still in its fourth step, while its heart goes on."""
     program = """
 import sys, time
-from longhelix.engine.runner import ModelRunner
+from longhelix.runner.runner import ModelRunner
 forward = ModelRunner.forward
 def stand(runner, step):
     if runner.mesh.rank == 1 and step.id == 4:
@@ -482,7 +483,7 @@ def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
 
 STANDS = """
 import time
-from longhelix.engine import rank, runner
+from longhelix.runner import rank, runner
 {name} = {owner}.{name}
 def stand(first, *arguments):
     if {rank} == 1:
@@ -516,7 +517,7 @@ def test_ranks_that_stand_still_while_they_start_end_the_engine(
 @pytest.mark.slow  # it waits for what takes long
 def test_ranks_may_take_long_before_they_can_give_a_sign(oracle, tmp_path, monkeypatch):
     """Importing torch from a slow disk."""
-    program = "import sys, time; time.sleep(8 * ('longhelix.engine.worker' in sys.orig_argv))"
+    program = "import sys, time; time.sleep(8 * ('longhelix.workers.worker' in sys.orig_argv))"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(launch, "_LOADING_SILENCE_S", 4.0)
@@ -545,7 +546,7 @@ Decoder.expert_rows = lambda model: time.sleep(600)
 @pytest.fixture
 def one_rank_without_packed_kernels(tmp_path, monkeypatch):
     program = """
-from longhelix.engine.runner import ModelRunner
+from longhelix.runner.runner import ModelRunner
 ModelRunner.packed = property(lambda runner: runner.mesh.rank != 1)
 """
     (tmp_path / "sitecustomize.py").write_text(program)
@@ -692,7 +693,7 @@ def test_worker_whose_parent_is_gone_before_it_is_up_ends_itself(tmp_path):
     directory = tmp_path / "sockets"
     directory.mkdir()
     arguments = ["--rank", "0", "--directory", str(directory), "--parent", "1"]
-    worker = subprocess.run([sys.executable, "-m", "longhelix.engine.worker", *arguments], timeout=60)
+    worker = subprocess.run([sys.executable, "-m", "longhelix.workers.worker", *arguments], timeout=60)
     assert worker.returncode == 1
     assert not directory.exists()
 

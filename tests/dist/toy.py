@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine.rank import meet
-from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import KVFormat, native
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
+from longhelix.runner.rank import meet
+from longhelix.runner.runner import ModelRunner
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from longhelix.engine.block_arena import BlockArena
+from longhelix.cache.block_arena import BlockArena
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.bench.suite import configure
-from longhelix.engine.step_cost import step_cost, step_cut
 from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
@@ -15,6 +14,7 @@ from longhelix.perf.step import step_seconds
 from longhelix.presets import load_system
 from longhelix.request import PART_ROWS, Work
 from longhelix.scheduler.cut import Cut
+from longhelix.workers.step_cost import step_cost, step_cut
 
 pytestmark = pytest.mark.unit
 

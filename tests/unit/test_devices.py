@@ -8,15 +8,15 @@ import pytest
 
 from builtin import builtin
 from longhelix.engine import resolution
-from longhelix.engine.devices import free_gpu_bytes, gpu_names
-from longhelix.engine.graphed_layers import Bucket
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.engine.warm_up import warm_up_steps
 from longhelix.errors import UserError
 from longhelix.kv import splits
 from longhelix.layout import Layout
+from longhelix.machine.devices import free_gpu_bytes, gpu_names
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
+from longhelix.runner.graphed_layers import Bucket
+from longhelix.runner.warm_up import warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 

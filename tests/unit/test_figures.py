@@ -9,15 +9,15 @@ import pytest
 from longhelix.cli.figures import _helix, _medha
 from longhelix.cli.main import main
 from longhelix.layout import HeadShape, Layout
+from longhelix.papers import report
+from longhelix.papers.claims import TOLERANCE, Claim
+from longhelix.papers.frontiers import frontiers
+from longhelix.papers.layout_drawings import PhasesDrawing
+from longhelix.papers.pipelines import one_by_one, overlapped, sequence_schedule, standard_schedule
+from longhelix.papers.roofline import KVP_WIDTHS, WIDTHS, appendix_a
+from longhelix.papers.tied import Deployment, growth
 from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
-from longhelix.plan.figures import report
-from longhelix.plan.figures.claims import TOLERANCE, Claim
-from longhelix.plan.figures.frontiers import frontiers
-from longhelix.plan.figures.layout_drawings import PhasesDrawing
-from longhelix.plan.figures.pipelines import one_by_one, overlapped, sequence_schedule, standard_schedule
-from longhelix.plan.figures.roofline import KVP_WIDTHS, WIDTHS, appendix_a
-from longhelix.plan.figures.tied import Deployment, growth
 from longhelix.presets import load_model, load_system
 from longhelix.spec import BYTES
 

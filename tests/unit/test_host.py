@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longhelix.engine import host
+from longhelix.machine import host
 
 pytestmark = pytest.mark.unit
 
@@ -192,7 +192,7 @@ def ask_inside(members, question):
 import os
 from pathlib import Path
 Path({str(members)!r}).write_text(str(os.getpid()))
-from longhelix.engine import host
+from longhelix.machine import host
 print({question})
 """
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)

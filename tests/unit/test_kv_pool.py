@@ -7,13 +7,13 @@ import torch
 
 from builtin import builtin
 from longhelix.cache.pool import KVPool
-from longhelix.engine import host
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.rank import new_pool
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, native
 from longhelix.layout import Layout
+from longhelix.machine import host
+from longhelix.runner.rank import new_pool
 
 pytestmark = pytest.mark.unit
 
@@ -135,8 +135,8 @@ def test_a_pool_has_its_memory_from_the_start(config):
     from before."""
     program = """if True:
         import sys, msgspec, psutil
-        from longhelix.engine.config import EngineConfig
-        from longhelix.engine.rank import new_pool
+        from longhelix.runner.config import EngineConfig
+        from longhelix.runner.rank import new_pool
         config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
         process = psutil.Process()
         before = process.memory_info().rss

@@ -8,10 +8,10 @@ import pytest
 import zmq
 from zmq import Context
 
-from longhelix.engine.launch import WorkerPool, _check_same_collectives
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.request import StepResult
+from longhelix.workers.pool import WorkerPool, _check_same_collectives
 
 pytestmark = pytest.mark.unit
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from longhelix.engine import graphed_layers, taped_layers
-from longhelix.engine.graphed_layers import GraphedLayers
-from longhelix.engine.taped_layers import TapedLayers
 from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.models.batch import Batch
 from longhelix.parallel.mesh import Mesh
+from longhelix.runner import graphed_layers, taped_layers
+from longhelix.runner.graphed_layers import GraphedLayers
+from longhelix.runner.taped_layers import TapedLayers
 
 pytestmark = pytest.mark.unit
 

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
-from longhelix.engine import host, pool_size
-from longhelix.engine.config import EngineConfig
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.layout import Layout
+from longhelix.machine import host
 from longhelix.models.rope import inverse_frequencies
+from longhelix.runner import pool_size
+from longhelix.runner.config import EngineConfig
 from longhelix.spec import RopeSpec
 
 pytestmark = pytest.mark.unit

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine import sampler
-from longhelix.engine.graphed_layers import Bucket
-from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import KVFormat
 from longhelix.kv import splits
 from longhelix.layout import Layout
@@ -21,6 +18,9 @@ from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, Step
+from longhelix.runner import sampler
+from longhelix.runner.graphed_layers import Bucket
+from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec

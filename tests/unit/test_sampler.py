@@ -15,10 +15,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from longhelix.engine import sampler
-from longhelix.engine.sampler import logprobs, uniform
 from longhelix.errors import UserError
 from longhelix.request import SamplingParams
+from longhelix.runner import sampler
+from longhelix.runner.sampler import logprobs, uniform
 
 pytestmark = pytest.mark.unit
 

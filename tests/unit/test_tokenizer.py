@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from anything import VALUES
-from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
 from longhelix.errors import UserError
+from longhelix.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 pytestmark = pytest.mark.unit
 

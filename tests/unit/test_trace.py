@@ -11,12 +11,12 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from longhelix.engine.trace import TraceEvent, TraceFile
-from longhelix.engine.tracer import Tracer
 from longhelix.errors import UserError
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.parallel.collectives import Group
+from longhelix.runner.trace import TraceEvent, TraceFile
+from longhelix.runner.tracer import Tracer
 
 pytestmark = pytest.mark.unit
 
@@ -108,7 +108,7 @@ def test_an_exchange_ends_when_it_is_complete_and_not_when_it_is_waited_for():
 
 
 def test_a_collective_that_fails_to_complete_is_an_error_and_not_a_shorter_trace(monkeypatch):
-    monkeypatch.setattr("longhelix.engine.tracer._PENDING_S", 0.01)
+    monkeypatch.setattr("longhelix.runner.tracer._PENDING_S", 0.01)
     tracer = Tracer(torch.device("cpu"))
     tracer.begin("exchange", "exchange")
     with pytest.raises(RuntimeError, match="exchange was not completed"):

@@ -5,19 +5,20 @@ from dataclasses import replace
 import pytest
 
 from builtin import builtin
-from longhelix.engine import watchdog as watchdog_module
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.rank import load_model, new_pool
 from longhelix.engine.resolution import resolve
-from longhelix.engine.runner import ModelRunner
-from longhelix.engine.step_cost import step_cost
-from longhelix.engine.watchdog import Progress, Watchdog
 from longhelix.errors import EngineError
 from longhelix.kernels import native
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
+from longhelix.runner.progress import Progress
+from longhelix.runner.rank import load_model, new_pool
+from longhelix.runner.runner import ModelRunner
+from longhelix.workers import watchdog as watchdog_module
+from longhelix.workers.step_cost import step_cost
+from longhelix.workers.watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
 

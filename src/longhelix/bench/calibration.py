@@ -14,14 +14,14 @@ from longhelix.bench.environment import last_level_cache_bytes
 from longhelix.bench.formulas import linear_flops
 from longhelix.bench.measure import interleave
 from longhelix.bench.world import Row, collect
-from longhelix.engine import host
-from longhelix.engine.config import EngineConfig
 from longhelix.kernels import Weight, linear, make_weight, native
 from longhelix.kernels.tape import Tape
 from longhelix.layout import Layout
+from longhelix.machine import host
 from longhelix.perf.fit import Call, Run, fit_calls, fit_runs
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_system
+from longhelix.runner.config import EngineConfig
 from longhelix.spec import HardwareSpec
 
 RANKS = (2, 4)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from longhelix.bench.measure import Timing
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
-from longhelix.engine.rank import meet
 from longhelix.errors import UserError
 from longhelix.kernels import native
 from longhelix.parallel import shared_memory
+from longhelix.runner.rank import meet
 
 DTYPE = torch.bfloat16
 # A gloo call leaves threads at work behind it, which would slow the call of the other that follows: shm after a gloo

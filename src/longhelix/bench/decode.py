@@ -11,7 +11,7 @@ from longhelix.bench.measure import forget_peak, interleave, resident_bytes, sec
 from longhelix.bench.model import LongRequests, RankModel
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
-from longhelix.engine.config import EngineConfig
+from longhelix.runner.config import EngineConfig
 from longhelix.spec import weight_bytes
 
 COLUMNS = (

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from longhelix.engine import host
+from longhelix.machine import host
 
 # Above this many runnable processes at the start, the machine is called busy.
 IDLE_LOAD = 0.5

@@ -13,10 +13,10 @@ from longhelix.bench.measure import interleave
 from longhelix.bench.model import LongRequests, RankModel
 from longhelix.bench.report import Column, Section
 from longhelix.bench.world import Row, collect
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.runner import ModelRunner
 from longhelix.layout import Layout
 from longhelix.request import Request, SamplingParams, Step, StepResult
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.rank import join, load_model, new_pool
-from longhelix.engine.runner import ModelRunner
 from longhelix.kernels import write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.rank import join, load_model, new_pool
+from longhelix.runner.runner import ModelRunner
 
 _FILL_BLOCKS = 1024
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row
-from longhelix.engine import host
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.launch import rank_environment
+from longhelix.machine import host
+from longhelix.runner.config import EngineConfig
+from longhelix.workers.pool import rank_environment
 
 PROGRAMS = Path(__file__).parents[3] / "benchmarks" / "peers"  # of a checkout; an installed package has none
 TIMEOUT_S = 1800.0

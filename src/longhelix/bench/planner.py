@@ -9,8 +9,8 @@ from longhelix.bench.measure import Timing, seconds
 from longhelix.bench.peers import PLANNERS, Peers
 from longhelix.bench.report import Column, Section
 from longhelix.bench.world import Row
-from longhelix.engine.launch import rank_environment
 from longhelix.errors import UserError
+from longhelix.workers.pool import rank_environment
 
 COLUMNS = (
     Column("what", "what"),

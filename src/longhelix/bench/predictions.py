@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from longhelix.bench.calibration import Extent, run_of
 from longhelix.bench.report import Column, Section
 from longhelix.bench.world import Row
-from longhelix.engine.config import EngineConfig
 from longhelix.layout import Layout
 from longhelix.perf.fit import run_seconds
 from longhelix.perf.setting import Setting
+from longhelix.runner.config import EngineConfig
 from longhelix.spec import HardwareSpec
 
 EXTENT = Extent((2048, 4096, 8192, 16384, 32768), 21, (512, 1024, 2048, 4096, 8192), 2, 15, 25)

@@ -14,7 +14,7 @@ from longhelix.bench.measure import interleave, seconds
 from longhelix.bench.model import RankModel, prefill_steps
 from longhelix.bench.report import Column, Plot, Section
 from longhelix.bench.world import Row, collect
-from longhelix.engine.config import EngineConfig
+from longhelix.runner.config import EngineConfig
 
 COLUMNS = (
     Column("prompt", "prompt", ",d"),

@@ -12,13 +12,13 @@ from longhelix.bench.memory import check_native
 from longhelix.bench.peers import Peers
 from longhelix.bench.report import Report
 from longhelix.bench.world import Row
-from longhelix.engine import host
-from longhelix.engine.config import EngineConfig
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
+from longhelix.machine import host
 from longhelix.models.checkpoint import open_checkpoint
+from longhelix.runner.config import EngineConfig
 from longhelix.spec import KV_DTYPES, HardwareSpec
 
 

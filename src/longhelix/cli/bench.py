@@ -19,7 +19,7 @@ from longhelix.layout import Layout
 if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
     from longhelix.bench.report import Report
     from longhelix.bench.suite import Suite
-    from longhelix.engine.config import EngineConfig
+    from longhelix.runner.config import EngineConfig
 
 app = App(name="bench")
 

@@ -10,9 +10,9 @@ from rich.table import Table
 from longhelix.cli.planning import stdout
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
+from longhelix.papers import drawings, report
+from longhelix.papers.claims import Reproduction
 from longhelix.perf.setting import Setting
-from longhelix.plan.figures import drawings, report
-from longhelix.plan.figures.claims import Reproduction
 from longhelix.presets import load_model, load_system
 
 
@@ -49,7 +49,7 @@ def _make(folder: Path) -> None:
 
 
 def _helix() -> Reproduction:
-    from longhelix.plan.figures.helix import helix
+    from longhelix.papers.helix import helix
 
     system = load_system("gb200")
     r1, dense = (Setting(load_model(name), system, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
@@ -57,7 +57,7 @@ def _helix() -> Reproduction:
 
 
 def _medha() -> Reproduction:
-    from longhelix.plan.figures.medha import medha
+    from longhelix.papers.medha import medha
 
     system = load_system("h100")
     small, large = (Setting(load_model(name), system, "bfloat16", "bfloat16") for name in ("llama-3-8b", "llama-3-70b"))

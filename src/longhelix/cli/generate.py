@@ -10,10 +10,10 @@ from rich.table import Table
 
 from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, stderr
 from longhelix.cli.values import Flag
-from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.engine.result import Result
 from longhelix.errors import RequestError, UserError
+from longhelix.runner.config import EngineConfig
 
 
 def generate(

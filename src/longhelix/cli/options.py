@@ -13,13 +13,13 @@ from rich.progress import Progress
 
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Size, tied_layout
-from longhelix.engine.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.engine.options import Count, EngineOptions, Words, path, rope_settings
 from longhelix.errors import UserError
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
 from longhelix.request import SamplingParams
+from longhelix.runner.config import EngineConfig
 from longhelix.values import flag
 
 stderr = Console(stderr=True)

@@ -11,23 +11,23 @@ from itertools import chain, pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from longhelix.engine import torchrun
 from longhelix.engine.exchanges import ExchangeLog, Moment
-from longhelix.engine.launch import WorkerPool
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import Prompt, as_prompts, token_ids
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
-from longhelix.engine.tokenizer import StopStrings, TextStream, Tokenizer
-from longhelix.engine.trace import TraceFile
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
 from longhelix.request import Request, SamplingParams, StepResult
+from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
+from longhelix.text.tokenizer import StopStrings, TextStream, Tokenizer
 from longhelix.values import refused, shown
+from longhelix.workers import torchrun
+from longhelix.workers.pool import WorkerPool
 
 
 @dataclass

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longhelix.engine import host
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.devices import free_gpu_bytes, has_native_kernels
-from longhelix.engine.machine import machine
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.pool_size import affordable_blocks, num_blocks, split_state_bytes
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
+from longhelix.machine import host
+from longhelix.machine.devices import free_gpu_bytes, has_native_kernels
+from longhelix.machine.system import machine
 from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from longhelix.models.parameters import check
 from longhelix.models.rope import inverse_frequencies
 from longhelix.perf.setting import Setting
 from longhelix.perf.threshold import local_threshold_tokens
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.pool_size import affordable_blocks, num_blocks, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec
 from longhelix.values import one_of, refused

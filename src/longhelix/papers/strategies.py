@@ -1,8 +1,8 @@
 """Medha's table of strategies: what each one parallelises, by the model, and what it allows, by the paper's text."""
 
+from longhelix.papers.claims import Table
+from longhelix.papers.tied import Deployment
 from longhelix.perf.setting import Setting
-from longhelix.plan.figures.claims import Table
-from longhelix.plan.figures.tied import Deployment
 
 _CHUNK = 4096
 _CONTEXT = 4e6

@@ -34,7 +34,7 @@ def join(world_size: int) -> None:
         raise UserError("ranks on several hosts do not run yet: set --nnodes 1", "invalid_layout")
     rank = int(os.environ["RANK"])
     if rank:
-        from longhelix.engine import worker  # brings torch, which the engine's own process does without
+        from longhelix.workers import worker  # brings torch, which the engine's own process does without
 
         raise SystemExit(worker.serve(_await_directory(), rank, parent=os.getppid()))
 

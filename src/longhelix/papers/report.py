@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from longhelix.plan.figures.claims import TOLERANCE, Claim, Reproduction, Table
+from longhelix.papers.claims import TOLERANCE, Claim, Reproduction, Table
 
 
 def as_dict(found: Reproduction) -> dict[str, Any]:

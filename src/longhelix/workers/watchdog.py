@@ -1,11 +1,10 @@
 """The watchdog on starts and steps: finds ranks that stand still while their processes live, such as ranks that wait
 for each other forever."""
 
-from dataclasses import dataclass
-
-from longhelix.engine.config import EngineConfig
 from longhelix.errors import EngineError
 from longhelix.request import Cost, Work
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.progress import Progress
 
 FACTOR, GRACE_S = 10.0, 5.0
 # What may pass between two signs that a start gets on: a slow disk, a compiler at work on all layers.
@@ -13,17 +12,6 @@ START_S = 600.0
 # What steps may take beside their prediction: the compiler at work for a shape that is new to it; reference kernels.
 _COMPILER_S = 600.0
 _REFERENCE_FACTOR = 100.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rank is: the step that it runs (0: none), collectives that it has begun, the one that it is in, and
-    layers that it has begun op by op: those of tapes and graphs are not seen, and ranks differ in them."""
-
-    step_id: int = 0
-    collectives: int = 0
-    collective: str = ""
-    layers: int = 0
 
 
 class Watchdog:

@@ -12,11 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.rank import device_of, join, load_model, new_planner, new_pool
-from longhelix.engine.runner import ModelRunner
-from longhelix.engine.tracer import Tracer
-from longhelix.engine.transport import (
+from longhelix.errors import PeerLostError, UserError
+from longhelix.kv.splits import length_buckets
+from longhelix.models.decoder import Decoder
+from longhelix.parallel.mesh import Mesh
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.progress import Progress
+from longhelix.runner.rank import device_of, join, load_model, new_planner, new_pool
+from longhelix.runner.runner import ModelRunner
+from longhelix.runner.tracer import Tracer
+from longhelix.runner.warm_up import warm_up_steps
+from longhelix.workers.transport import (
     Alive,
     CountRows,
     Done,
@@ -32,18 +38,12 @@ from longhelix.engine.transport import (
     Warmed,
     WorkerSocket,
 )
-from longhelix.engine.warm_up import warm_up_steps
-from longhelix.engine.watchdog import Progress
-from longhelix.errors import PeerLostError, UserError
-from longhelix.kv.splits import length_buckets
-from longhelix.models.decoder import Decoder
-from longhelix.parallel.mesh import Mesh
 
 HEARTBEAT_S = 1.0
 
 
 def main() -> int:
-    """Entry of `python -m longhelix.engine.worker`."""
+    """Entry of `python -m longhelix.workers.worker`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)

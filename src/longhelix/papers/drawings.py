@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from longhelix.errors import UserError
-from longhelix.plan.figures.claims import Drawing
+from longhelix.papers.claims import Drawing
 
 _DPI = 72
 _STYLE = {"svg.hashsalt": "longhelix", "font.size": 9, "axes.formatter.min_exponent": 4}

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from longhelix.engine.pool_size import kv_bytes_per_token
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameters import declare
+from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import HardwareSpec, ModelSpec, weight_bytes
 

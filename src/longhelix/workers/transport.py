@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.trace import TraceEvent
-from longhelix.engine.watchdog import Progress
 from longhelix.errors import UserError
 from longhelix.request import Step, StepResult
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.progress import Progress
+from longhelix.runner.trace import TraceEvent
 
 # Messages that wait at either end for an engine that does not read, from each socket of a rank: few, because signs of
 # life are stale by then.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import ceil
 
-from longhelix.plan.figures.charts import Chart, Curve, Panel
-from longhelix.plan.figures.claims import Table
+from longhelix.papers.charts import Chart, Curve, Panel
+from longhelix.papers.claims import Table
 from longhelix.spec import BYTES, ModelSpec
 
 MEMORY_BYTES_PER_S = 8000e9

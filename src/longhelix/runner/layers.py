@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine.graphed_layers import GraphedLayers
-from longhelix.engine.taped_layers import TapedLayers
 from longhelix.errors import PeerLostError, UserError
 from longhelix.kernels import native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
+from longhelix.runner.graphed_layers import GraphedLayers
+from longhelix.runner.taped_layers import TapedLayers
 
 Layers = Callable[[Tensor, Batch], Tensor]
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from longhelix.papers.charts import Chart, Curve, Panel
+from longhelix.papers.claims import Drawing
+from longhelix.papers.pipelines import Bars, Pipeline, sequence_schedule, standard_schedule
+from longhelix.papers.tied import SERVER, Deployment, gpus_for, growth
 from longhelix.perf.setting import Setting
-from longhelix.plan.figures.charts import Chart, Curve, Panel
-from longhelix.plan.figures.claims import Drawing
-from longhelix.plan.figures.pipelines import Bars, Pipeline, sequence_schedule, standard_schedule
-from longhelix.plan.figures.tied import SERVER, Deployment, gpus_for, growth
 
 M = 1e6
 CHUNK = 4096

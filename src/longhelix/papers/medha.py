@@ -1,12 +1,12 @@
 """Medha (arXiv 2409.17264): what its figures say, what the model gives, and what decides the difference."""
 
+from longhelix.papers.claims import Claim, Reproduction, Table, constants
+from longhelix.papers.medha_charts import charts
+from longhelix.papers.sensitivity import on_system
+from longhelix.papers.strategies import strategies
+from longhelix.papers.tied import Deployment, gpus_for, growth, tokens_for
 from longhelix.perf.flops import model_flops
 from longhelix.perf.setting import Setting
-from longhelix.plan.figures.claims import Claim, Reproduction, Table, constants
-from longhelix.plan.figures.medha_charts import charts
-from longhelix.plan.figures.sensitivity import on_system
-from longhelix.plan.figures.strategies import strategies
-from longhelix.plan.figures.tied import Deployment, gpus_for, growth, tokens_for
 
 M = 1e6
 MI = 2**20

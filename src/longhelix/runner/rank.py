@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
-from longhelix.engine import host
-from longhelix.engine.config import EngineConfig
 from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, flashinfer, native
 from longhelix.kernels.flashinfer import Planner
+from longhelix.machine import host
 from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
+from longhelix.runner.config import EngineConfig
 
 # Small beside what is left free beside a pool: ranks that are done with theirs do not take their part again.
 _PARTS_OF_LAYER = 8

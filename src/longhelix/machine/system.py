@@ -1,6 +1,6 @@
 """This machine as a system: the constants that the engine's own decisions are made with."""
 
-from longhelix.engine.devices import gpu_names
+from longhelix.machine.devices import gpu_names
 from longhelix.presets import load_system, local_system_path, system_names
 from longhelix.spec import KV_DTYPES, HardwareSpec
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from longhelix.engine.runner import ModelRunner
-from longhelix.engine.trace import TraceEvent
 from longhelix.models.decoder import Layer
+from longhelix.runner.runner import ModelRunner
+from longhelix.runner.trace import TraceEvent
 
 _PENDING_S = 10.0  # a collective's callback may run a moment after the wait for it has ended
 _EXCHANGES = ("alltoall_base", "exchange")

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from longhelix.engine.graphed_layers import padded
 from longhelix.kv.blocks import Block
 from longhelix.request import TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step
+from longhelix.runner.graphed_layers import padded
 from longhelix.scheduler.config import SchedulerConfig
 
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again

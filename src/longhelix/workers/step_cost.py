@@ -1,8 +1,8 @@
 """What steps cost on the engine's machine: what its own decisions are made by."""
 
-from longhelix.engine.config import EngineConfig
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
+from longhelix.runner.config import EngineConfig
 from longhelix.scheduler.cut import Cut
 from longhelix.spec import HardwareSpec
 

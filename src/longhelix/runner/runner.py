@@ -9,11 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from longhelix.cache.block_arena import BlockArena, Extent
 from longhelix.cache.pool import KVPool
-from longhelix.engine import sampler
-from longhelix.engine.block_arena import BlockArena, Extent
-from longhelix.engine.layers import make_layers
-from longhelix.engine.watchdog import Progress
 from longhelix.kernels.flashinfer import Planner
 from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
@@ -22,6 +19,9 @@ from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, SamplingParams, Step, StepResult
+from longhelix.runner import sampler
+from longhelix.runner.layers import make_layers
+from longhelix.runner.progress import Progress
 from longhelix.spec import ModelSpec
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import zmq
 
-from longhelix.engine import torchrun
-from longhelix.engine.config import EngineConfig
-from longhelix.engine.step_cost import step_cost, step_cut
-from longhelix.engine.trace import TraceEvent
-from longhelix.engine.transport import (
+from longhelix.errors import EngineError, UserError
+from longhelix.request import Step, StepResult
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.trace import TraceEvent
+from longhelix.workers import torchrun
+from longhelix.workers.step_cost import step_cost, step_cut
+from longhelix.workers.transport import (
     Alive,
     CountRows,
     Done,
@@ -35,9 +37,7 @@ from longhelix.engine.transport import (
     Traced,
     Warmed,
 )
-from longhelix.engine.watchdog import Watchdog
-from longhelix.errors import EngineError, UserError
-from longhelix.request import Step, StepResult
+from longhelix.workers.watchdog import Watchdog
 
 # A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
 # or reading may hold its interpreter, and the heart with it, for longer.
@@ -194,7 +194,7 @@ class WorkerPool:
     def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
         arguments = ["--rank", str(rank), "--directory", str(self._directory), "--parent", str(os.getpid())]
         # -P: a worker imports nothing from the directory that the user happens to stand in.
-        command = [sys.executable, "-P", "-m", "longhelix.engine.worker", *arguments]
+        command = [sys.executable, "-P", "-m", "longhelix.workers.worker", *arguments]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=rank_environment())
 
     def _await_ready(

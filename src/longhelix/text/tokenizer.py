@@ -8,8 +8,8 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from longhelix.engine.chat_template import ChatTemplate
 from longhelix.errors import UserError
+from longhelix.text.chat_template import ChatTemplate
 from longhelix.values import refused, shown, whole
 
 

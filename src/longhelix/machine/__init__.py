@@ -1,0 +1,1 @@
+"""What this machine has: cores, memory, GPUs, and what it is as a system."""

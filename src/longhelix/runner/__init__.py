@@ -1,0 +1,1 @@
+"""One rank: steps become tensors, the model runs, tokens are chosen."""

@@ -1,0 +1,1 @@
+"""Ranks as processes: started, told, watched, ended."""
