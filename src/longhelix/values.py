@@ -61,14 +61,14 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def text(name: str, value: object) -> str:
+def text(name: str, value: object, code: str = "invalid_argument") -> str:
     """A string that can be written as UTF-8; of subclasses such as numpy's, the plain one."""
     if not isinstance(value, str):
-        raise refused(name, value, "a string")
+        raise refused(name, value, "a string", code)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} has half a surrogate pair at character {error.start}: take it out") from error
+        raise UserError(f"{name} has half a surrogate pair at character {error.start}: take it out", code) from error
     return str.__str__(value)
 
 

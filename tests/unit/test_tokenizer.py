@@ -14,7 +14,9 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from anything import VALUES
 from longhelix.errors import UserError
-from longhelix.text.tokenizer import StopStrings, TextStream, Tokenizer
+from longhelix.text.stop_strings import StopStrings
+from longhelix.text.text_stream import TextStream
+from longhelix.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.unit
 

@@ -24,7 +24,9 @@ from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
-from longhelix.text.tokenizer import StopStrings, TextStream, Tokenizer
+from longhelix.text.stop_strings import StopStrings
+from longhelix.text.text_stream import TextStream
+from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused, shown
 from longhelix.workers import torchrun
 from longhelix.workers.pool import WorkerPool

@@ -1,0 +1,169 @@
+"""The tokenizer that a GGUF file's `tokenizer.*` keys describe."""
+
+from collections.abc import Mapping, Sequence
+
+import tokenizers
+from gguf import TokenType
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from longhelix.errors import UserError
+from longhelix.values import refused, shown, text, whole
+
+
+def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, str | None, dict[str, str]]:
+    """The tokenizer, its chat template if it has one, and the special tokens that this may name. Raises UserError for
+    one that is not known."""
+    model = metadata.get("tokenizer.ggml.model")
+    if not isinstance(model, str) or model not in _GGUF_MODELS:
+        raise UserError(
+            f"the GGUF file's tokenizer model is {shown(model)}; convert the model with one of: "
+            f"{', '.join(_GGUF_MODELS)}",
+            code="unsupported_model",
+        )
+    backend = _GGUF_MODELS[model](metadata)
+    tokens = _gguf_list(metadata, "tokens", str)
+    special_tokens = {
+        f"{name}_token": tokens[whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint")]
+        for name in ("bos", "eos")
+        if (key := f"tokenizer.ggml.{name}_token_id") in metadata
+    }
+    bos = special_tokens.get("bos_token")
+    if bos and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata)):
+        # Under a name of its own: in a template, "$A" and "a:1" would not stand for themselves.
+        spelled = {"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}
+        backend.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[spelled])
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        template = text("tokenizer.chat_template in the GGUF file", template, "invalid_checkpoint")
+    return backend, template, special_tokens
+
+
+def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# The words that the byte-level models were trained on, by the name GGUF gives each way of splitting.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_GGUF_SPLITS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "llama-bpe": _byte_level(_WORDS % "1,3"),
+    "qwen2": _byte_level(_WORDS % "1"),
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
+}
+
+
+def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
+    split = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(split, str) or split not in _GGUF_SPLITS:
+        raise UserError(
+            f"the GGUF file's pre-tokenizer is {shown(split)}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
+            code="unsupported_model",
+        )
+    merges = [pair.partition(" ")[::2] for pair in _gguf_list(metadata, "merges", str)]
+    backend = _gguf_bpe(metadata, merges, ignore_merges=split == "llama-bpe")
+    if split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _GGUF_SPLITS[split]
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(_gguf_added_tokens(metadata))
+    return backend
+
+
+def _gguf_sentencepiece(metadata: Mapping) -> tokenizers.Tokenizer:
+    backend = _gguf_bpe(metadata, _merges_by_score(metadata), byte_fallback=True)
+    space, prefix = "▁", _gguf_flag(metadata, "add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(space)] if prefix else []), normalizers.Replace(" ", space)]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(space, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
+    backend.add_tokens(_gguf_added_tokens(metadata))
+    return backend
+
+
+_GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
+
+
+def _adds_bos_by_default(metadata: Mapping) -> bool:
+    """What llama.cpp does for files that do not say."""
+    return metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+
+
+def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool) -> tokenizers.Tokenizer:
+    vocab = {token: token_id for token_id, token in enumerate(_gguf_list(metadata, "tokens", str))}
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(
+            f"the GGUF file's merges do not fit its tokens ({shown(str(error))}); convert the model again",
+            code="invalid_checkpoint",
+        ) from error
+
+
+def _gguf_flag(metadata: Mapping, key: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise refused(f"tokenizer.ggml.{key} in the GGUF file", value, "true or false", "invalid_checkpoint")
+    return value
+
+
+def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Sequence:
+    key = f"tokenizer.ggml.{key}"
+    if key not in metadata:
+        raise UserError(f"the GGUF file has no {key}; convert the model again", code="invalid_checkpoint")
+    values = metadata[key]
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, kind) for value in values):
+        raise UserError(
+            f"{key} in the GGUF file is {shown(values)}; convert the model again", code="invalid_checkpoint"
+        )
+    return values
+
+
+def _gguf_rows(metadata: Mapping, **kinds: type | tuple[type, ...]) -> list[tuple]:
+    """Lists with an item for each token, side by side."""
+    lists = [_gguf_list(metadata, key, kind) for key, kind in kinds.items()]
+    lengths = {len(values) for values in lists}
+    if len(lengths) > 1:
+        raise UserError(
+            f"the GGUF file's {', '.join(kinds)} are not of one length; convert the model again",
+            code="invalid_checkpoint",
+        )
+    return list(zip(*lists, strict=True))
+
+
+def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
+    """The tokens found in a text before it is split: special ones, and those that the model's user defined."""
+    special = {TokenType.UNKNOWN, TokenType.CONTROL}
+    return [
+        AddedToken(token, special=kind in special, normalized=False)
+        for token, kind in _gguf_rows(metadata, tokens=str, token_type=int)
+        if kind in special or kind == TokenType.USER_DEFINED
+    ]
+
+
+def _merges_by_score(metadata: Mapping) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose union scores best; as BPE ranks: every pair, best union first."""
+    rows = _gguf_rows(metadata, tokens=str, token_type=int, scores=(int, float))
+    scores = {token: score for token, kind, score in rows if kind == TokenType.NORMAL}
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in reversed(range(1, len(token)))
+        if token[:cut] in scores and token[cut:] in scores
+    ]

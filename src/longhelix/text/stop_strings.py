@@ -1,0 +1,33 @@
+"""Strings that end a text before themselves."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts a stream of text where the first stop string to complete begins."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that no stop string can claim any more, and whether one is complete."""
+        text = self._held + text
+        # By end, then by start: the cut does not depend on how the text was split into pushes.
+        matches = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
+        if matches:
+            self._held = ""
+            return text[: min(matches)[1]], True
+        safe = len(text) - max((_overlap(text, s) for s in self._strings), default=0)
+        self._held = text[safe:]
+        return text[:safe], False
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
