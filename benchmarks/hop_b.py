@@ -212,7 +212,7 @@ def _configure(arguments: argparse.Namespace):
     from longhelix.engine.options import EngineOptions
     from longhelix.engine.resolution import resolve
     from longhelix.layout import Layout
-    from longhelix.models.checkpoint import open_checkpoint
+    from longhelix.models.model_files import open_checkpoint
 
     options = EngineOptions(
         dtype="bfloat16",

@@ -2,7 +2,7 @@
 
 import functools
 
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 
 
 @functools.cache

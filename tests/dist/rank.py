@@ -26,7 +26,7 @@ from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh

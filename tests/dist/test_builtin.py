@@ -7,7 +7,7 @@ import torch
 from oracle import gguf_model
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 
 pytestmark = pytest.mark.dist
 

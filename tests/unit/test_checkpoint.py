@@ -13,7 +13,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from longhelix.errors import UserError
-from longhelix.models.checkpoint import GgufCheckpoint, TensorInfo, open_checkpoint
+from longhelix.models.checkpoint import TensorInfo
+from longhelix.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.models.model_files import open_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -203,7 +205,7 @@ def test_opening_needs_no_torch(tmp_path):
     write_gguf(file)
     program = """
 import sys
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 for model in sys.argv[1:]:
     assert open_checkpoint(model).tensors
 assert "torch" not in sys.modules

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 from longhelix.presets import load_model
 
 pytestmark = pytest.mark.unit

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import SafetensorsCheckpoint
 from longhelix.models.parameters import check, declare
+from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.models.weights import load
 from longhelix.spec import ModelSpec, RopeSpec
 

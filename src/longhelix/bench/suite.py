@@ -17,7 +17,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.machine import host
-from longhelix.models.checkpoint import open_checkpoint
+from longhelix.models.model_files import open_checkpoint
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import KV_DTYPES, HardwareSpec
 

@@ -19,7 +19,8 @@ from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
-from longhelix.models.checkpoint import GgufCheckpoint, open_checkpoint
+from longhelix.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.models.model_files import open_checkpoint
 from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.loop import Loop

@@ -13,9 +13,10 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.machine import host
 from longhelix.machine.devices import free_gpu_bytes, has_native_kernels
 from longhelix.machine.system import machine
-from longhelix.models.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
+from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.parameters import check
 from longhelix.models.rope import inverse_frequencies
+from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.perf.setting import Setting
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig

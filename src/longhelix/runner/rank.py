@@ -13,8 +13,8 @@ from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, flashinfer, native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.machine import host
-from longhelix.models.checkpoint import open_checkpoint
 from longhelix.models.decoder import Decoder
+from longhelix.models.model_files import open_checkpoint
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh

@@ -1,0 +1,174 @@
+"""Checkpoints in GGUF files, quantised ones as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+_GGUF_DTYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.BF16: "bfloat16",
+    GGMLQuantizationType.F16: "float16",
+}
+
+_GGUF_MODEL_PARTS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GGUF_LAYER_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_PERMUTED = re.compile(r"\.self_attn\.[qk]_proj\.")
+
+# Rows dequantised at a time: gguf needs about twice the float32 size of what it is given.
+_DEQUANTISED_ROWS = 1024
+
+
+class GgufCheckpoint:
+    """A GGUF file of the llama architecture.
+
+    `metadata` holds every field of the file. `rope_factors` are the C/2 divisors of the rotary
+    frequencies (C is the head size), None where the file has none.
+    Raises UserError where the file is damaged, of another architecture, or holds a tensor or a
+    quantisation that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader, self.metadata = _read_gguf(path)
+        self._head_size = _gguf_head_size(path, self.metadata)
+        self.rope_factors: tuple[float, ...] | None = None
+        self._stored = {}
+        for tensor in reader.tensors:
+            _check_readable(path, tensor)
+            if tensor.name == "rope_freqs.weight":
+                self.rope_factors = tuple(dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
+            else:
+                self._stored[_hugging_face_name(path, tensor.name)] = tensor
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(
+                name,
+                tuple(reversed(tensor.shape.tolist())),
+                _GGUF_DTYPES.get(tensor.tensor_type, tensor.tensor_type.name),
+            )
+            for name, tensor in self._stored.items()
+        }
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """See `Checkpoint.read`; rows of q_proj and k_proj are cut at whole heads."""
+        stored = self._stored[name]
+        block, block_bytes = GGML_QUANT_SIZES[stored.tensor_type]
+        *lead, last = slices
+        first_block, end_block = last.start // block, -(-last.stop // block)
+        covering = slice(first_block * block_bytes, end_block * block_bytes)
+        values = _decode(stored.data.view(np.uint8)[(*lead, covering)], stored.tensor_type)
+        values = values[..., last.start - first_block * block : last.stop - first_block * block]
+        return self._in_halves(values, slices[0]) if _GGUF_PERMUTED.search(name) else values
+
+    def _in_halves(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Rows (head, i, half) of GGUF, made for interleaved rotation, as Hugging Face's (head, half, i)."""
+        C = self._head_size
+        assert rows.start % C == 0 == rows.stop % C, f"rows {rows} do not hold whole heads of {C}"
+        heads = values.unflatten(0, (len(values) // C, C // 2, 2))
+        return heads.transpose(1, 2).reshape(values.shape)
+
+
+class _BoundedReader(GGUFReader):
+    """Refuses to read past the file's end, where GGUFReader loops on or goes on with an empty array."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, but must hold byte {end - 1}")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def _read_gguf(path: Path) -> tuple[GGUFReader, dict[str, object]]:
+    try:
+        with np.errstate(over="raise"):  # a tensor offset near 2**64 would wrap to inside the header
+            reader = _BoundedReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise invalid_checkpoint(f"{path} is not a sound GGUF file ({error}): download it again.") from error
+    if reader.byte_order == "S":
+        raise invalid_checkpoint(f"{path} is big-endian: convert it to a little-endian GGUF file.")
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise invalid_checkpoint(f'{path} is of architecture {architecture!r}: give a GGUF file of "llama".')
+    return reader, metadata
+
+
+def _gguf_head_size(path: Path, metadata: Mapping[str, Any]) -> int:
+    try:
+        size = metadata.get("llama.attention.key_length") or (
+            metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
+        )
+    except (KeyError, TypeError, ZeroDivisionError):
+        size = None
+    if not isinstance(size, int) or size <= 0 or size % 2:
+        raise invalid_checkpoint(
+            f"{path} gives no even head size: set llama.attention.key_length, "
+            "or llama.embedding_length and llama.attention.head_count."
+        )
+    return size
+
+
+def _check_readable(path: Path, tensor: Any) -> None:
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[tensor.tensor_type][1], np.uint8), tensor.tensor_type)
+    except NotImplementedError:
+        raise invalid_checkpoint(
+            f"{path} stores {tensor.name} as {tensor.tensor_type.name}, which cannot be read: "
+            "give a file quantised otherwise, such as Q8_0."
+        ) from None
+
+
+def _hugging_face_name(path: Path, name: str) -> str:
+    match = re.fullmatch(r"(?:blk\.([0-9]+)\.)?(\w+)\.(weight|bias)", name)
+    if match:
+        layer, part, kind = match.groups()
+        if layer is None and part in _GGUF_MODEL_PARTS:
+            return f"{_GGUF_MODEL_PARTS[part]}.{kind}"
+        if layer is not None and part in _GGUF_LAYER_PARTS:
+            return f"model.layers.{layer}.{_GGUF_LAYER_PARTS[part]}.{kind}"
+    raise invalid_checkpoint(f"{path} holds {name}, which is no part of a dense llama model: give a dense llama model.")
+
+
+def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
+    """Bytes [..., blocks * block_bytes] of whole blocks as values [..., blocks * block]."""
+    import torch
+
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    shape = (*stored.shape[:-1], stored.shape[-1] // block_bytes * block)
+    values = torch.empty(shape, dtype=getattr(torch, _GGUF_DTYPES.get(kind, "float32")))
+    if kind in _GGUF_DTYPES:
+        values.view(torch.uint8).numpy()[...] = stored
+        return values
+    if not values.numel():  # a rank without a share
+        return values
+    rows = stored.reshape(-1, stored.shape[-1])
+    out = values.numpy().reshape(len(rows), shape[-1])
+    for start in range(0, len(rows), _DEQUANTISED_ROWS):
+        piece = slice(start, start + _DEQUANTISED_ROWS)
+        out[piece] = dequantize(rows[piece], kind)
+    return values

@@ -1,0 +1,110 @@
+"""Checkpoints in folders: config.json and safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class SafetensorsCheckpoint:
+    """A folder with config.json and safetensors weights, in one file or in indexed shards.
+
+    `config` and `generation_config` are the JSON files as read; the latter is {} where absent.
+    Raises UserError where a file is missing, unreadable, or in conflict with the index.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: Mapping[str, object] = _read_json(path / "config.json")
+        generation_config = path / "generation_config.json"
+        self.generation_config: Mapping[str, object] = (
+            _read_json(generation_config) if generation_config.exists() else {}
+        )
+        self._weight_map = _read_weight_map(path)
+        self.tensors: Mapping[str, TensorInfo] = _read_shards(path, self._weight_map)
+        self._shards: dict[str, Any] = {}
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """See `Checkpoint.read`."""
+        shard = self._weight_map[name]
+        if shard not in self._shards:
+            self._shards[shard] = safe_open(self.path / shard, framework="pt")
+        return self._shards[shard].get_slice(name)[slices]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise invalid_checkpoint(f"{path} is missing: give a complete Hugging Face model folder.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise invalid_checkpoint(f"{path} cannot be read as JSON ({error}): download it again.") from error
+    if not isinstance(value, dict):
+        raise invalid_checkpoint(f"{path} must hold a JSON object, not a {type(value).__name__}: download it again.")
+    return value
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """The name of the file in `folder` that holds each tensor."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return dict.fromkeys(_read_header(single), single.name)
+    if not index.exists():
+        raise invalid_checkpoint(
+            f"{folder} holds neither {single.name} nor {index.name}: "
+            "give a folder with safetensors weights (pickled weights are not read)."
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise invalid_checkpoint(f'{index} must map tensor names to files under "weight_map": download it again.')
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise invalid_checkpoint(f"{index} places {name} in {shard!r}: name a file of the folder itself.")
+    return weight_map
+
+
+def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for shard in sorted(set(weight_map.values())):
+        held = _read_header(folder / shard)
+        for name in held:
+            if weight_map.get(name) != shard:
+                place = f"in {weight_map[name]}" if name in weight_map else "in no file"
+                raise invalid_checkpoint(
+                    f"{folder / shard} holds {name}, which the index places {place}: "
+                    "download the index and the shards of one revision."
+                )
+        tensors |= held
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise invalid_checkpoint(
+                f"{folder / shard} does not hold {name}, which the index places there: "
+                "download the index and the shards of one revision."
+            )
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    if not os.path.isfile(path):
+        raise invalid_checkpoint(f"{path} is missing: download all shards of the model.")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            views = {name: file.get_slice(name) for name in file.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise invalid_checkpoint(f"{path} is not a sound safetensors file ({error}): download it again.") from error
+    return {
+        name: TensorInfo(name, tuple(view.get_shape()), _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype()))
+        for name, view in views.items()
+    }
