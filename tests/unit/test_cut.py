@@ -11,7 +11,8 @@ from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
-from longhelix.presets import load_system
+from longhelix.perf.step_cost import StepCost
+from longhelix.presets import load_model, load_system
 from longhelix.request import PART_ROWS, Work
 from longhelix.scheduler.cut import Cut
 from longhelix.workers.step_cost import step_cost, step_cut
@@ -47,6 +48,7 @@ def test_ranks_that_share_memory_and_compiled_layers_exchange_once():
     assert parts(LONG_DECODES, overlaps=False) == 1
     assert parts(LONG_DECODES, overlaps=False, hop_b=4) == 1
     assert parts(LONG_DECODES, execution="compiled", hop_b=4) == 1
+    assert parts(LONG_DECODES, device="cuda", attention="flashinfer") == 1
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,15 @@ def test_the_choice_is_the_cost_models():
     assert min(seconds, key=seconds.get) == chosen
     planned = step_seconds(setting, Layouts.of([Layout(kvp=2)], hop_b=True), LONG_DECODES)[0]
     assert seconds[chosen] == planned
+
+
+def test_a_chunk_that_would_make_its_keys_again_in_every_part_stays_whole():
+    """Latents of a long context, turned into keys and values by each part of a chunk."""
+    system = load_system("cpu").replaced({"scale_up.ranks": 1, "part_fixed_share": 1.0}, "test")
+    cost = StepCost(Setting(load_model("deepseek-r1"), system, "bfloat16", "bfloat16"), Layout(kvp=4))
+    chunk = Work.chunk(512, 20_000)
+    assert Cut(cost).parts(chunk) == 1
+    assert cost.seconds(chunk._replace(parts=8)) > 1.2 * cost.seconds(chunk)
 
 
 @given(st.integers(1, 200), st.floats(0, 50), st.floats(0, 50), st.floats(0, 1), st.floats(0, 1))

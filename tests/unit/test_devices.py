@@ -89,6 +89,7 @@ def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
         (1, {"weight_dtype": "int8"}, "weight_dtype int8 runs on CPUs alone"),
         (1, {"kv_dtype": "int4"}, "kv_dtype int4 runs on CPUs alone"),
         (0, {"device": "tpu"}, "device 'tpu' is not known: use one of auto, cpu, cuda"),
+        (2, {"layout": Layout(kvp=2), "attention": "flashinfer", "hop_b": 2}, "hop_b is 2, but FlashInfer attends to"),
         (0, {"execution": "fast"}, "execution 'fast' is not known: use one of recorded, compiled, eager"),
     ],
 )

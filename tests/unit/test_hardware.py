@@ -67,6 +67,12 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert len(spec.sources) == 14 + 2 + 3 + 3
 
 
+def test_a_file_that_is_older_than_a_constant_is_read():
+    older = {key: value for key, value in SYSTEM.items() if key != "part_s"}
+    spec = HardwareSpec.from_mapping("mine", older)
+    assert (spec.part_s, spec.sources["part_s"]) == (0.0, "assumed: the file does not say")
+
+
 def test_a_spec_is_a_key_of_caches():
     again = HardwareSpec.from_mapping("mine", changed("step_s", constant(0.0, "elsewhere")))
     assert len({HardwareSpec.from_mapping("mine", SYSTEM), again}) == 1
@@ -101,7 +107,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(path):
     refused(SYSTEM | {top: entry}, repr(path), "memory_bytes_per_s, ")
 
 
-@pytest.mark.parametrize("path", [key for key in SYSTEM if key != "flops_per_s"] + ["scale_up.ranks"])
+@pytest.mark.parametrize("path", [key for key in SYSTEM if key not in ("flops_per_s", "part_s")] + ["scale_up.ranks"])
 def test_a_missing_key_is_refused_by_name(path):
     refused(changed(path, None), f"has no {path}", "{ value = ...")
 

@@ -8,6 +8,7 @@ import torch
 from longhelix.kernels import KVFormat, partial_attention, write_kv
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
+from longhelix.runner.graphed_layers import Bucket, _Inputs
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +68,17 @@ def test_a_batch_is_cut_evenly_in_the_order_of_its_rows(rows_per_sequence, parts
         assert len(piece.row_starts_b) == len(piece.extents_b2) + 1
         assert piece.row_starts_b.tolist()[0] == 0
         assert piece.row_starts_b.tolist()[-1] == len(piece.limits_t)
+
+
+def test_padding_with_as_many_sequences_as_rows_is_not_taken_for_decodes():
+    """127 decodes and a chunk of two rows, padded to 192 of both."""
+    batch = batch_of([1] * 127 + [2], 10, parts=2)
+    padded = _Inputs.new(Bucket(192, 192, 192, batch.most_tokens, 2), torch.zeros(129, 4), batch)
+    padded.fill(torch.zeros(129, 4), batch)
+    rows = [piece.row_starts_b.diff() for piece in padded.batch.cut()]
+    whole = padded.batch.row_starts_b.diff()
+    assert torch.equal(sum(rows), whole)
+    assert whole[:129].tolist() == [1] * 127 + [2, 63]
 
 
 class LateGroup:

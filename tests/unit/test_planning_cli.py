@@ -172,6 +172,8 @@ def test_a_layout_file_makes_the_layout_that_it_says_and_options_beside_it_win(t
     assert model._layout() == Layout(4, 2, 2, ffn_replicas=4)
     assert model.layout is None
     assert settings == {"kv_dtype": "bfloat16", "placement": "local"}
+    zero, _ = ModelOptions(model="builtin", layout=str(file), kvp=0, tied=False)._composed(EngineFlags())
+    assert (zero.kvp, zero.tied) == (0, False)
 
 
 def test_a_missing_layout_file(tmp_path):

@@ -80,7 +80,7 @@ class ModelOptions:
     "Ranks that share the experts. [default: as many as divide both them and kvp * tpa]"
     pp: int | None = None
     "Pipeline stages. [default: 1]"
-    tied: Flag = False
+    tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
     "The FFN at TP = tpa, a copy on every KVP instance (Medha's layout, a baseline)."
 
     def start(self, engine: EngineFlags) -> LLM:
@@ -94,7 +94,7 @@ class ModelOptions:
         if self.layout in (None, "auto"):
             return self, settings
         degrees, read = read_layout(Path(self.layout))
-        left_open = {name: value for name, value in degrees.items() if getattr(self, name) in (None, False)}
+        left_open = {name: value for name, value in degrees.items() if getattr(self, name) is None}
         return replace(self, layout=None, **left_open), read | settings
 
     def _start(self, settings: dict[str, Any]) -> LLM:

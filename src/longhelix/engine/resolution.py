@@ -96,6 +96,8 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, e
         )
     if options.attention == "flashinfer" and (device == "cpu" or execution == "eager"):
         raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
+    if options.attention == "flashinfer" and options.hop_b not in (None, 1):
+        raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")
     if device == "cpu" and not has_native_kernels():
         warnings.warn(
             "the native CPU kernels are missing, because there was no C++ compiler when longhelix was installed: it "

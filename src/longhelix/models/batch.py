@@ -50,7 +50,7 @@ class Batch:
     def _attended(self, part: range) -> "Attended":
         rows = slice(part.start, part.stop) if self.holders is None else self.holders.own(part)
         holders = None if self.holders is None else self.holders.cut(part)
-        if self.decodes:
+        if self.max_rows <= 1:
             starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
             return Attended(rows, holders, self.extents_b2[rows], starts_b, self.limits_t[rows], 1)
         # Sequences that lie outside of the run have no rows in it.

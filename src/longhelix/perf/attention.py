@@ -109,15 +109,16 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
     mla, num_query_heads = setting.model.mla, layouts.query_heads(setting.heads)
     assert mla is not None
     made = num_query_heads * (mla.nope_size + mla.value_size)
-    flops = 2 * own.chunk_kv_tokens * mla.kv_lora_rank * made
+    made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
+    flops = 2 * made_tokens * mla.kv_lora_rank * made
     flops = flops + 2 * own.chunk_pairs * num_query_heads * (mla.nope_size + mla.rope_size + mla.value_size)
     token_bytes = mla.cached_size * setting.kv_bytes + 2 * made * ACTIVATION_BYTES
-    return _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, flops)
+    return _attend(setting, layouts, made_tokens * token_bytes, flops)
 
 
 def _is_direct(setting: Setting, own: Work) -> Mask:
-    """Whether the chunk attends directly; as the models decide it."""
-    mla, rows = setting.model.mla, own.chunk_rows + np.zeros_like(own.decode_rows)
+    """Whether the chunk attends directly; as the models decide it, part by part."""
+    mla, rows = setting.model.mla, own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
     direct: Mask = rows >= (np.inf if mla is None else mla.direct_rows)
     return direct
 

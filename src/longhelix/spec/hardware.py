@@ -87,6 +87,9 @@ class HardwareSpec:
             if not holds(value):
                 raise _invalid(f"the system {name} has {key} = {value!r}: set it to {words}")
             values[key], sources[key] = value, source
+        for key, value in _ASSUMED.items():
+            if key not in values:
+                values[key], sources[key] = value, "assumed: the file does not say"
         return cls._of(name, values, sources)
 
     @property
@@ -162,6 +165,9 @@ _SHARE = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 
 _REACHED = (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
 _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number above 0")
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
+
+# What files that are older than a constant do not say.
+_ASSUMED: Mapping[str, float] = {"part_s": 0.0}
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,

@@ -15,8 +15,10 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
 
 
 def step_cut(config: EngineConfig, overlaps: bool, cost: StepCost) -> Cut | None:
-    """How steps are cut into parts, where parts have a use. The compiler sees one exchange."""
-    return Cut(cost, config.hop_b) if overlaps and config.execution != "compiled" else None
+    """How steps are cut into parts, where parts have a use. The compiler sees one exchange, and FlashInfer plans for
+    whole batches."""
+    whole = config.execution == "compiled" or config.attention == "flashinfer"
+    return Cut(cost, config.hop_b) if overlaps and not whole else None
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
