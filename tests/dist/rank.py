@@ -60,7 +60,7 @@ class RecordingRunner(ModelRunner):
         self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
         self.fingerprints.append(self._results[-1].fingerprint)
 
-    def collect(self):
+    def collect(self, timeout_s):
         return self._results.pop(0)
 
     def forward(self, step):

@@ -199,11 +199,11 @@ def test_streams_are_read_in_any_order_beside_other_requests(llm, oracle):
 
 @pytest.mark.parametrize("leave", ["close", "drop", "with", "never read"])
 def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
-    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
     stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
     if leave != "never read":
         next(stream)
-        assert [allocator.available for allocator in llm._loop.scheduler._allocators] != free
+        assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] != free
     if leave == "close":
         stream.close()
         assert list(stream) == []
@@ -213,7 +213,7 @@ def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
     else:
         del stream
     run_all(llm)
-    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
     assert not llm._live
 
 
@@ -226,13 +226,13 @@ def test_an_interrupt_inside_a_step_ends_the_engine(oracle, monkeypatch):
     next(stream)
     received = itertools.count()
 
-    def interrupted():
+    def interrupted(*deadline_s):
         if next(received) == 5:
             raise KeyboardInterrupt
-        return receive()
+        return receive(*deadline_s)
 
-    receive = llm._pool._receive
-    monkeypatch.setattr(llm._pool, "_receive", interrupted)
+    receive = llm._core._pool._receive
+    monkeypatch.setattr(llm._core._pool, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, PROMPT], SamplingParams(max_new_tokens=90))
     assert_nothing_left(process_ids, directory)
@@ -244,7 +244,7 @@ def test_an_interrupt_inside_a_step_ends_the_engine(oracle, monkeypatch):
 
 
 def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_before_the_next(llm, monkeypatch):
-    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
     other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
     dropped = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
     next(dropped)
@@ -261,7 +261,7 @@ def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_be
     assert len([*other][-1].result.token_ids) == 12
     assert not llm._live
     run_all(llm)
-    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
 
 
 def test_a_request_that_is_aborted_by_its_id_ends_its_stream(llm):
@@ -298,7 +298,7 @@ class BrokenText:
 
 @pytest.mark.parametrize(("max_new_tokens", "words"), [(12, "no such byte"), (3, "no end")])
 def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_new_tokens, words):
-    free = [allocator.available for allocator in llm._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
     others = [llm.stream(prompt, SamplingParams(max_new_tokens=32)) for prompt in oracle.prompts]
     monkeypatch.setattr(llm.tokenizer, "stream", BrokenText)
     broken = llm.stream(PROMPT, SamplingParams(max_new_tokens=max_new_tokens))
@@ -307,7 +307,7 @@ def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_ne
     assert (last.result.finish_reason, last.result.error) == ("error", f"ValueError: {words}")
     assert [list(stream)[-1].result.token_ids for stream in others] == oracle.tokens
     run_all(llm)
-    assert [allocator.available for allocator in llm._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
 
 
 @pytest.mark.parametrize(
@@ -354,8 +354,8 @@ def test_a_step_that_cannot_be_sent_ends_the_engine_in_words(oracle, monkeypatch
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
     llm.add(PROMPT, SamplingParams(max_new_tokens=4))
-    schedule = llm._loop.scheduler.schedule
-    monkeypatch.setattr(llm._loop.scheduler, "schedule", lambda now_s: replace(schedule(now_s), id=10**20))
+    schedule = llm._core._loop.scheduler.schedule
+    monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda now_s: replace(schedule(now_s), id=10**20))
     with pytest.raises(EngineError, match=r"step 1\d+ cannot be sent: OverflowError"):
         run_all(llm)
     assert_nothing_left(process_ids, directory)
@@ -422,7 +422,7 @@ def test_one_refused_prompt_refuses_the_batch_and_leaves_no_request(llm):
 
 
 def children_and_sockets(llm):
-    return list(llm.process_ids.values()), Path(llm._pool._directory)
+    return list(llm.process_ids.values()), Path(llm._core._pool._directory)
 
 
 def run_all(llm):
@@ -555,7 +555,7 @@ ModelRunner.packed = property(lambda runner: runner.mesh.rank != 1)
 
 def test_one_rank_with_reference_kernels_gives_all_ranks_more_time(one_rank_without_packed_kernels, oracle):
     with LLM(str(oracle.path), Layout(kvp=2)) as llm:
-        assert not llm._pool._watchdog._packed
+        assert not llm._core._pool._watchdog._packed
 
 
 def test_ranks_listen_on_loopback_alone(llm):
@@ -572,9 +572,9 @@ def test_worker_that_raises_is_named_with_its_cause(oracle):
     """Work on a sequence that no rank has heard of."""
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
-    llm._pool.submit(Step(1, joining=(99,)))
+    llm._core._pool.submit(Step(1, joining=(99,)))
     with pytest.raises(EngineError, match=r"rank [01] failed: KeyError: 99"):
-        llm._pool.collect()
+        llm._core._pool.collect()
     assert_nothing_left(process_ids, directory)
 
 
@@ -612,7 +612,7 @@ def test_an_engine_that_ended_while_it_counted_rows_says_why(tmp_path, monkeypat
     save_tokenizer_files(mixtral.path)
     llm = LLM(str(mixtral.path))
     process_ids, directory = children_and_sockets(llm)
-    monkeypatch.setattr(llm._pool, "_receive", Mock(side_effect=KeyboardInterrupt("enough")))
+    monkeypatch.setattr(llm._core._pool, "_receive", Mock(side_effect=KeyboardInterrupt("enough")))
     with pytest.raises(KeyboardInterrupt):
         llm.expert_load()
     assert_nothing_left(process_ids, directory)
@@ -627,10 +627,10 @@ def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fa
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
     if fault == "send":
-        monkeypatch.setattr(llm._pool._socket, "send", Mock(side_effect=zmq.ZMQError))
+        monkeypatch.setattr(llm._core._pool._socket, "send", Mock(side_effect=zmq.ZMQError))
         llm.close()
     else:
-        monkeypatch.setattr(llm._pool._socket, "send", Mock())
+        monkeypatch.setattr(llm._core._pool._socket, "send", Mock())
         monkeypatch.setattr(launch.time, "sleep", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.close()
@@ -653,13 +653,13 @@ def test_closing_interrupted_while_it_reaps_may_be_repeated(oracle, monkeypatch)
 def test_a_rank_that_dies_among_signs_of_life_is_noticed(oracle, monkeypatch):
     """Of so many ranks that there is always one: the engine is never left without a message."""
     llm = LLM(str(oracle.path), Layout(kvp=2))
-    alive = llm._pool._socket.receive
+    alive = llm._core._pool._socket.receive
 
     def receive(timeout_s):
         time.sleep(0.01)
         return alive(0) or (0, Alive(Progress()))
 
-    monkeypatch.setattr(llm._pool._socket, "receive", receive)
+    monkeypatch.setattr(llm._core._pool._socket, "receive", receive)
     llm.add(PROMPT, SamplingParams(max_new_tokens=80))
     llm.step()
     os.kill(llm.process_ids[1], signals.SIGKILL)
@@ -702,7 +702,7 @@ def test_workers_end_when_the_engine_is_killed(oracle):
     program = (
         "import sys\nfrom longhelix import LLM, Layout\n"
         f"llm = LLM({str(oracle.path)!r}, Layout(kvp=2))\n"
-        "print(*llm.process_ids.values(), llm._pool._directory, flush=True)\nsys.stdin.read()\n"
+        "print(*llm.process_ids.values(), llm._core._pool._directory, flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         *process_ids, directory = engine.stdout.readline().decode().split()

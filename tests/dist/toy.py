@@ -95,5 +95,5 @@ class AtOnce:
         result = self._runner.execute(step)
         self._results.append(replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
 
-    def collect(self):
+    def collect(self, timeout_s):
         return self._results.pop(0)

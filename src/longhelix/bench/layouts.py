@@ -110,7 +110,7 @@ class _Immediate:
         result = self._runner.execute(step)
         self._results.append(replace(result, sampled=self._runner.tokens_of(step)))
 
-    def collect(self) -> StepResult:
+    def collect(self, timeout_s: float) -> StepResult:
         return self._results.pop(0)
 
 

@@ -1,17 +1,17 @@
 """LLM: prompts in, results out. Holds the tokenizer, the loop and the worker pool; tells the loop the time."""
 
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from longhelix.engine.exchanges import ExchangeLog, Moment
+from longhelix.engine.core import TokenCore
+from longhelix.engine.exchanges import Moment
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import Prompt, as_prompts, token_ids
 from longhelix.engine.resolution import resolve
@@ -21,16 +21,14 @@ from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.request import Request, SamplingParams, StepResult
+from longhelix.request import Request, SamplingParams
 from longhelix.runner.trace import TraceFile
-from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import FinishReason, Scheduler, TokenEvent
+from longhelix.scheduler.scheduler import FinishReason, TokenEvent
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused, shown
 from longhelix.workers import torchrun
-from longhelix.workers.pool import WorkerPool
 
 
 @dataclass
@@ -84,21 +82,14 @@ class LLM:
         self._live: dict[int, _Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
-        self._failure = ""  # why the engine ended, once it has
-        self._exchanges = ExchangeLog(layout.kvp)
-        self._rows = 0
-        self._exchanged_bytes = 0
-        self._next_id = 0
         self._trace = None if options.trace is None else TraceFile(options.trace)
-        # Nothing that the pool keeps leads back here: an engine that nobody holds ends at once, without the collector.
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         try:
-            self._pool = WorkerPool(self.config, self._loading(on_load), on_warm_up, on_traced)
+            self._core = TokenCore(self.config, on_load, on_warm_up, on_traced)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
             raise
-        self._loop = Loop(Scheduler(self.config.scheduler, cut=self._pool.cut), self._pool, time.monotonic)
 
     def __enter__(self) -> Self:
         return self
@@ -109,25 +100,24 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pool"):
+        if hasattr(self, "_core"):
             self.close()
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
-        self._failure = self._failure or "it was closed"
-        self._pool.close()
+        self._core.close()
         if self._trace is not None:
             self._trace.close()
 
     @property
     def process_ids(self) -> dict[int, int]:
         """Rank to process id."""
-        return self._pool.process_ids
+        return self._core.process_ids
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to run or to give."""
-        return bool(self._deltas) or self._loop.has_work
+        return bool(self._deltas) or self._core.has_work
 
     def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
         """Queue a prompt, as text or as token ids; returns the request's id, whose deltas `step` gives.
@@ -141,42 +131,28 @@ class LLM:
 
         Raises EngineError if a rank failed, once it has given what was there before: every other request is over.
         """
-        if not (self._failure and self._deltas):
-            self._advance()
+        if self._core.has_failed and self._deltas:
+            return self._given()
+        self._advance()
+        return self._given()
+
+    def _given(self) -> list[Delta]:
         deltas = list(self._deltas)
         self._deltas.clear()
         return deltas
 
     def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
-        self._check_running()
+        self._core.check_running()
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
-        vocab_size = self.config.spec.vocab_size
-        beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
-        if beyond is not None:
-            raise UserError(f"stop token id {beyond} is outside the model's vocabulary of {vocab_size}")
         # A tokenizer may make a token of nothing, its BOS.
         given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
-        prompt_ids = token_ids(given, vocab_size, self.config.scheduler.max_model_len)
-        eos_ids = () if sampling.ignore_eos else self.config.spec.eos_token_ids
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        request = Request(
-            self._next_id,
-            prompt_ids,
-            sampling,
-            frozenset(sampling.stop_token_ids + eos_ids),
-            seed,
-            time.monotonic(),
-        )
+        prompt_ids = token_ids(given, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
+        before = self._core.counters.exchanges.now
+        request = self._core.add(prompt_ids, sampling)
         stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
-        self._live[request.id] = _Live(request, stream, stops, deltas, self._exchanges.now)
-        try:
-            self._loop.add(request)
-        except BaseException:
-            del self._live[request.id]
-            raise
-        self._next_id += 1
+        self._live[request.id] = _Live(request, stream, stops, deltas, before)
         return request.id
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
@@ -191,33 +167,20 @@ class LLM:
 
         False: there is nothing to do.
         """
-        self._check_running()
+        self._core.check_running()
         try:
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
-            stepped = self._loop.step()
-            if stepped is not None:
-                self._take(*stepped)
+            stepped = self._core.has_work
+            self._take(self._core.poll())
         except BaseException as error:
-            self._fail(error)
+            self._core.fail(error)
+            self._live.clear()
+            self.close()
             raise
-        return stepped is not None
+        return stepped
 
-    def _fail(self, error: BaseException) -> None:
-        """End, and keep why: what is left half done leaves ranks and engine at odds."""
-        self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        self._live.clear()
-        self.close()
-
-    def _check_running(self) -> None:
-        if self._failure:
-            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
-
-    def _take(self, result: StepResult, events: list[TokenEvent]) -> None:
-        self._exchanged_bytes += result.exchanged_bytes
-        self._rows += result.num_tokens
-        if result.num_tokens:
-            self._exchanges.add(result)
+    def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
         for event in events:
             self._live[event.request_id].deltas.append(self._delivered(event, now_s))
@@ -225,19 +188,11 @@ class LLM:
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
         expert; None for a model without experts. The ranks are asked now; no step waits for it."""
-        if self.config.spec.moe is None:
-            return None
-        self._check_running()
-        try:
-            ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
-        except BaseException as error:
-            self._fail(error)
-            raise
-        return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
+        return self._core.expert_load()
 
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase; its result so far, or None if it had ended. A stream of it ends with that."""
-        kv_tokens_per_rank = self._loop.abort(request_id)
+        kv_tokens_per_rank = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
         if live is None or kv_tokens_per_rank is None:
             return None
@@ -284,12 +239,12 @@ class LLM:
         try:
             text, finish_reason = _taken(live, event, now_s)
         except Exception as error:
-            held = event.kv_tokens_per_rank if event.finish_reason else self._loop.abort(event.request_id) or ()
+            held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
             return self._ended(live, "", "error", held, f"{type(error).__name__}: {error}")
         live.text += text
         if finish_reason is None:
             return Delta(event.request_id, text, None)
-        held = event.kv_tokens_per_rank if event.finish_reason else self._loop.abort(event.request_id) or ()
+        held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
         return self._ended(live, text, finish_reason, held)
 
     def _ended(
@@ -310,7 +265,7 @@ class LLM:
         kv_tokens_per_rank: tuple[int, ...],
         error: str | None = None,
     ) -> Result:
-        layout, times_s = self.config.layout, live.times_s
+        layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
         return Result(
             text=live.text,
             token_ids=live.token_ids,
@@ -320,22 +275,11 @@ class LLM:
             tbt_s=[after - before for before, after in pairwise(times_s)],
             layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
             kv_tokens_per_rank=list(kv_tokens_per_rank),
-            exchanged_bytes_per_token=self._exchanged_bytes / max(self._rows, 1),
-            hop_b=self._exchanges.since(live.arrival),
+            exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
+            hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
             error=error,
         )
-
-    def _loading(self, on_load: Callable[[float], None]) -> Callable[[int], None]:
-        total = sum(self.config.weight_elements(rank) for rank in range(self.config.layout.world_size))
-        loaded = 0
-
-        def report(elements: int) -> None:
-            nonlocal loaded
-            loaded += elements
-            on_load(loaded / total)
-
-        return report
 
 
 def _taken(live: _Live, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:

@@ -1,5 +1,6 @@
 """The loop: add, step and abort over a Runner. The live engine and a simulation differ in the runner alone."""
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -8,11 +9,12 @@ from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 
 
 class Runner(Protocol):
-    """Computes steps, in order; `collect` returns the results in the order of `submit`."""
+    """Computes steps, in order; `collect` returns the results in the order of `submit`, None if the next takes longer
+    than `timeout_s`."""
 
     def submit(self, step: Step) -> None: ...
 
-    def collect(self) -> StepResult: ...
+    def collect(self, timeout_s: float) -> StepResult | None: ...
 
 
 class Loop:
@@ -40,8 +42,9 @@ class Loop:
         """
         return self.scheduler.end(request_id)
 
-    def step(self) -> tuple[StepResult, list[TokenEvent]] | None:
-        """Fill the pipeline, then wait for its oldest step. None: nothing to do."""
+    def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
+        """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or it takes longer than
+        `timeout_s`."""
         while self._in_flight < self._depth:
             step = self.scheduler.schedule(self._clock())
             if step is None:
@@ -50,6 +53,8 @@ class Loop:
             self._in_flight += 1
         if not self._in_flight:
             return None
-        result = self._runner.collect()
+        result = self._runner.collect(timeout_s)
+        if result is None:
+            return None
         self._in_flight -= 1
         return result, self.scheduler.complete(result)

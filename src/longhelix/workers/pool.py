@@ -112,14 +112,18 @@ class WorkerPool:
         self._results[step.id] = {}
         self._watchdog.submitted(step.id, step.work)
 
-    def collect(self) -> StepResult:
-        """The oldest step's result once every rank has done it; raises EngineError, and closes, if a rank cannot."""
+    def collect(self, timeout_s: float = math.inf) -> StepResult | None:
+        """The oldest step's result once every rank has done it, None if that takes longer than `timeout_s`. Raises
+        EngineError, and closes, if a rank cannot."""
         self._check_open()
-        step_id = next(iter(self._results))
+        step_id, deadline_s = next(iter(self._results)), time.monotonic() + timeout_s
         try:
             while len(done := self._results[step_id]) < len(self._ranks):
-                self._take(*self._receive())
+                received = self._receive(deadline_s)
                 self._watchdog.check(step_id, set(done))
+                if received is None:
+                    return None
+                self._take(*received)
             _check_same_collectives(done)
         except BaseException:
             self.close(grace_s=0)
@@ -218,11 +222,11 @@ class WorkerPool:
                     self._patience_s[rank] = SILENCE_S
         return list(ready.values())
 
-    def _receive(self) -> tuple[int, ToEngine]:
-        """The next message; raises the error that names the first rank to fail, and why."""
+    def _receive(self, deadline_s: float = math.inf) -> tuple[int, ToEngine] | None:
+        """The next message, or None at `deadline_s`; raises the error that names the first rank to fail, and why."""
         while True:
             before = time.monotonic()
-            received = self._socket.receive(_POLL_S)
+            received = self._socket.receive(min(max(deadline_s - before, 0.0), _POLL_S))
             waited_s = min(time.monotonic() - before, _POLL_S)
             self._watchdog.waited(waited_s)
             for rank in self._ranks:
@@ -232,6 +236,8 @@ class WorkerPool:
                 self._check_processes()
                 self._checked_at = now
             if received is None:
+                if now >= deadline_s:
+                    return None
                 continue
             rank, message = received
             self._quiet_s[rank] = 0.0

@@ -75,7 +75,7 @@ class FakeRunner:
     def submit(self, step) -> None:
         self.results.append(self.execute(step))
 
-    def collect(self) -> StepResult:
+    def collect(self, timeout_s: float) -> StepResult:
         return self.results.popleft()
 
     def execute(self, step) -> StepResult:

@@ -1,0 +1,159 @@
+"""The token core: token ids in, token ids out. No text, no files, no prints."""
+
+import math
+import secrets
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from longhelix.engine.exchanges import ExchangeLog
+from longhelix.errors import EngineError, UserError
+from longhelix.request import Request, SamplingParams, StepResult
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.trace import TraceEvent
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.workers.pool import WorkerPool
+
+
+@dataclass
+class Counters:
+    """Totals over all steps that are done. exchanged_bytes: what all ranks sent in the exchange."""
+
+    steps: int = 0
+    rows: int = 0
+    exchanged_bytes: int = 0
+    exchanges: ExchangeLog = field(default_factory=lambda: ExchangeLog(1))
+
+    def add(self, result: StepResult) -> None:
+        self.steps += 1
+        self.rows += result.num_tokens
+        self.exchanged_bytes += result.exchanged_bytes
+        if result.num_tokens:
+            self.exchanges.add(result)
+
+
+class TokenCore:
+    """Requests of token ids over the ranks of a layout, as processes: `add` one, `poll` for what all of them get.
+
+    One thread drives it: `poll` waits no longer than it is asked to, and a step costs nothing for requests that got no
+    token in it. After an error every request is over, no process is left, and whoever asks is told why.
+    Raises UserError for what cannot work, EngineError if a rank fails.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_load: Callable[[float], None] = lambda share: None,
+        on_warm_up: Callable[[float], None] = lambda share: None,
+        on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
+    ) -> None:
+        """`on_load` and `on_warm_up` are told the share of the weights, then of the warm-up, that is done; `on_traced`
+        what a rank did in a step, where that is traced."""
+        self.config = config
+        self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
+        self._failure = ""  # why it ended, once it has
+        self._next_id = 0
+        # Nothing that the pool keeps leads back here: a core that nobody holds ends at once, without the collector.
+        self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
+        self._loop = Loop(Scheduler(config.scheduler, cut=self._pool.cut), self._pool, time.monotonic)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self.close()
+
+    def close(self) -> None:
+        """End all ranks. May be called more than once."""
+        self._failure = self._failure or "it was closed"
+        self._pool.close()
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Rank to process id."""
+        return self._pool.process_ids
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a step to run or to wait for."""
+        return self._loop.has_work
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure != ""
+
+    def check_running(self) -> None:
+        """Raise EngineError, which says why, if it has ended."""
+        if self._failure:
+            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
+
+    def add(self, prompt_token_ids: "array[int]", sampling: SamplingParams) -> Request:
+        """Queue a prompt of int32 token ids, whose events `poll` gives. Raises UserError if it can never run."""
+        self.check_running()
+        vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
+        beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
+        if beyond is not None:
+            raise UserError(f"stop token id {beyond} is outside the model's vocabulary of {vocab_size}")
+        request = Request(
+            self._next_id,
+            prompt_token_ids,
+            sampling,
+            frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
+            secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            time.monotonic(),
+        )
+        self._loop.add(request)
+        self._next_id += 1
+        return request
+
+    def abort(self, request_id: int) -> tuple[int, ...] | None:
+        """End a request in any phase: the tokens it held on each KVP rank, or None if it had ended."""
+        return self._loop.abort(request_id)
+
+    def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
+        """Start what can be started, and wait for the oldest step, `timeout_s` at most: what its requests got. Empty if
+        it takes longer, if it gave no token, or if there is nothing to do."""
+        self.check_running()
+        try:
+            stepped = self._loop.step(timeout_s)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        if stepped is None:
+            return []
+        result, events = stepped
+        self.counters.add(result)
+        return events
+
+    def fail(self, error: BaseException) -> None:
+        """End, and keep why: what is left half done leaves ranks and engine at odds."""
+        if not self._failure:
+            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        self.close()
+
+    def expert_load(self) -> list[list[int]] | None:
+        """How many rows each expert has had since the start, by layer (empty for layers without experts) and expert;
+        None for a model without experts. The ranks are asked now; no step waits for it."""
+        if self.config.spec.moe is None:
+            return None
+        self.check_running()
+        try:
+            ranks = self._pool.expert_rows(self.config.layout.expert_group_leaders())
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
+
+
+def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:
+    """What is told elements of weights as they are in, and tells the share of all."""
+    total = sum(config.weight_elements(rank) for rank in range(config.layout.world_size))
+    loaded = 0
+
+    def report(elements: int) -> None:
+        nonlocal loaded
+        loaded += elements
+        on_load(loaded / total)
+
+    return report

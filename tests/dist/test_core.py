@@ -1,0 +1,100 @@
+"""The token core: token ids in, events out, driven by one thread that never waits longer than it wants to."""
+
+import os
+import signal
+import time
+from array import array
+
+import pytest
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
+
+from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from longhelix.engine.core import TokenCore
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
+from longhelix.models.model_files import open_checkpoint
+
+pytestmark = pytest.mark.dist
+
+PROMPTS = [[5, 7, 11, 13] * 9, [3], [8, 9] * 20]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    oracle = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    save_tokenizer_files(oracle.path)
+    return str(oracle.path)
+
+
+@pytest.fixture
+def core(path):
+    core = TokenCore(resolve(open_checkpoint(path), Layout(kvp=2), EngineOptions(chunk_tokens=16, device="cpu")))
+    yield core
+    core.close()
+
+
+def drain(core):
+    """Tokens and reasons of all requests, by id."""
+    tokens, reasons = {}, {}
+    while core.has_work:
+        for event in core.poll(0.05):
+            if event.sampled is not None:
+                tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
+            if event.finish_reason is not None:
+                reasons[event.request_id] = event.finish_reason
+    return tokens, reasons
+
+
+def test_its_tokens_are_those_of_the_llm_and_its_counters_those_of_its_steps(core, path):
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    ids = [core.add(array("i", prompt), sampling).id for prompt in PROMPTS]
+    tokens, reasons = drain(core)
+    with LLM(path, Layout(kvp=2), chunk_tokens=16, device="cpu") as llm:
+        results = llm.generate(PROMPTS, sampling)
+    assert [tokens[id] for id in ids] == [result.token_ids for result in results]
+    assert set(reasons.values()) == {"length"}
+    assert core.counters.rows == sum(len(prompt) + 9 - 1 for prompt in PROMPTS)
+    assert core.counters.exchanged_bytes > 0
+    assert core.poll() == core.poll(0) == []  # there is nothing to do
+
+
+def test_it_waits_no_longer_than_it_is_asked_to(core):
+    core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=4, ignore_eos=True))
+    for pid in core.process_ids.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        start_s = time.monotonic()
+        assert core.poll(0) == []
+        assert core.poll(0.3) == []
+        waited_s = time.monotonic() - start_s
+    finally:
+        for pid in core.process_ids.values():
+            os.kill(pid, signal.SIGCONT)
+    assert 0.3 <= waited_s < 3
+    tokens, _ = drain(core)
+    assert [len(found) for found in tokens.values()] == [4]
+
+
+def test_an_aborted_request_has_no_more_events(core):
+    aborted, other = (core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=30)).id for _ in range(2))
+    while not core.poll():
+        pass
+    assert sum(core.abort(aborted)) > 0
+    assert core.abort(aborted) is None
+    tokens, reasons = drain(core)
+    assert aborted not in tokens
+    assert list(reasons) == [other]
+
+
+def test_what_cannot_run_is_refused_and_an_end_is_told_to_whoever_asks(core):
+    with pytest.raises(UserError, match="stop token id"):
+        core.add(array("i", PROMPTS[0]), SamplingParams(stop_token_ids=(10**6,)))
+    with pytest.raises(UserError, match="the prompt is empty"):
+        core.add(array("i"), SamplingParams())
+    core.add(array("i", PROMPTS[0]), SamplingParams())
+    os.kill(core.process_ids[1], signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"rank 1 .* was ended by SIGKILL"):
+        drain(core)
+    for ask in (core.poll, lambda: core.add(array("i", [1]), SamplingParams())):
+        with pytest.raises(EngineError, match=r"the engine has ended: rank 1 .* was ended by SIGKILL; make a new"):
+            ask()
