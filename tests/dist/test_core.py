@@ -91,7 +91,7 @@ def test_what_cannot_run_is_refused_and_an_end_is_told_to_whoever_asks(core):
         core.add(array("i", PROMPTS[0]), SamplingParams(stop_token_ids=(10**6,)))
     with pytest.raises(UserError, match="the prompt is empty"):
         core.add(array("i"), SamplingParams())
-    core.add(array("i", PROMPTS[0]), SamplingParams())
+    core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=40))
     os.kill(core.process_ids[1], signal.SIGKILL)
     with pytest.raises(EngineError, match=r"rank 1 .* was ended by SIGKILL"):
         drain(core)
