@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longhelix.bench.measure import Timing
-from longhelix.bench.report import Column, Plot, Section
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.errors import UserError
 from longhelix.kernels import native

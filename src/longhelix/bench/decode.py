@@ -9,7 +9,7 @@ from longhelix.bench import memory
 from longhelix.bench.clock import Clock
 from longhelix.bench.measure import forget_peak, interleave, resident_bytes, seconds
 from longhelix.bench.model import LongRequests, RankModel
-from longhelix.bench.report import Column, Plot, Section
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import weight_bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longhelix.bench.report import Column, Plot, Section
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row
 
 _THREADS = Column("threads", "threads", "d")

@@ -15,7 +15,7 @@ from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops
 from longhelix.bench.kernel_tables import sections_of
 from longhelix.bench.measure import Timing, interleave
 from longhelix.bench.model import fill
-from longhelix.bench.report import Section
+from longhelix.bench.section import Section
 from longhelix.bench.world import Row, collect
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError

@@ -11,7 +11,7 @@ import torch
 
 from longhelix.bench.measure import interleave
 from longhelix.bench.model import LongRequests, RankModel
-from longhelix.bench.report import Column, Section
+from longhelix.bench.section import Column, Section
 from longhelix.bench.world import Row, collect
 from longhelix.layout import Layout
 from longhelix.request import Request, SamplingParams, Step, StepResult

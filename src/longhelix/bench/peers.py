@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longhelix.bench.report import Column, Plot, Section
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row
 from longhelix.machine import host
 from longhelix.runner.config import EngineConfig

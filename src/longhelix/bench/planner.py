@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from longhelix.bench.measure import Timing, seconds
 from longhelix.bench.peers import PLANNERS, Peers
-from longhelix.bench.report import Column, Section
+from longhelix.bench.section import Column, Section
 from longhelix.bench.world import Row
 from longhelix.errors import UserError
 from longhelix.workers.pool import rank_environment

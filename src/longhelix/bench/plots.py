@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from longhelix.bench.report import Column, Section
+from longhelix.bench.section import Column, Section
 from longhelix.bench.world import Row
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from longhelix.bench.calibration import Extent, run_of
-from longhelix.bench.report import Column, Section
+from longhelix.bench.section import Column, Section
 from longhelix.bench.world import Row
 from longhelix.layout import Layout
 from longhelix.perf.fit import run_seconds

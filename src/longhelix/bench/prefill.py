@@ -12,7 +12,7 @@ from longhelix.bench.decode import conditions
 from longhelix.bench.formulas import prefill_flops
 from longhelix.bench.measure import interleave, seconds
 from longhelix.bench.model import RankModel, prefill_steps
-from longhelix.bench.report import Column, Plot, Section
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.runner.config import EngineConfig
 

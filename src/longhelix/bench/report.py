@@ -1,58 +1,18 @@
 """What was measured, for people and for programs: tables in the terminal, Markdown, JSON."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.table import Table
 
+from longhelix.bench import plots
 from longhelix.bench.environment import IDLE_LOAD
-from longhelix.bench.world import Row
+from longhelix.bench.section import Section
 
 # Quartiles further apart than this share of the median are called noisy.
 NOISE = 0.2
 MEDIANS = "Times are medians of rounds in which what is compared takes turns; spread is from quartile to quartile."
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table: `key` of its rows, in the unit of the title: times `factor`."""
-
-    key: str
-    title: str
-    format: str = ""
-    factor: float = 1
-
-    def show(self, row: Row) -> str:
-        value = row.get(self.key)
-        if value is None:
-            return ""
-        return str(value) if not self.format else format(value * self.factor, self.format)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A line of each of `y` over `x` for every combination of what `series` names; or, without an `x`, a bar."""
-
-    y: tuple[str, ...]
-    series: tuple[str, ...]
-    x: str | None = None
-
-
-@dataclass(frozen=True)
-class Section:
-    """One table: `name` is its key in JSON, `note` says how it was measured."""
-
-    name: str
-    title: str
-    note: str
-    columns: tuple[Column, ...]
-    rows: Sequence[Row]
-    plot: Plot | None = None
-
-    def column(self, key: str) -> Column:
-        return next(column for column in self.columns if column.key == key)
 
 
 @dataclass
@@ -111,8 +71,6 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Markdown at `path`, JSON and plots beside it; without matplotlib a sentence in place of the plots."""
-        from longhelix.bench import plots
-
         drawn = [section for section in self.sections if section.plot]
         if drawn and not plots.available():
             drawn = []

@@ -79,7 +79,7 @@ class World:
             yield rows
 
     def close(self) -> None:
-        """End every process and remove the directory; again does nothing."""
+        """End every process and remove the directory. May be called more than once."""
         for process in self._processes:
             process.kill()
             process.wait()

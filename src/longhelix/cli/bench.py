@@ -53,7 +53,7 @@ def show(report: "Report") -> None:
 @Parameter(name="*", group="Peers")
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Beside whom longhelix is measured."""
+    """Other engines that are measured in the same run."""
 
     peers: Path = Path("build/peers")
     "The peers' environments, made by benchmarks/peers/install.sh; absent peers are left out."

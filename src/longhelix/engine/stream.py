@@ -34,7 +34,7 @@ class Stream:
         return delta
 
     def close(self) -> None:
-        """Abort the request, if it has not ended; again does nothing."""
+        """Abort the request, if it has not ended. May be called more than once."""
         if not self._ended:
             self._ended = True
             self._abort()

@@ -1,4 +1,4 @@
-"""Rows: their products with weights, and some of them."""
+"""Products of rows with weights, and picking rows out of a batch."""
 
 import torch
 from torch import Tensor

@@ -114,7 +114,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make `dist.new_group(ranks, backend=NAME)` known to this process; again does nothing."""
+    """Make `dist.new_group(ranks, backend=NAME)` known to this process. May be called more than once."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
 

@@ -49,7 +49,7 @@ class TraceFile:
                 self._end(error)
 
     def close(self) -> None:
-        """Again does nothing."""
+        """Finish the file. May be called more than once."""
         if not self._file.closed:
             try:
                 self._file.write("\n]\n")

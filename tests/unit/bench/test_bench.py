@@ -20,7 +20,8 @@ from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops
 from longhelix.bench.measure import Timing, interleave
 from longhelix.bench.model import LongRequests, RankModel, fill, prefill_steps
 from longhelix.bench.peers import Peers, beside
-from longhelix.bench.report import Column, Plot, Report, Section
+from longhelix.bench.report import Report
+from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.suite import configure
 from longhelix.bench.world import World
 from longhelix.cache.pool import KVPool
