@@ -13,10 +13,22 @@ from longhelix.engine.core import TokenCore
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.models.model_files import open_checkpoint
+from longhelix.workers import pool
 
 pytestmark = pytest.mark.dist
 
 PROMPTS = [[5, 7, 11, 13] * 9, [3], [8, 9] * 20]
+
+ENDS = """
+import os, signal
+from longhelix.runner.runner import ModelRunner
+forward = ModelRunner.forward
+def end(runner, step):
+    if runner.mesh.rank == 1:
+        {program}
+    return forward(runner, step)
+ModelRunner.forward = end
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +55,12 @@ def drain(core):
             if event.finish_reason is not None:
                 reasons[event.request_id] = event.finish_reason
     return tokens, reasons
+
+
+def poll_now_and_then(core):
+    for _ in range(3000):
+        core.poll(0)
+        time.sleep(0.01)
 
 
 def test_its_tokens_are_those_of_the_llm_and_its_counters_those_of_its_steps(core, path):
@@ -73,6 +91,25 @@ def test_it_waits_no_longer_than_it_is_asked_to(core):
     assert 0.3 <= waited_s < 3
     tokens, _ = drain(core)
     assert [len(found) for found in tokens.values()] == [4]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has not answered for"),
+        ("os._exit(0)", r"rank 1 \(process \d+\) ended with status 0"),
+    ],
+)
+def test_a_rank_that_is_gone_is_told_to_whoever_polls_without_waiting(path, tmp_path, monkeypatch, program, words):
+    """As a server does: other work between one poll and the next."""
+    (tmp_path / "sitecustomize.py").write_text(ENDS.format(program=program))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(pool, "SILENCE_S", 2.0)
+    core = TokenCore(resolve(open_checkpoint(path), Layout(kvp=2), EngineOptions(device="cpu")))
+    core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=4))
+    with pytest.raises(EngineError, match=words):
+        poll_now_and_then(core)
+    core.close()
 
 
 def test_an_aborted_request_has_no_more_events(core):

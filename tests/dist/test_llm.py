@@ -243,6 +243,33 @@ def test_an_interrupt_inside_a_step_ends_the_engine(oracle, monkeypatch):
             ask()
 
 
+def test_an_interrupted_add_leaves_the_others_running(llm, monkeypatch):
+    other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
+    add = llm._core.add
+
+    def interrupted(*arguments):
+        add(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._core, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.add(PROMPT, SamplingParams(max_new_tokens=90))
+    monkeypatch.undo()
+    assert len([*other][-1].result.token_ids) == 12
+    run_all(llm)
+    assert not llm.has_work
+
+
+def test_a_request_that_nothing_runs_for_is_said_and_not_waited_for(llm, monkeypatch):
+    stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=4))
+    monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda now_s: None)
+    with pytest.raises(EngineError, match="the engine has nothing to do"):
+        next(stream)
+    monkeypatch.undo()
+    stream.close()
+    run_all(llm)
+
+
 def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_before_the_next(llm, monkeypatch):
     free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
     other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))

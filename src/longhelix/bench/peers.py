@@ -12,7 +12,7 @@ from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row
 from longhelix.machine import host
 from longhelix.runner.config import EngineConfig
-from longhelix.workers.pool import rank_environment
+from longhelix.workers.environment import rank_environment
 
 PROGRAMS = Path(__file__).parents[3] / "benchmarks" / "peers"  # of a checkout; an installed package has none
 TIMEOUT_S = 1800.0

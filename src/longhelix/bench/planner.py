@@ -10,7 +10,7 @@ from longhelix.bench.peers import PLANNERS, Peers
 from longhelix.bench.section import Column, Section
 from longhelix.bench.world import Row
 from longhelix.errors import UserError
-from longhelix.workers.pool import rank_environment
+from longhelix.workers.environment import rank_environment
 
 COLUMNS = (
     Column("what", "what"),

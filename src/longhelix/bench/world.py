@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from longhelix.errors import EngineError, UserError
-from longhelix.workers.pool import rank_environment
+from longhelix.workers.environment import rank_environment
 
 # The longest that one point may take; filling the KV of millions of tokens takes a minute.
 POINT_TIMEOUT_S = 900.0

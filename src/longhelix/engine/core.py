@@ -117,13 +117,13 @@ class TokenCore:
         self.check_running()
         try:
             stepped = self._loop.step(timeout_s)
+            if stepped is None:
+                return []
+            result, events = stepped
+            self.counters.add(result)
         except BaseException as error:
             self.fail(error)
             raise
-        if stepped is None:
-            return []
-        result, events = stepped
-        self.counters.add(result)
         return events
 
     def fail(self, error: BaseException) -> None:

@@ -4,14 +4,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
 from longhelix.engine.core import TokenCore
-from longhelix.engine.exchanges import Moment
+from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import Prompt, as_prompts, token_ids
 from longhelix.engine.resolution import resolve
@@ -21,29 +20,13 @@ from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.request import Request, SamplingParams
+from longhelix.request import SamplingParams
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.scheduler import FinishReason, TokenEvent
 from longhelix.text.stop_strings import StopStrings
-from longhelix.text.text_stream import TextStream
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused, shown
 from longhelix.workers import torchrun
-
-
-@dataclass
-class _Live:
-    """A request between `add` and its end."""
-
-    request: Request
-    tokens: TextStream
-    stops: StopStrings
-    deltas: deque[Delta]  # whoever asked for it takes them from here
-    arrival: Moment
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 class LLM:
@@ -79,7 +62,7 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
         self._trace = None if options.trace is None else TraceFile(options.trace)
@@ -149,10 +132,10 @@ class LLM:
         # A tokenizer may make a token of nothing, its BOS.
         given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
         prompt_ids = token_ids(given, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
+        stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
         before = self._core.counters.exchanges.now
         request = self._core.add(prompt_ids, sampling)
-        stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
-        self._live[request.id] = _Live(request, stream, stops, deltas, before)
+        self._live[request.id] = Live(request, stream, stops, deltas, before)
         return request.id
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
@@ -171,24 +154,36 @@ class LLM:
         try:
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
-            stepped = self._core.has_work
+            steps_before = self._core.counters.steps
             self._take(self._core.poll())
         except BaseException as error:
-            self._core.fail(error)
-            self._live.clear()
-            self.close()
+            self._fail(error)
             raise
-        return stepped
+        return self._core.counters.steps > steps_before
+
+    def _fail(self, error: BaseException) -> None:
+        """End, and keep why."""
+        self._core.fail(error)
+        self._live.clear()
+        self.close()
 
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
         for event in events:
-            self._live[event.request_id].deltas.append(self._delivered(event, now_s))
+            if event.request_id in self._live:
+                self._live[event.request_id].deltas.append(self._delivered(event, now_s))
+            else:  # whoever added it was interrupted before it was known here
+                self._core.abort(event.request_id)
 
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
         expert; None for a model without experts. The ranks are asked now; no step waits for it."""
-        return self._core.expert_load()
+        try:
+            return self._core.expert_load()
+        except BaseException as error:
+            if self._core.has_failed:
+                self._fail(error)
+            raise
 
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase; its result so far, or None if it had ended. A stream of it ends with that."""
@@ -237,7 +232,7 @@ class LLM:
             assert event.sampled is not None
             return self._ended(live, "", "error", event.kv_tokens_per_rank, event.sampled.error)
         try:
-            text, finish_reason = _taken(live, event, now_s)
+            text, finish_reason = live.take(event, now_s)
         except Exception as error:
             held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
             return self._ended(live, "", "error", held, f"{type(error).__name__}: {error}")
@@ -249,7 +244,7 @@ class LLM:
 
     def _ended(
         self,
-        live: _Live,
+        live: Live,
         text: str,
         finish_reason: FinishReason,
         kv_tokens_per_rank: tuple[int, ...],
@@ -260,7 +255,7 @@ class LLM:
 
     def _result(
         self,
-        live: _Live,
+        live: Live,
         finish_reason: FinishReason,
         kv_tokens_per_rank: tuple[int, ...],
         error: str | None = None,
@@ -280,18 +275,3 @@ class LLM:
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
             error=error,
         )
-
-
-def _taken(live: _Live, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
-    """The text that a token completes, and why the request ends, if it does."""
-    text, stopped = "", False
-    if event.sampled is not None:
-        live.token_ids.append(event.sampled.token_id)
-        live.times_s.append(now_s)
-        if live.request.sampling.logprobs is not None:
-            live.logprobs.append(dict(event.sampled.logprobs))
-        text, stopped = live.stops.push(live.tokens.push(event.sampled.token_id))
-    if event.finish_reason is not None and not stopped:
-        rest, stopped = live.stops.push(live.tokens.finish())
-        text += rest if stopped else rest + live.stops.flush()
-    return text, "stop" if stopped else event.finish_reason

@@ -19,6 +19,7 @@ from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.workers import torchrun
+from longhelix.workers.environment import rank_environment
 from longhelix.workers.step_cost import step_cost, step_cut
 from longhelix.workers.transport import (
     Alive,
@@ -67,7 +68,9 @@ class WorkerPool:
         self._watchdog = Watchdog(config)
         self._results: dict[int, dict[int, StepResult]] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        # Quiet time counts only while the engine itself listens, so that a suspended engine blames nobody.
+        # Quiet time counts while the engine listens, and a little between two times that it does, so that a suspended
+        # engine blames nobody, and one that is polled without waiting sees who is silent.
+        self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
         # A rank gives no signs before it has imported torch; a start that stands still is the watchdog's.
         self._patience_s = dict.fromkeys(self._ranks, math.inf)
@@ -225,14 +228,15 @@ class WorkerPool:
     def _receive(self, deadline_s: float = math.inf) -> tuple[int, ToEngine] | None:
         """The next message, or None at `deadline_s`; raises the error that names the first rank to fail, and why."""
         while True:
-            before = time.monotonic()
-            received = self._socket.receive(min(max(deadline_s - before, 0.0), _POLL_S))
-            waited_s = min(time.monotonic() - before, _POLL_S)
+            received = self._socket.receive(min(max(deadline_s - time.monotonic(), 0.0), _POLL_S))
+            now = time.monotonic()
+            waited_s = min(now - self._listened_at, _POLL_S)
+            self._listened_at = now
             self._watchdog.waited(waited_s)
             for rank in self._ranks:
                 self._quiet_s[rank] += waited_s
             # By time, because the signs of life of many ranks leave no gap between them.
-            if (now := time.monotonic()) - self._checked_at >= _POLL_S:
+            if now - self._checked_at >= _POLL_S:
                 self._check_processes()
                 self._checked_at = now
             if received is None:
@@ -279,21 +283,6 @@ def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
     others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
     if others:
         raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank 0")
-
-
-def rank_environment() -> dict[str, str]:
-    """What a rank's process starts with: this one's environment, and what it leaves open."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return {
-        # OpenMP threads that wait for each other spin briefly, then sleep. With libgomp's own default (300,000 turns)
-        # they starve each other beside any other busy process: decode 260 ms against 65 ms per token, measured with
-        # the built-in model on two cores and one of them busy; with the machine to itself there is no difference.
-        "GOMP_SPINCOUNT": "1000",
-        # Huge pages, where the system leaves the choice to programs: attention reads 2 to 4% faster.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        # torch's own default is a temporary directory.
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "longhelix" / "compiled"),
-    } | os.environ
 
 
 def _signal_name(number: int) -> str:

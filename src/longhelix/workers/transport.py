@@ -5,6 +5,7 @@ network, and no message is ever code.
 """
 
 import errno
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -147,7 +148,7 @@ class EngineSocket:
 
     def receive(self, timeout_s: float) -> tuple[int, ToEngine] | None:
         """The next (rank, message), or None after `timeout_s`."""
-        if not self._socket.poll(int(timeout_s * 1000)):
+        if not self._socket.poll(math.ceil(timeout_s * 1000)):
             return None
         identity, payload = self._socket.recv_multipart()
         return int(identity.split(b"-")[1]), self._decoder.decode(payload)

@@ -1,0 +1,40 @@
+"""A request on its way, with its text."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from longhelix.engine.exchanges import Moment
+from longhelix.engine.result import Delta
+from longhelix.request import Request
+from longhelix.scheduler.scheduler import FinishReason, TokenEvent
+from longhelix.text.stop_strings import StopStrings
+from longhelix.text.text_stream import TextStream
+
+
+@dataclass
+class Live:
+    """A request between `add` and its end."""
+
+    request: Request
+    tokens: TextStream
+    stops: StopStrings
+    deltas: deque[Delta]  # whoever asked for it takes them from here
+    arrival: Moment
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
+        """The text that a token completes, and why the request ends, if it does."""
+        text, stopped = "", False
+        if event.sampled is not None:
+            self.token_ids.append(event.sampled.token_id)
+            self.times_s.append(now_s)
+            if self.request.sampling.logprobs is not None:
+                self.logprobs.append(dict(event.sampled.logprobs))
+            text, stopped = self.stops.push(self.tokens.push(event.sampled.token_id))
+        if event.finish_reason is not None and not stopped:
+            rest, stopped = self.stops.push(self.tokens.finish())
+            text += rest if stopped else rest + self.stops.flush()
+        return text, "stop" if stopped else event.finish_reason
