@@ -126,6 +126,10 @@ def test_an_aborted_request_has_no_more_events(core):
 def test_what_cannot_run_is_refused_and_an_end_is_told_to_whoever_asks(core):
     with pytest.raises(UserError, match="stop token id"):
         core.add(array("i", PROMPTS[0]), SamplingParams(stop_token_ids=(10**6,)))
+    with pytest.raises(UserError, match="outside the model's vocabulary"):
+        core.add([5, 10**6], SamplingParams())
+    with pytest.raises(UserError, match="sampling is None: give SamplingParams"):
+        core.add([5], None)
     with pytest.raises(UserError, match="the prompt is empty"):
         core.add(array("i"), SamplingParams())
     core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=40))

@@ -3,18 +3,19 @@
 import math
 import secrets
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from longhelix.engine.exchanges import ExchangeLog
+from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 
 
@@ -88,16 +89,19 @@ class TokenCore:
         if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
-    def add(self, prompt_token_ids: "array[int]", sampling: SamplingParams) -> Request:
-        """Queue a prompt of int32 token ids, whose events `poll` gives. Raises UserError if it can never run."""
+    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """Queue a prompt of token ids, whose events `poll` gives. Raises UserError if it can never run."""
         self.check_running()
+        if not isinstance(sampling, SamplingParams):
+            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
+        prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
         if beyond is not None:
             raise UserError(f"stop token id {beyond} is outside the model's vocabulary of {vocab_size}")
         request = Request(
             self._next_id,
-            prompt_token_ids,
+            prompt_ids,
             sampling,
             frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
             secrets.randbits(63) if sampling.seed is None else sampling.seed,

@@ -12,11 +12,11 @@ from typing import Any, Self
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import Prompt, as_prompts, token_ids
+from longhelix.engine.prompt import Prompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
-from longhelix.errors import EngineError, UserError
+from longhelix.errors import EngineError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
@@ -25,7 +25,7 @@ from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.scheduler import FinishReason, TokenEvent
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
-from longhelix.values import refused, shown
+from longhelix.values import refused
 from longhelix.workers import torchrun
 
 
@@ -127,15 +127,11 @@ class LLM:
     def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
         self._core.check_running()
         sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
         # A tokenizer may make a token of nothing, its BOS.
         given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
-        prompt_ids = token_ids(given, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
-        stream, stops = self.tokenizer.stream(), StopStrings(sampling.stop)
-        before = self._core.counters.exchanges.now
-        request = self._core.add(prompt_ids, sampling)
-        self._live[request.id] = Live(request, stream, stops, deltas, before)
+        stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
+        request = self._core.add(given, sampling)
+        self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
