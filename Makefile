@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
-# Of the architecture it reads the later half: together they stay well within the model's positions.
+# Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
 RUN_DOCUMENTS := docs/performance-model.md docs/shapes.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
@@ -20,8 +20,8 @@ setup: .venv/installed
 
 run: setup
 	@mkdir -p build
-	@{ cat $(RUN_DOCUMENTS); sed -n '/^## The rooms/,$$p' docs/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
-	@printf '[%s, the later half of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
+	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,$$p' docs/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
+	@printf '[%s, docs/architecture.md from "Who decides" on]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
 test: setup

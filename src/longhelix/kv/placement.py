@@ -1,7 +1,7 @@
 """Placement: the policy that names the owner of a request's next KV block.
 
 Every scheme is an owner list; the closed forms below say the same without one. Both are exact because attention
-over a set of keys may be split over any partition of that set (docs/architecture.md).
+over a set of keys may be split over any partition of that set (docs/attention.md).
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,60 @@
+"""A newcomer's walk: a scheduling policy is one class, of the form that scheduler/policy.py describes."""
+
+from array import array
+from collections import deque
+
+import pytest
+
+from longhelix.request import Request, SampledToken, SamplingParams, StepResult
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.policy import FirstComeFirstServed
+from longhelix.scheduler.scheduler import Scheduler
+
+pytestmark = pytest.mark.unit
+
+PROMPTS = [40, 10, 25]
+CONFIG = SchedulerConfig(
+    max_model_len=64, num_blocks=64, kvp=2, block_tokens=4, chunk_tokens=8, max_running=8, placement="striped"
+)
+
+
+class ShortestFirst:
+    """The request with the fewest prompt tokens left."""
+
+    def first(self, waiting, now_s):
+        return min(waiting.values(), key=lambda request: len(request.prompt_token_ids))
+
+    def order(self, prompts, now_s):
+        return sorted(prompts, key=lambda seq: seq.prompt_left)
+
+
+class OneTokenEach:
+    """A runner without a model: every sequence that samples gets token 1."""
+
+    def __init__(self):
+        self.results = deque()
+
+    def submit(self, step):
+        sampled = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
+        self.results.append(StepResult(step.id, sampled, step.work.rows, exchanged_bytes=0))
+
+    def collect(self, timeout_s):
+        return self.results.popleft()
+
+
+def finished(policy):
+    """Ids of requests with PROMPTS in the order in which they end."""
+    loop = Loop(Scheduler(CONFIG, policy), OneTokenEach(), clock=lambda: 0.0)
+    for request_id, tokens in enumerate(PROMPTS):
+        sampling = SamplingParams(max_new_tokens=1)
+        loop.add(Request(request_id, array("i", [0] * tokens), sampling, frozenset(), seed=0, arrival_s=0.0))
+    ended = []
+    while loop.has_work and (stepped := loop.step()) is not None:
+        ended += [event.request_id for event in stepped[1] if event.finish_reason]
+    return ended
+
+
+def test_a_policy_says_who_goes_next():
+    assert finished(FirstComeFirstServed()) == [0, 1, 2]
+    assert finished(ShortestFirst()) == [1, 2, 0]
