@@ -5,6 +5,7 @@
 // product with the values, added to a running state.
 #pragma once
 
+#include "elements.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
 #include "softmax_state.hpp"
@@ -136,7 +137,7 @@ struct AttendSpan {
             for (int r = 0; r < R; ++r) {
                 f32x16 score = sums[r][v] * factor;
                 int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
-                if (visible < (v + 1) * kLanes) score = lanes < visible ? score : splat(kMinusInfinity);
+                if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
                 store(scores + r * kStripTokens + v * kLanes, score);
             }
         }
@@ -161,11 +162,11 @@ struct AttendSpan {
                 if constexpr (E::kScaled) {
                     f32x16 scaled = weight * load_bf16(tiles[t] + scales_offset() + value_scales_offset());
                     // The scale of a token that was never written may be anything.
-                    weight = lane_indices() + t * kLanes < clamp(seen[r]) ? scaled : f32x16{};
+                    weight = choose(lane_indices() + t * kLanes < clamp(seen[r]), scaled, f32x16{});
                 }
                 E::from_floats(weights + r * (kStripTokens / kStep) + t * (kLanes / kStep), weight);
             }
-            shrink[r] = exp2(splat(run.base[r] - finite))[0];
+            shrink[r] = first(exp2(splat(run.base[r] - finite)));
             run.sum[r] = run.sum[r] * shrink[r] + total((sums[0] + sums[1]) + (sums[2] + sums[3]));
             run.base[r] = base;
         }

@@ -67,11 +67,10 @@ struct Expand {
         if constexpr (kStep == 1) {
             store_number(to, 0, call.latents.number, channels[0]);
         } else {
-            using u16x16 [[gnu::vector_size(32)]] = std::uint16_t;
-            u16x16 even, odd;
-            store_bf16(&even, channels[0]);
-            store_bf16(&odd, channels[1]);
-            store(to, __builtin_convertvector(even, u32x16) | __builtin_convertvector(odd, u32x16) << 16);
+            std::uint16_t even[kLanes], odd[kLanes];
+            store_bf16(even, channels[0]);
+            store_bf16(odd, channels[1]);
+            store(to, load_shorts(even) | load_shorts(odd) << 16);
         }
     }
 

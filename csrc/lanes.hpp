@@ -18,9 +18,7 @@ INLINE void store_number(void* data, std::int64_t index, Number number, f32x16 v
     } else if (number == Number::bfloat16) {
         store_bf16(bytes + index * 2, value);
     } else {
-        float16 narrow[kLanes];
-        for (int i = 0; i < kLanes; ++i) narrow[i] = static_cast<float16>(value[i]);
-        std::memcpy(bytes + index * 2, narrow, sizeof narrow);
+        store_f16(bytes + index * 2, value);
     }
 }
 

@@ -29,8 +29,9 @@ void each_row(std::int64_t count, F row) {
 
 // 1 / (1 + e^-x); e^-|x| cannot overflow.
 INLINE f32x16 sigmoid(f32x16 x) {
-    f32x16 small = exp2((x < 0.0f ? x : -x) * kLog2e);
-    return (x < 0.0f ? small : splat(1.0f)) / (small + 1.0f);
+    auto negative = x < 0.0f;
+    f32x16 small = exp2(choose(negative, x, -x) * kLog2e);
+    return choose(negative, small, splat(1.0f)) / (small + 1.0f);
 }
 
 template <typename E>

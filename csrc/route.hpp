@@ -18,16 +18,16 @@ struct RouteRows {
             float* scores = static_cast<float*>(scratch(0, (2 * padded + call.num_groups) * sizeof(float)));
             float *choice = scores + padded, *of_group = choice + padded;
             const float* logits = call.logits + row * (call.num_experts + call.shared_gate);
-            std::int64_t first = row * (call.per_token + call.shared);
+            std::int64_t place = row * (call.per_token + call.shared);
             score(logits, scores);
             for (int e = 0; e < call.num_experts; ++e) choice[e] = scores[e] + (call.bias ? call.bias[e] : 0.0f);
             if (call.groups_per_token < call.num_groups) limit_groups(choice, of_group);
-            take_best(choice, call.experts + first);
-            weigh(scores, call.experts + first, call.weights + first);
+            take_best(choice, call.experts + place);
+            weigh(scores, call.experts + place, call.weights + place);
             if (!call.shared) return;
-            call.experts[first + call.per_token] = call.num_experts;
-            float gate = call.shared_gate ? sigmoid(splat(logits[call.num_experts]))[0] : 1.0f;
-            call.weights[first + call.per_token] = gate;
+            call.experts[place + call.per_token] = call.num_experts;
+            float gate = call.shared_gate ? first(sigmoid(splat(logits[call.num_experts]))) : 1.0f;
+            call.weights[place + call.per_token] = gate;
         });
     }
 

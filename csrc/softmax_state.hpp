@@ -17,7 +17,7 @@ INLINE void merge_state(const State& state, const State& next, int rows, int val
     for (int r = 0; r < rows; ++r) {
         if (next.sum[r] == 0) continue;
         float base = state.base[r] > next.base[r] ? state.base[r] : next.base[r];
-        float keep = exp2(splat(state.base[r] - base))[0], add = exp2(splat(next.base[r] - base))[0];
+        float keep = first(exp2(splat(state.base[r] - base))), add = first(exp2(splat(next.base[r] - base)));
         float* out = state.out + static_cast<std::ptrdiff_t>(r) * value_size;
         const float* more = next.out + static_cast<std::ptrdiff_t>(r) * value_size;
         for (int c = 0; c < value_size; c += kLanes) {

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "simd.hpp"
+#include "elements.hpp"
 
 namespace longhelix::ISA {
 

@@ -1,0 +1,312 @@
+// The numbers that kernels read, and the one inner loop of every product.
+//
+// A *panel* is a matrix of sixteen columns, the lanes; its rows are taken `kStep` at a time as *units* of 32
+// bits: one float32, or two bfloat16 for the instructions that multiply pairs. The other factor of a product has units
+// of the same kind (`Units`), broadcast to all lanes. Stored elements may be narrower than the units that they become.
+//
+//   kRowBytes     bytes of one unit row (16 lanes) as stored
+//   kRowsAtOnce   unit rows that one load brings, which `operand` gives one by one
+//   offset        where the element of (unit row, lane, position in the unit) lies in its panel
+#pragma once
+
+#include "simd.hpp"
+
+namespace longhelix::ISA {
+
+struct FloatUnits {
+    static constexpr int kStep = 1;
+    using Operand = f32x16;
+    INLINE void fma(f32x16& sum, Operand panel, u32 unit) {
+        float value;
+        std::memcpy(&value, &unit, 4);
+        sum = multiply_add(panel, splat(value), sum);
+    }
+    INLINE void from_floats(u32* units, f32x16 values) { store(units, values); }
+};
+
+struct PairUnits {
+    static constexpr int kStep = 2;
+#if defined(__AVX512BF16__)
+    using Operand = __m512bh;
+    INLINE Operand operand(u32x16 raw) { return (__m512bh)raw; }
+    INLINE void fma(f32x16& sum, Operand panel, u32 unit) {
+        sum = (f32x16)_mm512_dpbf16_ps((__m512)sum, panel, (__m512bh)_mm512_set1_epi32(static_cast<int>(unit)));
+    }
+#else
+    struct Operand {
+        f32x16 even, odd;
+    };
+    INLINE Operand operand(u32x16 raw) { return {as<f32x16>(raw << 16), as<f32x16>(raw & 0xffff0000u)}; }
+    INLINE void fma(f32x16& sum, const Operand& panel, u32 unit) {
+        Operand both = operand(u32x16{} + unit);
+        sum = multiply_add(panel.even, both.even, sum);
+        sum = multiply_add(panel.odd, both.odd, sum);
+    }
+#endif
+    INLINE void from_floats(u32* units, f32x16 values) { store_bf16(units, values); }
+};
+
+struct Float32 : FloatUnits {
+    static constexpr int kRowBytes = 64, kRowsAtOnce = 1;
+    static constexpr bool kScaled = false;
+    INLINE f32x16 load_rows(const u8* from) { return load<f32x16>(from); }
+    INLINE Operand operand(f32x16 row, int) { return row; }
+    INLINE std::size_t offset(int row, int lane, int) { return row * 64 + lane * 4; }
+    INLINE void write(u8* to, float value, int) { std::memcpy(to, &value, 4); }
+};
+
+struct Float16 : FloatUnits {
+    static constexpr int kRowBytes = 32, kRowsAtOnce = 1;
+    static constexpr bool kScaled = false;
+    INLINE f32x16 load_rows(const u8* from) { return load_f16(from); }
+    INLINE Operand operand(f32x16 row, int) { return row; }
+    INLINE std::size_t offset(int row, int lane, int) { return row * 32 + lane * 2; }
+    INLINE void write(u8* to, float value, int) {
+        float16 half = static_cast<float16>(value);
+        std::memcpy(to, &half, 2);
+    }
+};
+
+struct BFloat16 : PairUnits {
+    static constexpr int kRowBytes = 64, kRowsAtOnce = 1;
+    static constexpr bool kScaled = false;
+    INLINE u32x16 load_rows(const u8* from) { return load<u32x16>(from); }
+    INLINE Operand operand(u32x16 row, int) { return PairUnits::operand(row); }
+    INLINE std::size_t offset(int row, int lane, int position) { return row * 64 + lane * 4 + position * 2; }
+    INLINE void write(u8* to, float value, int) {
+        std::uint16_t bits = float_to_bf16(value);
+        std::memcpy(to, &bits, 2);
+    }
+};
+
+// Where the byte of (unit row, lane, position) lies: two rows share 64 bytes such that interleaving low and high bytes
+// in 128-bit lanes puts each row in order.
+INLINE std::size_t byte_offset(int row, int lane, int position) {
+    return row / 2 * 64 + lane / 4 * 16 + row % 2 * 8 + lane % 4 * 2 + position;
+}
+
+#if defined(__AVX512BF16__)
+// Codes of up to 7 bits as bfloat16, low and high bytes apart, for look-ups of bytes. Bit 7 of a code is its sign.
+struct Table {
+    alignas(64) u8 low[128];
+    alignas(64) u8 high[128];
+
+    template <typename Value>
+    static constexpr Table of(Value value) {
+        Table table{};
+        for (int code = 0; code < 128; ++code) {
+            u32 bits = __builtin_bit_cast(u32, static_cast<float>(value(code))) >> 16;
+            table.low[code] = static_cast<u8>(bits);
+            table.high[code] = static_cast<u8>(bits >> 8);
+        }
+        return table;
+    }
+};
+
+// 64 bytes of codes, of which each is the low and the high byte of a bfloat16.
+struct Rows2 {
+    __m512i low, high;
+};
+
+template <typename Code>
+INLINE Rows2 decode(u32x16 codes) {
+    static constexpr Table kTable = Table::of(Code::value);
+    __m512i low = _mm512_permutex2var_epi8(load<__m512i>(kTable.low), (__m512i)codes, load<__m512i>(kTable.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(load<__m512i>(kTable.high), (__m512i)codes, load<__m512i>(kTable.high + 64));
+    return {low, _mm512_ternarylogic_epi32(high, (__m512i)codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8)};
+}
+
+template <typename Code>
+INLINE PairUnits::Operand row_of(const Rows2& rows, int row) {
+    return (__m512bh)(row ? _mm512_unpackhi_epi8(rows.low, rows.high) : _mm512_unpacklo_epi8(rows.low, rows.high));
+}
+#else
+// 64 bytes of codes, as the code's own `stored` gives them for `number`.
+struct Rows2 {
+    u32x16 codes;
+};
+
+template <typename Code, typename V>
+INLINE V each_register(V lanes, Code of_register) {
+    if constexpr (is_halves<V>) {
+        return {each_register(lanes.low, of_register), each_register(lanes.high, of_register)};
+    } else {
+        return of_register(lanes);
+    }
+}
+
+template <typename Code>
+INLINE Rows2 decode(u32x16 codes) {
+    return {each_register(codes, [](Words bytes) { return (Words)Code::stored((Bytes)bytes); })};
+}
+
+// The bytes of one unit row at `position`, each in the high byte of its lane.
+INLINE Words lane_bytes(Words codes, int row, int position) {
+#if defined(__AVX2__)
+    int at = row * 8 + position;
+    __m128i four = _mm_setr_epi8(-1, -1, -1, at, -1, -1, -1, at + 2, -1, -1, -1, at + 4, -1, -1, -1, at + 6);
+    return (Words)_mm256_shuffle_epi8((__m256i)codes, _mm256_broadcastsi128_si256(four));
+#else
+    // Two lanes have theirs in each of a row's two words.
+    Words twice = row ? __builtin_shufflevector(codes, codes, 2, 2, 3, 3) : __builtin_shufflevector(codes, codes, 0, 0, 1, 1);
+    return (position ? twice << Words{16, 0, 16, 0} : twice << Words{24, 8, 24, 8}) & 0xff000000u;
+#endif
+}
+
+template <typename Code, typename V>
+INLINE auto numbers(V codes, int row, int position) {
+    if constexpr (is_halves<V>) {
+        return halves(numbers<Code>(codes.low, row, position), numbers<Code>(codes.high, row, position));
+    } else {
+        return Code::number(lane_bytes(codes, row, position));
+    }
+}
+
+template <typename Code>
+INLINE PairUnits::Operand row_of(const Rows2& rows, int row) {
+    return {numbers<Code>(rows.codes, row, 0), numbers<Code>(rows.codes, row, 1)};
+}
+
+INLINE Floats signed_number(Words high_bytes) { return __builtin_convertvector((Ints)high_bytes >> 24, Floats); }
+#endif
+
+// Elements of 8 bits, a sign and the code of a magnitude.
+template <typename Code>
+struct Byte : PairUnits {
+    static constexpr int kRowBytes = 32, kRowsAtOnce = 2;
+    static constexpr bool kScaled = true;
+    static constexpr float kLargest = Code::kLargest;
+
+    INLINE std::size_t offset(int row, int lane, int position) { return byte_offset(row, lane, position); }
+    INLINE Rows2 load_rows(const u8* from) { return decode<Code>(load<u32x16>(from)); }
+    INLINE Operand operand(const Rows2& rows, int row) { return row_of<Code>(rows, row); }
+    INLINE void write(u8* to, float value, int) {
+        u8 sign = value < 0 ? 128 : 0;
+        *to = sign | Code::nearest(sign ? -value : value);
+    }
+};
+
+struct Int8Code {
+    static constexpr float kLargest = 127.0f;
+    static constexpr float value(int code) { return static_cast<float>(code); }
+#if !defined(__AVX512BF16__)
+    // Sign and magnitude to two's complement.
+    INLINE Bytes stored(Bytes codes) {
+        Bytes negative = (Bytes)(codes > 127);
+        return ((codes & 127) ^ negative) - negative;
+    }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
+#endif
+    INLINE u8 nearest(float value) {
+        float rounded = __builtin_rintf(value);
+        return static_cast<u8>(rounded > 127.0f ? 127.0f : rounded);
+    }
+};
+
+// OCP 8-bit floating point, e4m3: bias 7, no infinities, code 127 is NaN.
+struct Float8Code {
+    static constexpr float kLargest = 448.0f;
+    static constexpr float value(int code) {
+        if (code == 127) return __builtin_nanf("");
+        int exponent = code >> 3;
+        float value = static_cast<float>(exponent ? 8 + (code & 7) : code);
+        for (int i = exponent ? exponent : 1; i < 10; ++i) value /= 2;
+        for (int i = exponent; i > 10; --i) value *= 2;
+        return value;
+    }
+#if !defined(__AVX512BF16__)
+    INLINE Bytes stored(Bytes codes) { return codes; }
+    // Exponent and mantissa where float32 has them; its exponents are larger by 120. No pool holds a NaN.
+    INLINE Floats number(Words high_bytes) {
+        return (Floats)((Words)((Ints)high_bytes >> 4) & 0x87ffffffu) * 0x1p120f;
+    }
+#endif
+    INLINE u8 nearest(float value) {
+        if (value < 0.015625f) return static_cast<u8>(__builtin_rintf(value * 512.0f));
+        u32 bits;
+        std::memcpy(&bits, &value, 4);
+        // Adding half of what is dropped, less one where the kept bits are even, rounds to nearest even.
+        u32 code = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+        return static_cast<u8>(code > 126 ? 126 : code);
+    }
+};
+
+using Int8 = Byte<Int8Code>;
+using Float8 = Byte<Float8Code>;
+
+struct Int4Code {
+    static constexpr float value(int code) { return static_cast<float>(code - 8); }
+#if !defined(__AVX512BF16__)
+    INLINE Bytes stored(Bytes codes) { return codes - 8; }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
+#endif
+};
+
+// Elements of 4 bits, -8 to 7. The low nibbles of 64 bytes are two unit rows, the high nibbles the next two.
+struct Int4 : PairUnits {
+    static constexpr int kRowBytes = 16, kRowsAtOnce = 4;
+    static constexpr bool kScaled = true;
+    static constexpr float kLargest = 7.0f;
+
+    struct Rows4 {
+        Rows2 low, high;
+    };
+
+    INLINE std::size_t offset(int row, int lane, int position) {
+        return row / 4 * 64 + byte_offset(row % 2, lane, position);
+    }
+    INLINE Rows4 load_rows(const u8* from) {
+        u32x16 codes = load<u32x16>(from);
+        return {decode<Int4Code>(codes & 0x0f0f0f0fu), decode<Int4Code>((codes >> 4) & 0x0f0f0f0fu)};
+    }
+    INLINE Operand operand(const Rows4& rows, int row) { return row_of<Int4Code>(row < 2 ? rows.low : rows.high, row % 2); }
+    INLINE void write(u8* to, float value, int row) {
+        float rounded = __builtin_rintf(value) + 8.0f;
+        u8 code = static_cast<u8>(rounded < 0.0f ? 0.0f : rounded > 15.0f ? 15.0f : rounded);
+        *to = row % 4 >= 2 ? static_cast<u8>((*to & 0x0f) | code << 4) : static_cast<u8>((*to & 0xf0) | code);
+    }
+};
+
+// sums[r][v] += rows r of `units` (`stride` apart) times panel v, over `depth` unit rows. While it reads the panels it
+// asks the memory for what will be read next, as many lines: `ahead[0]` and what follows in the first half of the rows,
+// `ahead[1]` in the second. One line after the other: the memory answers 8 streams side by side a quarter slower.
+template <typename E, int R, int V, bool Ahead>
+INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t stride, const u8* const (&panels)[V],
+                       int depth, const u8* const (&ahead)[2]) {
+    if constexpr (V > 1 && R * V * kLanes / kRegisterLanes > kRegisters * 3 / 4) {
+        // Too many sums for the registers: a panel after the other.
+        for (int v = 0; v < V; ++v) {
+            f32x16 own[R][1];
+            const u8* panel[1] = {panels[v]};
+            for (int r = 0; r < R; ++r) own[r][0] = sums[r][v];
+            accumulate<E, R, 1, Ahead>(own, units, stride, panel, depth, ahead);
+            for (int r = 0; r < R; ++r) sums[r][v] = own[r][0];
+        }
+        return;
+    }
+    const u8* next = ahead[0];
+    for (int row = 0; row < depth; row += E::kRowsAtOnce) {
+        if (Ahead && row == depth / 2) next = ahead[1];
+        decltype(E::load_rows(next)) loaded[V];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            loaded[v] = E::load_rows(panels[v] + row * E::kRowBytes);
+            if constexpr (Ahead) __builtin_prefetch(next + v * (E::kRowsAtOnce * E::kRowBytes), 0, 3);
+        }
+        if constexpr (Ahead) next += V * E::kRowsAtOnce * E::kRowBytes;
+#pragma GCC unroll 4
+        for (int i = 0; i < E::kRowsAtOnce; ++i) {
+            typename E::Operand operands[V];
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) operands[v] = E::operand(loaded[v], i);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                u32 unit = units[r * stride + row + i];
+#pragma GCC unroll 16
+                for (int v = 0; v < V; ++v) E::fma(sums[r][v], operands[v], unit);
+            }
+        }
+    }
+}
+
+}  // namespace longhelix::ISA
