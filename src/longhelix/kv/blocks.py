@@ -1,6 +1,7 @@
-"""KV blocks: ids on each KVP rank, reserved at admission, handed out as a request grows."""
+"""KV blocks: ids on each KVP rank, reserved at admission, handed out as a request grows, shared once filled."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,12 +27,18 @@ class BlockAllocator:
 
     What a request gives back stays one run, in its order, and is handed out first: blocks that follow each other in a
     sequence mostly lie so in memory, and memory that nobody has used yet is left for last.
+
+    A block that is handed out has one holder. It may get more, and is free when the last of them has released it. Only
+    what is shared or has a content hash takes memory of its own here.
     """
 
     num_blocks: int
     reserved: int = 0
     _num_free: int = field(init=False)
     _runs: list[_Run] = field(init=False)
+    _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
+    _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
+    _blocks: dict[bytes, int] = field(default_factory=dict, init=False)  # by hash
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks
@@ -59,8 +66,29 @@ class BlockAllocator:
             self._runs.pop()
         return block_id
 
+    def share(self, ids: Iterable[int]) -> None:
+        """Add a holder to blocks that have one, who promises to `release` each of them once."""
+        for block_id in ids:
+            self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
+
+    def set_hash(self, block_id: int, content_hash: bytes) -> None:
+        """Let a full block that somebody holds be found by its content until it is free. Of blocks with the same
+        content the first stays the one that is found."""
+        assert self._hashes.get(block_id, content_hash) == content_hash
+        if self._blocks.setdefault(content_hash, block_id) == block_id:
+            self._hashes[block_id] = content_hash
+
+    def find(self, content_hash: bytes) -> int | None:
+        """The block of that content, which its holders may release: `share` it first."""
+        return self._blocks.get(content_hash)
+
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
-        """Take back a request's blocks, which become this pool's, and what it was promised but never used."""
+        """Take back the different blocks of one holder, and what it was promised but never used. The blocks that nobody
+        else holds are free; `ids` becomes this pool's."""
+        if self._more_holders:
+            ids = self._unshared(ids)
+        if self._hashes:
+            self._forget_hashes(ids)
         if ids:
             self._forget_taken()
             self._runs.append(_Run(ids))
@@ -68,6 +96,19 @@ class BlockAllocator:
         self.reserved -= unused_reservation
         assert self.reserved >= 0
         assert self._num_free <= self.num_blocks
+
+    def _unshared(self, ids: "array[int]") -> "array[int]":
+        """Of `ids` those with one holder, in their order; the others have one less."""
+        shared = self._more_holders.keys() & ids
+        for block_id in shared:
+            self._more_holders[block_id] -= 1
+            if not self._more_holders[block_id]:
+                del self._more_holders[block_id]
+        return array("q", [block_id for block_id in ids if block_id not in shared]) if shared else ids
+
+    def _forget_hashes(self, ids: "array[int]") -> None:
+        for block_id in self._hashes.keys() & ids:
+            del self._blocks[self._hashes.pop(block_id)]
 
     def _forget_taken(self) -> None:
         """Before another run lies above it: a run keeps no more ids that are gone than ids that are free."""

@@ -5,6 +5,7 @@ over a set of keys may be split over any partition of that set (docs/attention.m
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 from longhelix.errors import UserError
@@ -16,13 +17,21 @@ class Placement(Protocol):
     spread: they go to all ranks at once, so that all take part in the request from its first row on.
     """
 
-    spread: ClassVar[bool]
+    @property
+    def spread(self) -> bool: ...
+
+    @property
+    def kvp(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int: ...
 
     @property
     def start(self) -> int: ...
 
     def next_owner(self, last: int, count: int) -> int:
-        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one."""
+        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one. It depends on `last`
+        as on `start` for the first block: with another one, all that follow are turned by as many ranks."""
         ...
 
     def owner(self, position: int) -> int:
@@ -111,13 +120,70 @@ class Local:
     start: int = 0
 
     def next_owner(self, last: int, count: int) -> int:
-        return self.start
+        return last if count else self.start
 
     def owner(self, position: int) -> int:
         return self.start
 
     def local_length(self, rank: int, length: int) -> int:
         return length if rank == self.start else 0
+
+
+@dataclass(frozen=True)
+class Continued:
+    """`policy`, going on after blocks that are there already: their `owners`, at least one, in position order.
+
+    Another request may have placed them, by another policy or from another rank on.
+    """
+
+    policy: Placement
+    owners: tuple[int, ...]
+
+    @property
+    def spread(self) -> bool:
+        return self.policy.spread
+
+    @property
+    def kvp(self) -> int:
+        return self.policy.kvp
+
+    @property
+    def block_tokens(self) -> int:
+        return self.policy.block_tokens
+
+    @property
+    def start(self) -> int:
+        return self.owners[0]
+
+    @property
+    def tokens(self) -> int:
+        """Those that the blocks with `owners` hold when all of them are full."""
+        return len(self.owners) * self.block_tokens
+
+    def follows(self, placement: Placement) -> bool:
+        """Whether `placement` would have put the blocks where they are."""
+        return all(placement.owner(index * self.block_tokens) == owner for index, owner in enumerate(self.owners))
+
+    @cached_property
+    def _turn(self) -> int:
+        """By how many ranks the policy goes on after the last owner from where it would without these blocks."""
+        return self.policy.next_owner(self.owners[-1], len(self.owners)) - self.policy.owner(self.tokens)
+
+    def next_owner(self, last: int, count: int) -> int:
+        return self.owners[count] if count < len(self.owners) else self.policy.next_owner(last, count)
+
+    def owner(self, position: int) -> int:
+        if position < self.tokens:
+            return self.owners[position // self.block_tokens]
+        return (self.policy.owner(position) + self._turn) % self.kvp
+
+    def local_length(self, rank: int, length: int) -> int:
+        if length < self.tokens:
+            blocks, rest = divmod(length, self.block_tokens)
+            return self.owners[:blocks].count(rank) * self.block_tokens + rest * (self.owners[blocks] == rank)
+        turned = (rank - self._turn) % self.kvp
+        added = self.policy.local_length(turned, length) - self.policy.local_length(turned, self.tokens)
+        return self.owners.count(rank) * self.block_tokens + added
 
 
 PLACEMENTS = ("striped", "growing", "local")

@@ -1,5 +1,6 @@
 import itertools
 from array import array
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -14,7 +15,7 @@ NUM_BLOCKS = 12
 
 
 class Allocation(RuleBasedStateMachine):
-    """Requests that reserve, grow and leave; a plain set of ids is the model."""
+    """Requests that reserve, grow, begin with others' blocks, name them and leave; plain lists are the model."""
 
     requests = Bundle("requests")
 
@@ -23,16 +24,36 @@ class Allocation(RuleBasedStateMachine):
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.held: dict[int, array[int]] = {}
         self.promised: dict[int, int] = {}
+        self.found: dict[bytes, int] = {}
         self.ids = itertools.count()
 
     @precondition(lambda self: self.allocator.available)
     @rule(target=requests, data=st.data())
     def reserve(self, data):
+        return self.begin(array("q"), data)
+
+    @rule(target=requests, source=requests, data=st.data())
+    def fork(self, source, data):
+        """A request that begins with blocks of another one, which may have them from a third."""
+        ids = self.held[source]
+        shared = data.draw(st.lists(st.sampled_from(ids), unique=True)) if ids else []
+        self.allocator.share(shared)
+        return self.begin(array("q", shared), data)
+
+    def begin(self, ids, data):
         count = data.draw(st.integers(0, self.allocator.available))
         request = next(self.ids)
         self.allocator.reserve(count)
-        self.held[request], self.promised[request] = array("q"), count
+        self.held[request], self.promised[request] = ids, count
         return request
+
+    @rule(request=requests, content=st.sampled_from([b"a", b"b", b"c"]), data=st.data())
+    def set_hash(self, request, content, data):
+        unnamed = [block for block in self.held[request] if block not in self.found.values()]
+        if unnamed:
+            block = data.draw(st.sampled_from(unnamed))
+            self.allocator.set_hash(block, content)
+            self.found.setdefault(content, block)
 
     @rule(request=requests)
     def take(self, request):
@@ -46,10 +67,26 @@ class Allocation(RuleBasedStateMachine):
     @rule(request=consumes(requests))
     def release(self, request):
         self.allocator.release(self.held.pop(request), self.promised.pop(request))
+        held = self.held_blocks()
+        self.found = {content: block for content, block in self.found.items() if block in held}
+
+    def held_blocks(self):
+        return {block for ids in self.held.values() for block in ids}
+
+    @invariant()
+    def held_blocks_are_found_by_their_content(self):
+        for content in (b"a", b"b", b"c"):
+            assert self.allocator.find(content) == self.found.get(content)
+
+    @invariant()
+    def nothing_is_kept_of_blocks_without_a_second_holder_or_a_hash(self):
+        count = Counter(block for ids in self.held.values() for block in ids)
+        assert self.allocator._more_holders == {block: held - 1 for block, held in count.items() if held > 1}
+        assert sorted(self.allocator._hashes) == sorted(self.found.values())
 
     @invariant()
     def counts_add_up(self):
-        held = sum(len(ids) for ids in self.held.values())
+        held = len(self.held_blocks())
         promised = sum(self.promised.values())
         assert self.allocator.reserved == promised
         assert self.allocator.available == NUM_BLOCKS - held - promised
@@ -112,3 +149,60 @@ def test_what_came_back_is_handed_out_first_and_in_its_order():
     allocator.release(first, 0)
     allocator.reserve(3)
     assert [allocator.take_reserved() for _ in range(4)] == [0, 1, 2, 6]
+
+
+def taken(allocator, count):
+    allocator.reserve(count)
+    return array("q", [allocator.take_reserved() for _ in range(count)])
+
+
+def test_a_shared_block_is_free_when_its_last_holder_has_released_it():
+    allocator = BlockAllocator(6)
+    ids = taken(allocator, 4)
+    allocator.share(ids[:2])
+    allocator.share(ids[:1])
+    allocator.release(ids, 0)
+    assert allocator.available == 4
+    allocator.release(array("q", [1]), 0)
+    allocator.release(array("q", [0]), 0)
+    assert allocator.available == 5
+    allocator.release(array("q", [0]), 0)
+    assert allocator.available == 6
+
+
+def test_what_nobody_else_holds_comes_back_in_its_order():
+    allocator = BlockAllocator(8)
+    ids = taken(allocator, 6)
+    allocator.share([1, 4])
+    allocator.release(ids, 0)
+    assert list(taken(allocator, 6)) == [0, 2, 3, 5, 6, 7]
+
+
+def test_a_run_that_nobody_shares_is_kept_as_it_is():
+    allocator = BlockAllocator(8)
+    shared, ids = taken(allocator, 2), taken(allocator, 4)
+    allocator.share(shared)
+    allocator.set_hash(0, b"content")
+    allocator.release(ids, 0)
+    assert allocator._runs[-1].ids is ids
+
+
+def test_of_two_blocks_with_the_same_content_the_first_is_found():
+    allocator = BlockAllocator(4)
+    first, second = taken(allocator, 1), taken(allocator, 1)
+    allocator.set_hash(first[0], b"content")
+    allocator.set_hash(first[0], b"content")
+    allocator.set_hash(second[0], b"content")
+    assert allocator.find(b"content") == first[0]
+    allocator.release(second, 0)
+    assert allocator.find(b"content") == first[0]
+    allocator.release(first, 0)
+    assert allocator.find(b"content") is None
+
+
+def test_the_content_of_a_block_does_not_change():
+    allocator = BlockAllocator(4)
+    taken(allocator, 1)
+    allocator.set_hash(0, b"content")
+    with pytest.raises(AssertionError):
+        allocator.set_hash(0, b"other")
