@@ -66,6 +66,9 @@ class ThreadGroup:
         assert [piece.numel() for piece in pieces] == receive_sizes
         return lambda: torch.cat(pieces)
 
+    def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+        return self.start_all_to_all(send, send_sizes, receive_sizes)()
+
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         return residual + sum(part.double() for part in self._share(values)).to(values.dtype)
 

@@ -100,6 +100,13 @@ class KVLayer:
         sizes = (format.num_kv_heads, num_blocks, tiles, format.key_size, format.value_size, format.shared_values)
         return native.module.Pool(self.values.data_ptr(), number, *sizes)
 
+    @property
+    def by_block(self) -> tuple[Tensor, ...]:
+        """All of the layer as bytes, uint8 views of which the first dim counts KV blocks."""
+        if self.format.packed:
+            return (self.values.movedim(1, 0),)
+        return tuple(values.view(torch.uint8) for values in (self.values, self.scales) if values is not None)
+
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """k_PDkC, v_PDkC as views of an unquantised pool in rows."""
         if self.format.packed or self.scales is not None:

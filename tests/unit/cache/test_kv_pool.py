@@ -10,7 +10,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, native
+from longhelix.kernels import KVFormat, native, partial_attention, write_kv
 from longhelix.layout import Layout
 from longhelix.machine import host
 from longhelix.runner.rank import new_pool
@@ -161,3 +161,109 @@ def test_memory_that_went_to_others_meanwhile_is_refused_in_words(config, monkey
     with pytest.raises(UserError, match=words) as refused:
         new_pool(config, 0, config.scheduler.num_blocks)
     assert refused.value.code == "out_of_memory"
+
+
+ROWS = [(dtype, shared, False) for dtype in TORCH_DTYPES for shared in (False, True)]
+PACKED = [
+    pytest.param(dtype, shared, True, marks=needs_native)
+    for dtype in BITS
+    for shared in (False, True)
+    if not (shared and dtype in NARROW)
+]
+formats = pytest.mark.parametrize(("dtype", "shared_values", "packed"), [*ROWS, *PACKED])
+
+
+def pool_of_random_bytes(dtype, shared_values, packed, kv_heads=3, num_blocks=6):
+    sizes = (48, 48) if packed else (5, 3 if shared_values else 5)  # rows may be of an odd number of bytes
+    pool = KVPool(KVFormat(dtype, 16, kv_heads, *sizes, packed, shared_values), 2, num_blocks, CPU)
+    for layer in pool.layers:
+        for values in (layer.values, layer.scales):
+            if values is not None:
+                values.view(torch.uint8).random_(0, 256)
+    return pool
+
+
+def contents(pool):
+    """The bytes of each KV block, by layer and tensor."""
+    found = [[] for _ in range(pool.num_blocks)]
+    for layer in pool.layers:
+        for values in (layer.values, layer.scales):
+            if values is not None:
+                for block, of_block in enumerate(values.view(torch.uint8).unbind(1 if pool.format.packed else 0)):
+                    found[block].append(of_block.flatten().tolist())
+    return found
+
+
+@formats
+def test_views_by_block_are_all_of_a_layer_and_no_copies(dtype, shared_values, packed):
+    pool = pool_of_random_bytes(dtype, shared_values, packed)
+    for layer in pool.layers:
+        assert [bytes_PX.shape[0] for bytes_PX in layer.by_block] == [6] * (1 + (layer.scales is not None))
+        assert {bytes_PX.dtype for bytes_PX in layer.by_block} == {torch.uint8}
+        assert sum(bytes_PX[0].numel() for bytes_PX in layer.by_block) == pool.format.block_bytes
+    before = contents(pool)
+    for layer in pool.layers:
+        for bytes_PX in layer.by_block:
+            bytes_PX[3] = 7
+    after = contents(pool)
+    assert after[:3] + after[4:] == before[:3] + before[4:]
+    assert {byte for of_tensor in after[3] for byte in of_tensor} == {7}
+
+
+@formats
+def test_a_block_is_copied_in_all_layers_and_no_other_changes(dtype, shared_values, packed):
+    pool = pool_of_random_bytes(dtype, shared_values, packed)
+    before = contents(pool)
+    assert before[4] != before[1]
+    pool.copy(4, 1)
+    assert contents(pool) == [before[0], before[4], *before[2:]]
+
+
+@formats
+def test_what_one_pool_reads_another_writes(dtype, shared_values, packed):
+    """Of as many blocks or not."""
+    source, target = (pool_of_random_bytes(dtype, shared_values, packed, num_blocks=number) for number in (6, 4))
+    before, given = contents(target), contents(source)
+    bytes_X = source.read([5, 0])
+    assert bytes_X.shape == (2 * source.block_bytes,)
+    assert source.block_bytes == 2 * source.format.block_bytes
+    target.write([1, 3], bytes_X)
+    assert contents(target) == [before[0], given[5], before[2], given[0]]
+    assert contents(source) == given
+
+
+@formats
+def test_no_blocks_have_no_bytes(dtype, shared_values, packed):
+    pool = pool_of_random_bytes(dtype, shared_values, packed)
+    before = contents(pool)
+    pool.write([], pool.read([]))
+    assert contents(pool) == before
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_blocks_without_heads_have_no_bytes(dtype):
+    pool = pool_of_random_bytes(dtype, shared_values=False, packed=False, kv_heads=0)
+    bytes_X = pool.read([1, 2])
+    assert bytes_X.numel() == 0
+    pool.write([3, 4], bytes_X)
+    pool.copy(0, 1)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", BITS)
+def test_attention_over_copied_blocks_gives_the_same_bits(dtype):
+    """Written by the kernels, copied within a pool and to another one, read by the kernels."""
+    pools = [KVPool(KVFormat(dtype, 16, 2, 32, 32, packed=True), 1, 8, CPU) for _ in range(2)]
+    k_TkC, v_TkC, q_TqC = torch.randn(40, 2, 32), torch.randn(40, 2, 32), torch.randn(1, 4, 32)
+    write_kv(k_TkC, v_TkC, pools[0].layers[0], torch.arange(40))
+    for source, target in ((0, 7), (1, 4), (2, 5)):
+        pools[0].copy(source, target)
+    pools[1].write([3, 1, 6], pools[0].read([7, 4, 5]))
+
+    def attend(pool, blocks):
+        tables = (torch.tensor(blocks), torch.tensor([[0, 3]]), torch.tensor([0, 1]), torch.tensor([40]))
+        return partial_attention(q_TqC, pool.layers[0], *tables, 32**-0.5, 1, 48)
+
+    expected = attend(pools[0], [0, 1, 2])
+    for found in (attend(pools[0], [7, 4, 5]), attend(pools[1], [3, 1, 6])):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

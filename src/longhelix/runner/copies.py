@@ -1,0 +1,37 @@
+"""Copies of KV blocks, within a rank and between the ranks of a KVP group."""
+
+from collections.abc import Sequence
+
+from longhelix.cache.pool import KVPool
+from longhelix.kv.blocks import Block
+from longhelix.parallel.collectives import Group
+
+
+def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: Group) -> None:
+    """Copy KV blocks, (source, target) each, in all layers. Every rank of the KVP group gets the same `copies`.
+
+    What goes from rank to rank goes in one all-to-all, in which all ranks take part where there is any. No block is
+    both source and target, or a target twice.
+    """
+    own = group.index
+    for source, target in copies:
+        if source.owner == target.owner == own:
+            pool.copy(source.id, target.id)
+    between = [(source, target) for source, target in copies if source.owner != target.owner]
+    if not between:
+        return
+    # By the other rank, and then in the order of `copies`: the same at both ends.
+    sent = [
+        [source.id for source, target in between if (source.owner, target.owner) == (own, rank)]
+        for rank in range(group.size)
+    ]
+    received = [
+        [target.id for source, target in between if (source.owner, target.owner) == (rank, own)]
+        for rank in range(group.size)
+    ]
+    bytes_X = group.all_to_all(
+        pool.read([block for blocks in sent for block in blocks]),
+        send_sizes=[len(blocks) * pool.block_bytes for blocks in sent],
+        receive_sizes=[len(blocks) * pool.block_bytes for blocks in received],
+    )
+    pool.write([block for blocks in received for block in blocks], bytes_X)
