@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
 from longhelix.values import flag, items, real, text, whole
@@ -159,12 +161,15 @@ class Cost(Protocol):
     def seconds(self, work: Work) -> float: ...
 
 
-@dataclass(frozen=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
 
     blocks_per_rank: the KV blocks that each KVP rank may ever hold of it. spread: every KVP rank takes part in its
     attention from the first row on; otherwise those that hold KV of it.
+    cached_tokens: its first ones, whose KV is there when the step's layers run, in `cached_blocks`, in position order;
+    its chunks bring the rest of the prompt. It only writes to the last of these blocks, and only if that is not full.
+    seen_token_ids: the different ones among the cached tokens, where a repetition penalty asks for them; int32 in this
+    machine's byte order.
     """
 
     id: int
@@ -173,6 +178,9 @@ class NewSequence:
     capacity_tokens: int
     blocks_per_rank: tuple[int, ...]
     spread: bool
+    cached_tokens: int = 0
+    cached_blocks: tuple[Block, ...] = ()
+    seen_token_ids: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -192,13 +200,14 @@ class Chunk:
         return len(self.token_ids) // TOKEN_BYTES
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One iteration of the engine over a mixed batch: a row for each sequence that decodes, then prefill chunks.
 
     Which sequences decode is said by changes alone. Each has a row, after which is sampled, in every step from the one
     that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
     KV blocks that their new rows need.
+    copies: KV blocks to copy, (source, target) each, all layers, before anything else is computed: from sources that
+    earlier steps have filled to targets that nobody reads yet, so that none is both, or a target twice.
     most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
     work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
     for each other forever if they disagreed.
@@ -213,6 +222,7 @@ class Step:
     ended: tuple[int, ...] = ()
     most_tokens: int = 0
     work: Work = NO_WORK
+    copies: tuple[tuple[Block, Block], ...] = ()
 
 
 @dataclass(frozen=True)

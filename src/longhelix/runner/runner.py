@@ -1,7 +1,6 @@
 """The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, compress, islice
 from typing import NamedTuple
 
@@ -9,44 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longhelix.cache.block_arena import BlockArena, Extent
+from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.kernels.flashinfer import Planner
-from longhelix.kv.blocks import Block
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Chunk, NewSequence, SampledToken, SamplingParams, Step, StepResult
+from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner import sampler
+from longhelix.runner.copies import copy_blocks
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
+from longhelix.runner.sequence_state import SequenceState
 from longhelix.spec import ModelSpec
-
-
-@dataclass
-class SequenceState:
-    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here.
-
-    seen_V: which tokens it has, where a repetition penalty asks for them.
-    """
-
-    new: NewSequence
-    frequencies_R: Tensor
-    extent: Extent
-    seen_V: Tensor | None = None
-    last_token: int = 0  # that was sampled, on every rank
-    length: int = 0
-    local_length: int = 0
-    last_owner: int = -1  # of the last KV block
-    holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
-
-    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
-        if blocks:
-            self.last_owner = blocks[-1].owner
-        self.holders.update(block.owner for block in blocks)
-        arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
 
 
 class _Rows(NamedTuple):
@@ -87,10 +63,12 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step; every rank knows the sampled tokens then, the stage's first one returns them."""
-        kvp = self.mesh.kvp
-        traffic_before, sent_before, waited_before_s = self.mesh.traffic, kvp.exchanged_bytes, kvp.waited_s
+        kvp, traffic_before = self.mesh.kvp, self.mesh.traffic
         self._step_id = step.id
         self.admit(step)
+        if step.copies:
+            copy_blocks(step.copies, self.pool, kvp)
+        sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
         sampled = self.sample(step, self.forward(step)) if num_rows else ()
         self._step_id = 0
@@ -119,16 +97,19 @@ class ModelRunner:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
             extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
-            seq = SequenceState(new, frequencies_R, extent, self._no_token_seen(new.sampling))
+            seq = SequenceState(new, frequencies_R, extent, self._seen(new))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
+            seq.begin(self.kvp_rank, self.block_tokens, self.arena)
             self.sequences[new.id] = seq
         for sequence_id in step.joining:
             self.decoding[sequence_id] = self.sequences[sequence_id]
 
-    def _no_token_seen(self, sampling: SamplingParams) -> Tensor | None:
-        if sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
+    def _seen(self, new: NewSequence) -> Tensor | None:
+        if new.sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
             return None
-        return torch.zeros(self.spec.vocab_size, dtype=torch.bool, device=self.device)
+        seen_V = torch.zeros(self.spec.vocab_size, dtype=torch.bool, device=self.device)
+        seen_V[_token_ids(new.seen_token_ids)] = True
+        return seen_V
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -271,10 +252,14 @@ def _last_tokens(decodes: list[SequenceState]) -> list[int]:
 
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
     """The tokens of a chunk, from here on seen."""
-    ids = np.frombuffer(chunk.token_ids, np.int32).astype(np.int64)
+    ids = _token_ids(chunk.token_ids)
     if seq.seen_V is not None:
         seq.seen_V[torch.from_numpy(ids)] = True
     return ids
+
+
+def _token_ids(message: bytes) -> np.ndarray:
+    return np.frombuffer(message, np.int32).astype(np.int64)
 
 
 def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:

@@ -5,19 +5,20 @@ the next step, because workers keep their own copy of every sequence; so several
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, BlockAllocator
-from longhelix.kv.placement import Placement
+from longhelix.kv.placement import Continued, Local, Placement
 from longhelix.request import Chunk, NewSequence, Request, SampledToken, Step, StepResult, Work
 from longhelix.scheduler.chunk_rule import ChunkRule, FixedChunks
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.policy import FirstComeFirstServed, Policy
+from longhelix.scheduler.prefix import NO_PREFIX, Prefix, Prefixes
 from longhelix.scheduler.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -41,7 +42,8 @@ class Scheduler:
     """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
 
     policy: who goes next. chunk_rule: how many prompt tokens (default: `config.chunk_tokens`). cut: in how many parts a
-    step attends; None where its exchange would not travel while ranks compute.
+    step attends; None where its exchange would not travel while ranks compute. prefixes: what requests need not compute
+    (default: they compute everything).
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Scheduler:
         policy: Policy | None = None,
         chunk_rule: ChunkRule | None = None,
         cut: Cut | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.config = config
         self._policy = FirstComeFirstServed() if policy is None else policy
         self._chunk_rule = FixedChunks(config.chunk_tokens) if chunk_rule is None else chunk_rule
         self._cut = cut
+        self._prefixes = prefixes
         self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # cancelled anywhere at the cost of one
         self._running: dict[int, Sequence] = {}
@@ -64,6 +68,7 @@ class Scheduler:
         self._joining: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._ended: list[int] = []
+        self._copies: list[tuple[Block, Block]] = []
         self._next_step_id = 0
 
     @property
@@ -114,10 +119,11 @@ class Scheduler:
         if chunks:
             most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
         ended, leaving = tuple(self._ended), tuple(seq.id for seq in self._leaving if seq.id in self._running)
-        self._ended, self._leaving = [], []
+        copies = tuple(self._copies)
+        self._ended, self._leaving, self._copies = [], [], []
         self._next_step_id += 1
         most_tokens = most_blocks * self.config.block_tokens
-        return Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work)
+        return Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work, copies)
 
     def _join(self) -> tuple[int, ...]:
         """Those whose prompts were done with the last step decode from this one on."""
@@ -196,14 +202,16 @@ class Scheduler:
         new = []
         while self._waiting and len(self._running) < self.config.max_running:
             request = self._policy.first(self._waiting, now_s)
-            placement = self._place(request, self._start(request))
-            needed = self._blocks_needed(request, placement)
-            if any(count > allocator.available for count, allocator in zip(needed, self._allocators, strict=True)):
+            placement, prefix = self._begin(request)
+            needed, full_blocks = self._blocks_needed(request, placement), prefix.full_blocks(self.config.block_tokens)
+            shared = Counter(block.owner for block in full_blocks)
+            reserved = [count - shared[rank] for rank, count in enumerate(needed)]
+            if any(count > allocator.available for count, allocator in zip(reserved, self._allocators, strict=True)):
                 break
-            for count, allocator in zip(needed, self._allocators, strict=True):
+            for count, allocator in zip(reserved, self._allocators, strict=True):
                 allocator.reserve(count)
             del self._waiting[request.id]
-            seq = Sequence(request, placement, needed, [array("q") for _ in needed])
+            seq = Sequence(request, placement, reserved, [array("q") for _ in needed])
             self._running[request.id] = self._prompts[request.id] = seq
             new.append(
                 NewSequence(
@@ -213,9 +221,46 @@ class Scheduler:
                     request.capacity_tokens,
                     tuple(needed),
                     placement.spread,
+                    prefix.num_tokens,
+                    self._take_over(prefix, seq) if prefix.blocks else (),
+                    prefix.seen_token_ids(request),
                 )
             )
         return tuple(new)
+
+    def _begin(self, request: Request) -> tuple[Placement, Prefix]:
+        """A request's placement and what it begins with: nothing where a rank would then have to hold more than any may
+        need to, or where its bits would depend on who has computed it."""
+        placement = self._place(request, self._start(request))
+        if self._prefixes is None:
+            return placement, NO_PREFIX
+        block_tokens = self.config.block_tokens
+        # One token is left, because its logits are wanted.
+        prefix = self._prefixes.find(request).cut(len(request.prompt_token_ids) - 1, block_tokens)
+        if not prefix.blocks:
+            return placement, NO_PREFIX
+        continued = Continued(placement, tuple(block.owner for block in prefix.blocks))
+        most_blocks = min(self.config.num_blocks, -(-self.config.longest_local_tokens // block_tokens))
+        if max(self._blocks_needed(request, continued)) > most_blocks:
+            return placement, NO_PREFIX
+        # Merges add up in the order of the ranks, and only what is local may be anywhere.
+        alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
+        if self.config.batch_invariant and not continued.follows(alone):
+            return placement, NO_PREFIX
+        return continued, prefix
+
+    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[Block, ...]:
+        """Begin a sequence with the KV blocks of its prefix: full ones are shared, one that is not is copied."""
+        full_blocks = prefix.full_blocks(self.config.block_tokens)
+        for block in full_blocks:
+            seq.block_ids[block.owner].append(block.id)
+        for allocator, block_ids in zip(self._allocators, seq.block_ids, strict=True):
+            allocator.share(block_ids)
+        seq.length, seq.num_blocks, seq.most_blocks = prefix.num_tokens, len(full_blocks), max(map(len, seq.block_ids))
+        seq.last_owner = full_blocks[-1].owner if full_blocks else 0
+        copied = self._take_blocks(seq)
+        self._copies += zip(prefix.blocks[len(full_blocks) :], copied, strict=True)
+        return full_blocks + copied
 
     def _take_blocks(self, seq: Sequence) -> tuple[Block, ...]:
         """The KV blocks that its length newly needs."""

@@ -13,15 +13,18 @@ import torch
 from longhelix.cache.pool import KVPool
 from longhelix.kernels import KVFormat
 from longhelix.kv import splits
+from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, Step
+from longhelix.runner import runner as runner_module
 from longhelix.runner import sampler
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
 
@@ -235,3 +238,90 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
         step = Step(3, most_tokens=tokens)
         lines.add(lines_of(lambda runner=runner, step=step: runner._batch(step)))
     assert len(lines) == 1
+
+
+class Beginning:
+    """The first tokens of request 0 for all requests after it."""
+
+    def __init__(self, runner, num_tokens):
+        self.runner, self.num_tokens, self.blocks = runner, num_tokens, []
+
+    def find(self, request):
+        count = -(-self.num_tokens // 16) if request.id else 0
+        return Prefix(self.num_tokens, tuple(self.blocks[:count])) if count else NO_PREFIX
+
+
+def run_forked(kvp, num_tokens, donor, fork, placement="striped"):
+    """The runners of all ranks, in the middle of both requests, and the steps that they ran."""
+    runners = [make_runner(kvp=kvp, rank=rank) for rank in range(kvp)]
+    beginning = Beginning(runners[0], num_tokens)
+    config = SchedulerConfig(kvp, 64, 512, chunk_tokens=512, placement=placement, growth_limit_tokens=32)
+    scheduler, steps = Scheduler(config, prefixes=beginning), []
+    for request in (donor, fork):
+        scheduler.add(request)
+        steps.append(scheduler.schedule(0.0))
+        beginning.blocks += (block for chunk in steps[-1].chunks for block in chunk.new_blocks)
+        results = [runner.execute(steps[-1]) for runner in runners]
+        scheduler.complete(results[0])
+    return runners, steps
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 80, 95, 99])
+@pytest.mark.parametrize("placement", ["striped", "growing", "local"])
+def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens):
+    """On each rank with those of its own blocks, after which it writes, and all its rows see them."""
+    runners, steps = run_forked(3, num_tokens, make_request(0, 100), make_request(1, 130), placement)
+    (new,), (chunk,) = steps[1].new, (chunk for chunk in steps[1].chunks if chunk.id == 1)
+    assert (new.cached_tokens, chunk.num_tokens) == (num_tokens, 130 - num_tokens)
+    blocks = [*new.cached_blocks, *chunk.new_blocks]
+    by_position = [blocks[position // 16] for position in range(130)]
+    for rank, runner in enumerate(runners):
+        seq, mine = runner.sequences[1], [block.owner == rank for block in by_position]
+        assert (seq.length, seq.local_length) == (130, sum(mine))
+        assert runner.arena.ids(seq.extent).tolist() == [block.id for block in blocks if block.owner == rank]
+        owners = range(3) if new.spread else {block.owner for block in blocks}
+        assert seq.holders == set(owners)
+        if rank not in owners:
+            continue
+        batch = runner.model.batches[-1]
+        rows = slice(-chunk.num_tokens, None)  # the donor's row comes first
+        assert batch.limits_t[rows].tolist() == np.cumsum(mine)[num_tokens:].tolist()
+        slots = [
+            block.id * 16 + position % 16 if block.owner == rank else -1 for position, block in enumerate(by_position)
+        ]
+        assert batch.slots_t[rows].tolist() == slots[num_tokens:]
+
+
+def test_the_penalty_sees_tokens_that_are_cached():
+    donor, fork = make_request(0, 40), make_request(1, 41, repetition_penalty=1.7)
+    (runner,), _ = run_forked(1, 40, donor, fork)
+    seen_V = torch.zeros(VOCAB, dtype=torch.bool)
+    seen_V[list(fork.prompt_token_ids)] = True
+    assert runner.sequences[1].seen_V.equal(seen_V)
+    assert seen_V.all()
+
+
+def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypatch):
+    """What the exchange's counters say is of the exchange; the fingerprint is of all collectives."""
+    order = []
+    runner = make_runner()
+    group, layers = runner.mesh.kvp, runner.layers
+
+    def copy(copies, pool, group):
+        order.append(copies)
+        group.count(Traffic(1, 5, 1000))
+
+    monkeypatch.setattr(runner_module, "copy_blocks", copy)
+    monkeypatch.setattr(runner, "layers", lambda *inputs: order.append("layers") or layers(*inputs))
+    scheduler = Scheduler(SchedulerConfig(1, 64, 512))
+    scheduler.add(make_request(0, 20))
+    copies = ((Block(0, 7), Block(0, 9)),)
+    result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), copies=copies))
+    assert order == [copies, "layers"]
+    assert result.exchanged_bytes == 0
+    assert result.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0
+    assert group.exchanged_bytes == 1000
+    order.clear()
+    scheduler.complete(result)
+    runner.execute(scheduler.schedule(0.0))
+    assert order == ["layers"]

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
-from longhelix.kv.placement import PLACEMENTS, Placement
+from longhelix.kv.placement import PLACEMENTS, Continued, Placement
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.prefix import Prefixes
 from longhelix.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.unit
@@ -67,6 +68,7 @@ class FakeRunner:
         self.replicas: dict[int, Replica] = {}
         self.decoding: dict[int, Replica] = {}
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
+        self.kept: set[tuple[int, int]] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
@@ -86,9 +88,10 @@ class FakeRunner:
             self.decoding.pop(sequence_id, None)
         for sequence_id in step.leaving:
             del self.decoding[sequence_id]
+        self.copy(step)
         for new in step.new:
             assert new.id not in self.replicas
-            self.replicas[new.id] = Replica(new, [])
+            self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
         for sequence_id in step.joining:
             assert sequence_id not in self.decoding
@@ -114,6 +117,41 @@ class FakeRunner:
                 seq.token_ids.append(next_token(self.read(sequence_id)))
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
         return StepResult(step.id, tuple(sampled), len(self.decoding) + sum(c.num_tokens for c in step.chunks), 0)
+
+    def copy(self, step) -> None:
+        """Before anything else: from blocks that somebody has to blocks that nobody has."""
+        block_tokens, held = self.config.block_tokens, self.held()
+        sources, targets = [source for source, _ in step.copies], [target for _, target in step.copies]
+        assert held.issuperset(sources)
+        assert held.isdisjoint(targets)
+        assert len(set(targets)) == len(targets)
+        for source, target in step.copies:
+            for offset in range(block_tokens):
+                copied = self.pools[source.owner].get(source.id * block_tokens + offset)
+                self.pools[target.owner][target.id * block_tokens + offset] = copied
+
+    def held(self) -> set[tuple[int, int]]:
+        return {block for seq in self.replicas.values() for block in seq.blocks} | self.kept
+
+    def replica(self, new: NewSequence) -> Replica:
+        """A new one, which reads the tokens that it begins with from the pool."""
+        if not new.cached_blocks:
+            assert not new.cached_tokens
+            return Replica(new, [])
+        block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks)
+        full = new.cached_tokens // block_tokens
+        assert self.held().issuperset(blocks[:full])
+        assert self.held().isdisjoint(blocks[full:])
+        assert len(blocks) == -(-new.cached_tokens // block_tokens)
+        self.first_blocks[new.id] = blocks[0].owner
+        entries = [
+            self.pools[blocks[position // block_tokens].owner][
+                blocks[position // block_tokens].id * block_tokens + position % block_tokens
+            ]
+            for position in range(new.cached_tokens)
+        ]
+        assert [position for _, position, _ in entries] == list(range(new.cached_tokens))
+        return Replica(new, [token for *_, token in entries], new.cached_tokens, blocks)
 
     def check_work(self, step) -> None:
         """What the step says that it computes, counted again from its sequences."""
@@ -152,7 +190,7 @@ class FakeRunner:
 
     def write(self, seq, num_tokens, new_blocks) -> None:
         sequence_id, block_tokens = seq.new.id, self.config.block_tokens
-        taken = {block for other in self.replicas.values() for block in other.blocks}
+        taken = self.held()
         for block in new_blocks:
             assert 0 <= block.id < self.config.num_blocks
             assert (block.owner, block.id) not in taken
@@ -174,7 +212,9 @@ class FakeRunner:
     def place(self, sequence_id: int) -> Placement:
         new = self.new[sequence_id]
         prompt_tokens = new.capacity_tokens - new.sampling.max_new_tokens
-        return self.config.place(prompt_tokens, new.capacity_tokens, self.first_blocks[sequence_id])
+        place = self.config.place(prompt_tokens, new.capacity_tokens, self.first_blocks[sequence_id])
+        owners = tuple(block.owner for block in new.cached_blocks)
+        return Continued(place, owners) if owners else place
 
     def read(self, sequence_id: int) -> list[int]:
         """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
@@ -188,7 +228,8 @@ class FakeRunner:
                 for index in range(placement.local_length(rank, seq.length))
             ]
             entries = [self.pools[rank][slot] for slot in slots]
-            assert all(entry[0] == sequence_id for entry in entries)
+            cached_tokens = seq.new.cached_tokens  # which others have written
+            assert all(entry[0] == sequence_id for entry in entries if entry[1] >= cached_tokens)
             positions = [position for _, position, _ in entries]
             assert positions == sorted(positions)
             found |= {position: token for _, position, token in entries}
@@ -210,8 +251,8 @@ def request(request_id: int, prompt_tokens: int, max_new_tokens: int = 4, stop=(
 class Engine:
     """A loop over the fake runner, and what came out per request."""
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(self, config: SchedulerConfig, depth: int = 1, prefixes: Prefixes | None = None) -> None:
+        self.scheduler = Scheduler(config, prefixes=prefixes)
         self.runner = FakeRunner(config)
         self.loop = Loop(self.scheduler, self.runner, lambda: 0.0, depth)
         self.outcomes: dict[int, Outcome] = {}

@@ -1,0 +1,41 @@
+"""A running sequence, as a rank follows it."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longhelix.cache.block_arena import BlockArena, Extent
+from longhelix.kv.blocks import Block
+from longhelix.request import NewSequence
+
+
+@dataclass
+class SequenceState:
+    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here.
+
+    seen_V: which tokens it has, where a repetition penalty asks for them.
+    """
+
+    new: NewSequence
+    frequencies_R: Tensor
+    extent: Extent
+    seen_V: Tensor | None = None
+    last_token: int = 0  # that was sampled, on every rank
+    length: int = 0
+    local_length: int = 0
+    last_owner: int = -1  # of the last KV block
+    holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
+
+    def begin(self, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
+        """Take over its cached tokens. Their blocks are full, except perhaps the last one."""
+        blocks = self.new.cached_blocks
+        self.add_blocks(blocks, kvp_rank, arena)
+        self.length = self.new.cached_tokens
+        missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
+        self.local_length = len(arena.ids(self.extent)) * block_tokens - missing
+
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
+        if blocks:
+            self.last_owner = blocks[-1].owner
+        self.holders.update(block.owner for block in blocks)
+        arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
