@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.kernels import native
 from longhelix.kv import splits
+from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
@@ -36,6 +38,7 @@ from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import load_model, new_pool
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.workers.step_cost import step_cost, step_cut
 
@@ -53,11 +56,16 @@ class RecordingRunner(ModelRunner):
         self.local_lengths = {}
         self.history, self.rows, self.counted, self.fingerprints = [], [], [], []
         self.most_parts = 0
+        self.copies = ()  # that the next step makes beside its own
+        self.copied_bytes = 0
         self._results = []
 
     def submit(self, step):
         self.most_parts = max(self.most_parts, step.work.parts)
+        step = msgspec.structs.replace(step, copies=self.copies + step.copies)
+        self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
+        self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
         self.fingerprints.append(self._results[-1].fingerprint)
 
     def collect(self, timeout_s):
@@ -81,6 +89,38 @@ class RecordingRunner(ModelRunner):
     def counts(self):
         multiplied, attended = native.module.work() if native.module is not None else (0, 0)
         return multiplied, attended, self.mesh.kvp.exchanged_bytes
+
+
+class FirstRequest:
+    """The first `num_tokens` of request 0, from which all others begin; moved to other ranks, or where they are."""
+
+    def __init__(self, num_tokens, moved):
+        self.num_tokens, self.moved = num_tokens, moved
+        self.blocks, self.owners = (), []
+
+    def find(self, request):
+        return Prefix(self.num_tokens, self.blocks) if self.blocks else NO_PREFIX
+
+    def take(self, runner, scheduler):
+        """Once its prompt is computed. A block that is moved goes as many ranks further as blocks lie before it."""
+        block_tokens, kvp = scheduler.config.block_tokens, scheduler.config.kvp
+        seq = scheduler._running[0]
+        ids = [iter(of_rank) for of_rank in seq.block_ids]
+        owners = [seq.placement.owner(position) for position in range(0, self.num_tokens, block_tokens)]
+        self.blocks = tuple(Block(owner, next(ids[owner])) for owner in owners)
+        if self.moved:
+            targets = []
+            for index, owner in enumerate(owners):
+                allocator = scheduler._allocators[(owner + index) % kvp]
+                allocator.reserve(1)
+                targets.append(Block((owner + index) % kvp, allocator.take_reserved()))
+            runner.copies = tuple(zip(self.blocks, targets, strict=True))
+            self.owners = [(source.owner, target.owner) for source, target in runner.copies]
+            self.blocks = tuple(targets)
+
+    def release(self, scheduler):
+        for block in self.blocks if self.moved else ():
+            scheduler._allocators[block.owner].release(array("q", [block.id]), 0)
 
 
 class DirectRows:
@@ -153,13 +193,17 @@ def run(case, rank, meshes, direct_rows):
     config, runner = build(case, rank, meshes)
     direct_rows.count = 0
     sent_before = runner.mesh.kvp.exchanged_bytes
-    scheduler = Scheduler(config.scheduler, cut=runner.cut)
+    first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
+    scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
     for allocator in scheduler._allocators:
         allocator.__init__(runner.pool.num_blocks)
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1))
     sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
-    for index, prompt in enumerate(case["prompts"]):
-        loop.add(Request(index, array("i", prompt), sampling, frozenset(), 0, 0.0))
+    requests = [
+        Request(i, array("i", prompt), sampling, frozenset(), 0, 0.0) for i, prompt in enumerate(case["prompts"])
+    ]
+    for request in requests if first is None else requests[:1]:
+        loop.add(request)
     tokens, held = {}, {}
     # Where layers run from Python: on tapes and in graphs it would be one operator more.
     routing_gap = RoutingGap()
@@ -169,6 +213,14 @@ def run(case, rank, meshes, direct_rows):
                 tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
                 if event.finish_reason:
                     held[event.request_id] = event.kv_tokens_per_rank
+            if first is not None and stepped[1] and len(tokens[0]) == 2:
+                first.take(runner, scheduler)
+            if first is not None and stepped[1] and len(tokens[0]) == 3:  # what was moved is there now
+                for request in requests[1:]:
+                    loop.add(request)
+    if first is not None:
+        first.release(scheduler)
+        assert {allocator.available for allocator in scheduler._allocators} == {runner.pool.num_blocks}
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
     arrays["packed_pool"] = np.array(runner.pool.format.packed)
@@ -179,6 +231,7 @@ def run(case, rank, meshes, direct_rows):
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
     arrays["fingerprints"] = np.array(runner.fingerprints, dtype=np.uint64)
+    arrays |= {"copied_bytes": np.array(runner.copied_bytes), "moves": np.array([] if first is None else first.owners)}
     arrays["parts"] = np.array(runner.most_parts)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):
