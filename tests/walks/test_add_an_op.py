@@ -32,7 +32,9 @@ def registered():
     if not hasattr(torch.ops.longhelix, "soft_cap"):
         library.define("soft_cap(Tensor scores_TX, float cap) -> Tensor")
         library.impl("soft_cap", _soft_cap, "CompositeExplicitAutograd")
-        torch.library.register_fake("longhelix::soft_cap", lambda scores_TX, cap: torch.empty_like(scores_TX), lib=library)
+        torch.library.register_fake(
+            "longhelix::soft_cap", lambda scores_TX, _: scores_TX.new_empty(scores_TX.shape), lib=library
+        )
 
 
 def test_the_fast_form_is_the_reference():
