@@ -51,7 +51,7 @@ class Layout:
 
     kvp: ranks that share a request's KV along the sequence. tpa: ranks that share its heads.
     tpf: ranks that share an FFN's columns (default: whatever is left of N). ep: ranks that share experts.
-    pp: pipeline stages. ffn_replicas: copies of the FFN (the tied layout; 1 otherwise).
+    pp: pipeline stages. ffn_replicas: copies of the FFN and of the vocabulary (the tied layout; 1 otherwise).
     Splits may be uneven, and a rank may own none of something.
     """
 
@@ -100,6 +100,11 @@ class Layout:
         return self.kvp * self.tpa
 
     @property
+    def ffn_ranks(self) -> int:
+        """The ranks of one copy of the FFN: N where there is one copy."""
+        return self.tpf * self.ep
+
+    @property
     def world_size(self) -> int:
         return self.num_ranks * self.pp
 
@@ -138,10 +143,11 @@ class Layout:
         )
 
     def ffn_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that share one copy of the FFN."""
-        size = self.tpf * self.ep
+        """Ranks that share one copy of the FFN, and of the vocabulary."""
         return tuple(
-            stage[start : start + size] for stage in self.stage_groups() for start in range(0, len(stage), size)
+            stage[start : start + self.ffn_ranks]
+            for stage in self.stage_groups()
+            for start in range(0, self.num_ranks, self.ffn_ranks)
         )
 
     def check(self, heads: HeadShape) -> None:
@@ -189,8 +195,7 @@ class Layout:
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
-        parts = self.tpf * self.ep
-        return part_of(ffn_size, parts, self.stage_rank(rank) % parts)
+        return part_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
     def expert_columns(self, expert_size: int, rank: int) -> range:
         """Columns of each of this rank's experts."""
@@ -201,11 +206,11 @@ class Layout:
 
     def expert_group_leaders(self) -> range:
         """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
-        return range(0, self.tpf * self.ep, self.tpf)
+        return range(0, self.ffn_ranks, self.tpf)
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
-        """Rows of the embedding and of the LM head, over the N ranks of a stage."""
-        return part_of(vocab_size, self.num_ranks, self.stage_rank(rank))
+        """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""
+        return part_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
 
 def _degree(name: str, degree: object) -> int:

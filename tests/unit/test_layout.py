@@ -175,11 +175,14 @@ def test_the_widest_ep_divides_ranks_and_experts(num_ranks, num_experts, ep):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_vocabulary_is_owned_once_in_each_stage(size):
+def test_the_vocabulary_is_owned_once_in_each_stage_and_in_each_tied_instance(size):
     for kvp, tpa in GRIDS:
         layout = Layout(kvp=kvp, tpa=tpa, pp=2)
         for stage in layout.stage_groups():
             assert flat(layout.vocabulary(size, rank) for rank in stage) == list(range(size))
+        tied = Layout(kvp=kvp, tpa=tpa, pp=2, ffn_replicas=kvp)
+        for instance in tied.tpa_groups():
+            assert flat(tied.vocabulary(size, rank) for rank in instance) == list(range(size))
 
 
 def test_every_copy_of_a_tied_ffn_is_whole():

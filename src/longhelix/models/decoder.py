@@ -79,7 +79,7 @@ class Decoder(nn.Module):
 
         Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all.
         """
-        if self.mesh.stage.size == 1:
+        if self.mesh.ffn.size == 1:
             return self.embedding.rows(token_ids_T)
         local_T = token_ids_T - self.vocabulary.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.vocabulary))
@@ -88,4 +88,4 @@ class Decoder(nn.Module):
         else:
             hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0))
             hidden_TH = hidden_TH.masked_fill(elsewhere_T.unsqueeze(-1), 0.0)
-        return self.mesh.stage.all_reduce(hidden_TH)
+        return self.mesh.ffn.all_reduce(hidden_TH)

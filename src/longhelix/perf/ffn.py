@@ -82,7 +82,7 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     scattered = collectives.all_gather(system, Group(layouts.num_ranks, ones), hidden_bytes)
     # Where several ranks share a request, each needs its rows whole.
     regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
-    summed = collectives.all_reduce(system, Group(layouts.tpf * layouts.ep, ones), hidden_bytes)
+    summed = collectives.all_reduce(system, Group(layouts.ffn_ranks, ones), hidden_bytes)
     after = (scattered + regathered).where(layouts.local, summed)
     return gathered, after
 

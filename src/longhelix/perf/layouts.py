@@ -64,6 +64,11 @@ class Layouts:
         return self.kvp * self.tpa
 
     @property
+    def ffn_ranks(self) -> Array:
+        """The ranks of one copy of the FFN, and of the vocabulary."""
+        return self.tpf * self.ep
+
+    @property
     def world_size(self) -> Array:
         return self.num_ranks * self.pp
 

@@ -73,7 +73,7 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
     num_query_heads = layouts.query_heads(heads)
     projected = model.head_size * (num_query_heads + 2 * layouts.kv_heads(heads))
     exchanged = 2 * num_query_heads * (model.mla.kv_lora_rank if model.mla else model.head_size)
-    columns = 2 * np.ceil(model.ffn_size / (layouts.tpf * layouts.ep))
+    columns = 2 * np.ceil(model.ffn_size / layouts.ffn_ranks)
     if model.moe is not None:
         columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
     widest = np.maximum(projected + exchanged, columns + model.hidden_size)

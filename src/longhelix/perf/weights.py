@@ -37,7 +37,7 @@ def output_projection(setting: Setting, layouts: Layouts) -> Array:
 
 def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
     """Gate, up and down, columns over all ranks of an FFN."""
-    return 3 * setting.model.hidden_size * np.ceil(setting.model.ffn_size / (layouts.tpf * layouts.ep))
+    return 3 * setting.model.hidden_size * np.ceil(setting.model.ffn_size / layouts.ffn_ranks)
 
 
 def expert(setting: Setting, layouts: Layouts) -> Array:
@@ -58,7 +58,7 @@ def shared_experts(setting: Setting, layouts: Layouts) -> Array:
     """All shared experts, columns over all ranks of an FFN; a rank with requests of its own has them whole."""
     moe = setting.model.moe
     assert moe is not None
-    ranks = np.where(layouts.local, 1.0, layouts.tpf * layouts.ep)
+    ranks = np.where(layouts.local, 1.0, layouts.ffn_ranks)
     return 3 * setting.model.hidden_size * np.ceil(moe.shared_size / ranks)
 
 
@@ -69,5 +69,5 @@ def router(setting: Setting) -> float:
 
 
 def vocabulary(setting: Setting, layouts: Layouts) -> Array:
-    """The embedding, or the LM head: rows over the N ranks of a stage."""
-    return np.ceil(setting.model.vocab_size / layouts.num_ranks) * setting.model.hidden_size
+    """The embedding, or the LM head: rows over all ranks of a copy."""
+    return np.ceil(setting.model.vocab_size / layouts.ffn_ranks) * setting.model.hidden_size
