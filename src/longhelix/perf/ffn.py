@@ -26,9 +26,17 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     moe = setting.model.moe
     assert moe is not None
     own = layouts.of_rank(work)
-    router_flops = 2 * own.rows * weights.router(setting)
-    router_bytes = weights.router(setting) * ACTIVATION_BYTES
-    parts = [kernels("router", setting, layouts, flops=router_flops, hbm_bytes=router_bytes, count=2.0)]
+    router = weights.router(setting, layouts)
+    parts = [
+        kernels(
+            "router",
+            setting,
+            layouts,
+            flops=2 * own.rows * router,
+            hbm_bytes=router * ACTIVATION_BYTES,
+            count=2.0,
+        )
+    ]
     before, after = _gathered(setting, layouts, work)
     dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
     parts.append(_part(_BEFORE, one_way.where(dispatched, before)))

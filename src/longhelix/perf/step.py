@@ -21,7 +21,7 @@ def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
 
     `work` is what one stage has at a time: with several stages, one micro-batch.
     """
-    num_moe, num_dense = _num_layers(setting, np.ceil(setting.model.num_layers / layouts.pp) * layouts.pp)
+    num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
     attention = [_norms(setting, layouts, work), *attention_parts(setting, layouts, work)]
     layers = [part.times(num_moe + num_dense) for part in attention]
     if setting.model.moe is not None:
@@ -55,7 +55,7 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
     """Layers with experts, and dense ones, of `layers` in a row that the slowest stages would take."""
     if setting.model.moe is None:
         return np.zeros_like(layers), layers
-    num_dense = np.minimum(layers, setting.model.moe.num_dense_layers)
+    num_dense = np.minimum(layers, setting.model.num_dense_layers)
     return layers - num_dense, num_dense
 
 

@@ -11,7 +11,7 @@ from longhelix import Layout, UserError
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
 from longhelix.perf.collectives import Group
-from longhelix.perf.flops import active_parameters, attention_flops, model_flops
+from longhelix.perf.flops import attention_flops, model_flops
 from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
@@ -361,7 +361,7 @@ def test_useful_flops_are_the_conventions_of_the_papers():
     assert model_flops(llama, 1e6, 1e6) == pytest.approx(2.76e18, rel=0.01)
     full, causal = (attention_flops(llama, 1e6, 1e6, causal=causal) for causal in (False, True))
     assert causal == pytest.approx(full / 2, rel=1e-5)
-    assert active_parameters(MODELS["deepseek-r1"]) == pytest.approx(36.6e9, rel=0.02)
+    assert MODELS["deepseek-r1"].num_active_parameters == pytest.approx(36.6e9, rel=0.02)
 
 
 COSTS = [
