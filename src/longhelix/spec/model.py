@@ -169,7 +169,7 @@ class ModelSpec:
             attention_output_bias=bias,
             ffn_bias=family.mlp_bias and switch(config, "mlp_bias"),
             qk_norm=family.qk_norm,
-            sliding_window=sliding_window(config),
+            sliding_window=sliding_window(config, family),
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
             mla=mla,
             moe=MoE.from_hf_config(config) if family.moe else None,

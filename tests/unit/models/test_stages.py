@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,12 +95,17 @@ class Tensors:
         return self.tensors[name][slices]
 
 
+def make_decoder(spec, mesh):
+    weights = load(Tensors(spec), declare(spec, mesh.layout, mesh.rank), torch.float32, CPU, lambda elements: None)
+    decoder = Decoder(spec, mesh, weights, "float32")
+    assert not weights, "declared, but not used"
+    return decoder
+
+
 def make_stage(spec, layout, rank):
     """The decoder of a stage of one rank, and its pool."""
-    weights = load(Tensors(spec), declare(spec, layout, rank), torch.float32, CPU, lambda elements: None)
     group = Group((rank,), rank, None)
-    decoder = Decoder(spec, Mesh(layout, rank, group, group, group), weights, "float32")
-    assert not weights, "declared, but not used"
+    decoder = make_decoder(spec, Mesh(layout, rank, group, group, group))
     mla = spec.mla
     sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
     heads = spec.num_kv_heads
@@ -151,3 +157,15 @@ def test_a_stages_products_are_those_of_its_layers_and_of_the_head():
     products = [make_stage(TIED, layout, rank)[0].products() for layout, rank in places]
     whole, *stages = (sum(weight.outputs * weight.depth for weight in weights) for weights in products)
     assert whole == sum(stages)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_tied_instances_have_the_whole_vocabulary_each_and_do_not_meet_for_it(name, rank):
+    spec, token_ids_T = SPECS[name], torch.arange(SPECS[name].vocab_size)
+    together = SimpleNamespace(size=2, ranks=(0, 1), index=rank)  # knows no collective
+    mesh = Mesh(Layout(kvp=2, ffn_replicas=2), rank, together, together, Group((rank,), rank, None))
+    instance, (whole, _) = make_decoder(spec, mesh), make_stage(spec, Layout(), 0)
+    hidden_TH = instance.embed(token_ids_T)
+    assert torch.equal(hidden_TH, whole.embed(token_ids_T))
+    assert torch.equal(instance.logits(hidden_TH), whole.logits(hidden_TH))
