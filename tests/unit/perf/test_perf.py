@@ -112,6 +112,16 @@ def test_shares_are_those_of_the_fullest_rank_of_the_layout(kvp, num_kv_heads, g
     assert layouts.merged_query_heads(heads)[0] == max(len(layout.merged_query_heads(heads, rank)) for rank in ranks)
 
 
+def test_a_stages_share_is_that_of_the_fullest_one():
+    told = Layout(pp=2, stage_layers=(6, 2))
+    layouts = Layouts.of([Layout(), Layout(pp=3), told])
+    assert layouts.stage_layers(8).tolist() == [8, 3, 6]
+    how = setting("llama-3-8b", H100, "bfloat16")
+    even, uneven = (Layouts.of([Layout(pp=2, stage_layers=stages)]) for stages in (None, (30, 2)))
+    for formula in (kv_bytes, decode_seconds):
+        assert formula(how, uneven, 1.0, 1e6)[0] > formula(how, even, 1.0, 1e6)[0]
+
+
 def divisors(number, most=64):
     return [divisor for divisor in range(1, most + 1) if number % divisor == 0]
 
