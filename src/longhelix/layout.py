@@ -4,10 +4,11 @@ One pipeline stage has N = KVP * TPA = TPF * EP * R ranks (Helix, arXiv 2507.071
 layout; nothing else divides.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longhelix.errors import UserError
-from longhelix.values import whole
+from longhelix.values import items, whole
 
 _MOST_RANKS = 2**20
 
@@ -28,9 +29,9 @@ def widest_ep(num_ranks: int, num_experts: int) -> int:
     return max(ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and num_experts % ep == 0)
 
 
-def _part(items: range, parts: int, index: int) -> range:
-    piece = part_of(len(items), parts, index)
-    return range(items.start + piece.start, items.start + piece.stop)
+def _part(of: range, parts: int, index: int) -> range:
+    piece = part_of(len(of), parts, index)
+    return range(of.start + piece.start, of.start + piece.stop)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Layout:
 
     kvp: ranks that share a request's KV along the sequence. tpa: ranks that share its heads.
     tpf: ranks that share an FFN's columns (default: whatever is left of N). ep: ranks that share experts.
-    pp: pipeline stages. ffn_replicas: copies of the FFN (the tied layout; 1 otherwise).
+    pp: pipeline stages. ffn_replicas: copies of the FFN and of the vocabulary (the tied layout; 1 otherwise).
+    stage_layers: how many of the model's layers each stage has (None: even shares).
     Splits may be uneven, and a rank may own none of something.
     """
 
@@ -61,11 +63,19 @@ class Layout:
     ep: int
     pp: int
     ffn_replicas: int
+    stage_layers: tuple[int, ...] | None
 
     def __init__(
-        self, kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1, ffn_replicas: int = 1
+        self,
+        kvp: int = 1,
+        tpa: int = 1,
+        tpf: int | None = None,
+        ep: int = 1,
+        pp: int = 1,
+        ffn_replicas: int = 1,
+        stage_layers: Sequence[int] | None = None,
     ) -> None:
-        """Raises UserError where a degree is below 1 or the products do not match."""
+        """Raises UserError where a number is below 1, or the products or the number of stages do not match."""
         kvp, tpa, ep, pp = _degree("kvp", kvp), _degree("tpa", tpa), _degree("ep", ep), _degree("pp", pp)
         ffn_replicas = _degree("ffn_replicas", ffn_replicas)
         num_ranks, copies = kvp * tpa, ep * ffn_replicas
@@ -93,11 +103,17 @@ class Layout:
         fields = {"kvp": kvp, "tpa": tpa, "tpf": tpf, "ep": ep, "pp": pp, "ffn_replicas": ffn_replicas}
         for name, degree in fields.items():
             object.__setattr__(self, name, degree)
+        object.__setattr__(self, "stage_layers", None if stage_layers is None else _stages(stage_layers, pp))
 
     @property
     def num_ranks(self) -> int:
         """N: the ranks of one pipeline stage."""
         return self.kvp * self.tpa
+
+    @property
+    def ffn_ranks(self) -> int:
+        """The ranks of one copy of the FFN: N where there is one copy."""
+        return self.tpf * self.ep
 
     @property
     def world_size(self) -> int:
@@ -138,20 +154,48 @@ class Layout:
         )
 
     def ffn_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that share one copy of the FFN."""
-        size = self.tpf * self.ep
+        """Ranks that share one copy of the FFN, and of the vocabulary."""
         return tuple(
-            stage[start : start + size] for stage in self.stage_groups() for start in range(0, len(stage), size)
+            stage[start : start + self.ffn_ranks]
+            for stage in self.stage_groups()
+            for start in range(0, self.num_ranks, self.ffn_ranks)
         )
 
-    def check(self, heads: HeadShape) -> None:
-        """Refuse a model whose heads this layout cannot spread."""
+    def check(self, heads: HeadShape, num_layers: int) -> None:
+        """Refuse a model whose heads or layers this layout cannot spread."""
         if self.tpa > heads.num_query_heads:
             raise UserError(
                 f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: "
                 f"set tpa to {heads.num_query_heads} or less, and spread the rest over kvp",
                 "invalid_layout",
             )
+        if self.stage_layers is None and self.pp > num_layers:
+            raise UserError(
+                f"pp is {self.pp}, but the model has {num_layers} layers: set pp to {num_layers} or less",
+                "invalid_layout",
+            )
+        if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
+            raise UserError(
+                f"stage_layers is {list(self.stage_layers)}, together {sum(self.stage_layers)} layers, but the model "
+                f"has {num_layers}: change the stages by {num_layers - sum(self.stage_layers):+}, or leave them out",
+                "invalid_layout",
+            )
+
+    def layers(self, num_layers: int, rank: int) -> range:
+        """The model's layers that this rank's stage has: even shares, or those of `stage_layers`."""
+        stage = self.stage(rank)
+        if self.stage_layers is None:
+            return part_of(num_layers, self.pp, stage)
+        start = sum(self.stage_layers[:stage])
+        return range(start, start + self.stage_layers[stage])
+
+    def has_embedding(self, rank: int) -> bool:
+        """Whether tokens begin here: in the first stage."""
+        return self.stage(rank) == 0
+
+    def has_head(self, rank: int) -> bool:
+        """Whether logits are made here: in the last stage."""
+        return self.stage(rank) == self.pp - 1
 
     def duplicates_kv(self, heads: HeadShape) -> bool:
         """True where TPA > K, so that several ranks keep the same KV heads (plain TP's cost)."""
@@ -189,8 +233,7 @@ class Layout:
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
-        parts = self.tpf * self.ep
-        return part_of(ffn_size, parts, self.stage_rank(rank) % parts)
+        return part_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
     def expert_columns(self, expert_size: int, rank: int) -> range:
         """Columns of each of this rank's experts."""
@@ -201,12 +244,22 @@ class Layout:
 
     def expert_group_leaders(self) -> range:
         """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
-        return range(0, self.tpf * self.ep, self.tpf)
+        return range(0, self.ffn_ranks, self.tpf)
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
-        """Rows of the embedding and of the LM head, over the N ranks of a stage."""
-        return part_of(vocab_size, self.num_ranks, self.stage_rank(rank))
+        """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""
+        return part_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
 
 def _degree(name: str, degree: object) -> int:
     return whole(name, degree, 1, _MOST_RANKS, code="invalid_layout")
+
+
+def _stages(layers: object, pp: int) -> tuple[int, ...]:
+    counts = items("stage_layers", layers, _MOST_RANKS, "numbers of layers")
+    if len(counts) != pp:
+        raise UserError(
+            f"stage_layers has {len(counts)} stages, but pp is {pp}: give a number of layers for each stage",
+            "invalid_layout",
+        )
+    return tuple(_degree("a stage's number of layers", count) for count in counts)

@@ -175,11 +175,14 @@ def test_the_widest_ep_divides_ranks_and_experts(num_ranks, num_experts, ep):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_vocabulary_is_owned_once_in_each_stage(size):
+def test_the_vocabulary_is_owned_once_in_each_stage_and_in_each_tied_instance(size):
     for kvp, tpa in GRIDS:
         layout = Layout(kvp=kvp, tpa=tpa, pp=2)
         for stage in layout.stage_groups():
             assert flat(layout.vocabulary(size, rank) for rank in stage) == list(range(size))
+        tied = Layout(kvp=kvp, tpa=tpa, pp=2, ffn_replicas=kvp)
+        for instance in tied.tpa_groups():
+            assert flat(tied.vocabulary(size, rank) for rank in instance) == list(range(size))
 
 
 def test_every_copy_of_a_tied_ffn_is_whole():
@@ -248,9 +251,9 @@ def test_a_degree_below_one_or_not_whole_is_refused(degree, value):
 
 def test_more_tpa_than_query_heads_is_refused_with_the_most_that_works():
     heads = HeadShape(9, 3)
-    Layout(tpa=9).check(heads)
+    Layout(tpa=9).check(heads, 1)
     with pytest.raises(UserError, match="set tpa to 9 or less") as caught:
-        Layout(tpa=10).check(heads)
+        Layout(tpa=10).check(heads, 1)
     assert caught.value.code == "invalid_layout"
 
 
@@ -285,3 +288,38 @@ def test_local_sizes_sum_to_the_global_ones(kvp, tpa, num_kv_heads, group_size):
     assert sum(len(layout.kv_heads(heads, rank)) for rank in ranks) == kvp * max(tpa, num_kv_heads)
     assert sum(len(layout.vocabulary(49_152, rank)) for rank in ranks) == 49_152
     assert sum(len(layout.ffn_columns(1536, rank)) for rank in ranks) == 1536
+
+
+@given(num_layers=st.integers(1, 200), pp=st.integers(1, 20), num_ranks=st.integers(1, 4))
+def test_every_layer_is_in_one_stage_in_order_and_stages_are_even(num_layers, pp, num_ranks):
+    pp = min(pp, num_layers)
+    layout = Layout(kvp=num_ranks, pp=pp)
+    for place in range(num_ranks):
+        stages = [layout.layers(num_layers, rank) for rank in range(place, layout.world_size, num_ranks)]
+        assert stages == list(split(num_layers, pp))
+        assert min(map(len, stages)) >= 1
+
+
+def test_stages_have_as_many_layers_as_they_are_told():
+    layout = Layout(kvp=2, pp=3, stage_layers=[4, 1, 2])
+    layout.check(HeadShape(4, 2), 7)
+    first, middle, last = range(4), range(4, 5), range(5, 7)
+    assert [layout.layers(7, rank) for rank in range(6)] == [first, first, middle, middle, last, last]
+    assert layout == Layout(kvp=2, pp=3, stage_layers=(4, 1, 2)) != Layout(kvp=2, pp=3)
+    assert hash(layout) == hash(Layout(kvp=2, pp=3, stage_layers=(4, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"pp": 2, "stage_layers": (3,)}, "stage_layers has 1 stages, but pp is 2"),
+        ({"stage_layers": 7}, "stage_layers is 7: set it to a tuple of numbers of layers"),
+        ({"stage_layers": (3, 3)}, "stage_layers has 2 stages, but pp is 1"),
+        ({"pp": 2, "stage_layers": (7, 0)}, "a stage's number of layers is 0: set it to a whole number from 1"),
+        ({"pp": 2, "stage_layers": (3, 2)}, r"stage_layers is \[3, 2\], together 5 layers, but the model has 7.* \+2"),
+        ({"pp": 8}, "pp is 8, but the model has 7 layers: set pp to 7 or less"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(layout, words):
+    with pytest.raises(UserError, match=words):
+        Layout(**layout).check(HeadShape(4, 2), 7)

@@ -9,7 +9,7 @@ from longhelix.kernels import KVFormat, KVLayer
 
 
 class KVPool:
-    """`layers[i]` holds the keys and values of layer i; contents start undefined."""
+    """`layers` hold keys and values, one for each layer of the rank's stage; contents start undefined."""
 
     def __init__(self, format: KVFormat, num_layers: int, num_blocks: int, device: torch.device) -> None:
         self.format = format

@@ -2,7 +2,7 @@
 
 import json as json_module
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -77,13 +77,20 @@ def estimate(
             for layout, local, overlap in map(parse_layout, compare)
         ]
     if json:
-        objects = [asdict(each) for each in found]
+        objects = [_object(each) for each in found]
         print(json_module.dumps(objects[0] if compare is None else {"compared": objects}))
         return
     for each in found:
         show(each, stdout())
     if len(found) == 2:
         stdout().print(_compared(*found))
+
+
+def _object(found: Estimate) -> dict[str, Any]:
+    """For JSON; every stage has an even share of the layers here."""
+    written = asdict(found)
+    del written["layout"]["stage_layers"]
+    return written
 
 
 def show(found: Estimate, console: Console) -> None:

@@ -242,7 +242,7 @@ def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
 
 def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    layout.check(heads)
+    layout.check(heads, spec.num_layers)
     if layout.pp > 1:
         raise UserError(f"pp is {layout.pp}: pipeline stages do not run yet, set pp to 1", "invalid_layout")
     num_experts = 1 if spec.moe is None else spec.moe.num_experts

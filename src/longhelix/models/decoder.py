@@ -30,29 +30,37 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """This rank's part of the model. `weights` are those of `parameters.declare` for the same layout and rank; they are
-    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists."""
+    """This rank's part of the model: the layers of its stage, the embedding on the first stage, the head on the last.
+
+    `weights` are those of `parameters.declare` for the same layout and rank; they are taken out of the dict one by one
+    as they are packed, so that no second copy of all of them ever exists.
+    """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str) -> None:
         super().__init__()
+        layout, rank = mesh.layout, mesh.rank
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
+        self.hidden_size = spec.hidden_size
         self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
-        self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
-        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers))
-        self.norm = weights.pop("norm")
-        embedding_vH = weights.pop("embedding")
-        self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)
-        shared = spec.tied_embeddings and self.head.has_rows
-        self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, packed=False)
+        self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
+        indices = layout.layers(spec.num_layers, rank)
+        self.dtype = weights[f"layers.{indices.start}.attention_norm"].dtype
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in indices)
+        embedding_vH, self.norm = weights.pop("embedding", None), weights.pop("norm", None)
+        head_vH = weights.pop("head", embedding_vH)  # one matrix, where embeddings are tied and this rank has both
+        self.head = make_weight(head_vH, weight_dtype) if layout.has_head(rank) else None
+        shared = self.head is not None and self.head.has_rows and head_vH is embedding_vH
+        self.embedding = self.head if shared else _unpacked(embedding_vH, weight_dtype)
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with; some ranks have none of some."""
         layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
-        return [weight for weight in (*sum(layers, ()), self.head) if weight.outputs and weight.depth]
+        head = () if self.head is None else (self.head,)
+        return [weight for weight in (*sum(layers, ()), *head) if weight.outputs and weight.depth]
 
     def expert_rows(self) -> list[list[int]]:
-        """How many rows each expert of this rank has had, by layer; empty for layers without experts."""
+        """How many rows each expert of this rank has had, by layer of its stage; empty for layers without experts."""
         ffns = [layer.ffn for layer in self.layers]
         return [ffn.rows_per_expert.tolist() if isinstance(ffn, ExpertFFN) else [] for ffn in ffns]
 
@@ -63,7 +71,7 @@ class Decoder(nn.Module):
                 layer.ffn.rows_per_expert.zero_()
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
-        """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
+        """Hidden states of all rows after this stage's layers, hidden_TH; writes the rows' KV into the pool."""
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
@@ -71,21 +79,25 @@ class Decoder(nn.Module):
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Logits over this rank's vocabulary, float32, logits_Tv."""
+        """Logits over this rank's vocabulary, float32, logits_Tv; asked of ranks of the last stage."""
         return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Hidden states before the first layer.
+        """Hidden states before the first layer; asked of ranks of the first stage.
 
         Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all.
         """
-        if self.mesh.stage.size == 1:
+        if self.mesh.ffn.size == 1:
             return self.embedding.rows(token_ids_T)
         local_T = token_ids_T - self.vocabulary.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.vocabulary))
         if not len(self.vocabulary):
-            hidden_TH = self.norm.new_zeros(len(token_ids_T), len(self.norm))
+            hidden_TH = torch.zeros(len(token_ids_T), self.hidden_size, dtype=self.dtype, device=token_ids_T.device)
         else:
             hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0))
             hidden_TH = hidden_TH.masked_fill(elsewhere_T.unsqueeze(-1), 0.0)
-        return self.mesh.stage.all_reduce(hidden_TH)
+        return self.mesh.ffn.all_reduce(hidden_TH)
+
+
+def _unpacked(weight_NK: Tensor | None, dtype: str) -> Weight | None:
+    return None if weight_NK is None else Weight(weight_NK, dtype, *weight_NK.shape, packed=False)

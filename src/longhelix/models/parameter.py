@@ -1,6 +1,7 @@
 """One parameter: its checkpoint tensors, their global shapes and a rank's slices. No torch."""
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -29,34 +30,4 @@ class Parameter:
 
     @property
     def num_elements(self) -> int:
-        total = 0
-        for source in self.sources:
-            size = 1
-            for length in source.local_shape:
-                size *= length
-            total += size
-        return total
-
-
-def vector(name: str, source: str, length: int, *, exact: bool = False) -> Parameter:
-    """The same on every rank."""
-    return Parameter(name, (Source(source, (length,), (range(length),)),), exact)
-
-
-def matrix(name: str, source: str, num_rows: int, rows: range, columns: range) -> Parameter:
-    """Some rows of a matrix, all of its columns."""
-    return Parameter(name, (Source(source, (num_rows, len(columns)), (rows, columns)),))
-
-
-def sliced(name: str, source: str, num_rows: int, num_columns: int, columns: range) -> Parameter:
-    """All rows of a matrix, some of its columns."""
-    return Parameter(name, (Source(source, (num_rows, num_columns), (range(num_rows), columns)),))
-
-
-def stacked(name: str, parts: list[tuple[str, int, range]], columns: range | None = None) -> Parameter:
-    """Sources stacked by rows: matrices with `columns`, or vectors without."""
-    if columns is None:
-        return Parameter(name, tuple(Source(source, (total,), (rows,)) for source, total, rows in parts))
-    return Parameter(
-        name, tuple(Source(source, (total, len(columns)), (rows, columns)) for source, total, rows in parts)
-    )
+        return sum(prod(map(len, source.slices)) for source in self.sources)

@@ -1,38 +1,90 @@
-"""Every parameter of the model, declared once: its checkpoint names, global shapes and this rank's slices.
+"""Every parameter of a rank: its checkpoint names, global shapes and the rank's slices, read off the table of weights.
 
 The loader reads by this table, and a checkpoint is checked against it before any rank starts. No torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.models.attention_parameters import attention_parameters
-from longhelix.models.ffn_parameters import ffn_parameters
-from longhelix.models.parameter import Parameter, matrix, vector
+from longhelix.layout import HeadShape, Layout
+from longhelix.models.parameter import Parameter, Source
 from longhelix.spec import DTYPES, ModelSpec
+from longhelix.spec.weights import Dim, Split, WeightSpec, embedding, head, last_norm, layer_weights
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
-    """The parameters of `rank`, in the order in which they are loaded."""
+    """The parameters of `rank`, in the order in which they are loaded.
+
+    A last stage without the embedding has tied embeddings as its "head".
+    """
     return tuple(_parameters(spec, layout, rank))
 
 
 def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
-    vocabulary, hidden = layout.vocabulary(spec.vocab_size, rank), range(spec.hidden_size)
-    yield matrix("embedding", "model.embed_tokens.weight", spec.vocab_size, vocabulary, hidden)
-    for layer in range(spec.num_layers):
-        yield from _layer(spec, layout, rank, layer)
-    yield vector("norm", "model.norm.weight", spec.hidden_size)
-    if not spec.tied_embeddings:
-        yield matrix("head", "lm_head.weight", spec.vocab_size, vocabulary, hidden)
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+
+    def held(dim: Dim) -> range:
+        return _items(dim, layout, heads, rank)
+
+    if layout.has_embedding(rank):
+        yield from _stacked([embedding(spec)], held)
+    for layer in layout.layers(spec.num_layers, rank):
+        weights = layer_weights(spec, spec.has_experts(layer))
+        yield from _stacked(weights, held, f"layers.{layer}.", f"model.layers.{layer}.")
+    if layout.has_head(rank):
+        yield from _stacked([last_norm(spec)], held)
+        if not (spec.tied_embeddings and layout.has_embedding(rank)):
+            yield from _stacked([head(spec)], held)
 
 
-def _layer(spec: ModelSpec, layout: Layout, rank: int, layer: int) -> Iterator[Parameter]:
-    to, at = f"layers.{layer}.", f"model.layers.{layer}."
-    yield from attention_parameters(spec, layout, rank, to, at)
-    yield from ffn_parameters(spec, layout, rank, layer, to, at)
+def _stacked(
+    weights: Iterable[WeightSpec], held: Callable[[Dim], range], to: str = "", at: str = ""
+) -> Iterator[Parameter]:
+    """One parameter of all weights of a name, and of every expert that this rank has; under the model's names `to`...,
+    from the checkpoint's `at`..."""
+    for experts, of_experts in groupby(weights, lambda weight: weight.experts):
+        templates = [_template(list(same), held, to, at) for _, same in groupby(of_experts, lambda weight: weight.name)]
+        for expert in held(experts):
+            yield from (_of_expert(template, expert) for template in templates)
+
+
+def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str, at: str) -> Parameter:
+    """The parameter of weights that have one name, with "{}" for the number of an expert."""
+    return Parameter(to + same[0].name, tuple(_source(weight, held, at) for weight in same), same[0].exact)
+
+
+def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
+    parts = ((held(dim), dim.unit) for dim in weight.dims)
+    slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in parts)
+    return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices)
+
+
+def _of_expert(template: Parameter, expert: int) -> Parameter:
+    sources = tuple(Source(part.name.format(expert), part.shape, part.slices) for part in template.sources)
+    return Parameter(template.name.format(expert), sources, template.exact)
+
+
+def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:
+    """Those of a dim that `rank` has."""
+    match dim.split:
+        case Split.WHOLE:
+            return range(dim.count)
+        case Split.QUERY_HEADS:
+            return layout.query_heads(heads, rank)
+        case Split.KV_HEADS:
+            return layout.kv_heads(heads, rank)
+        case Split.OUTPUT_HEADS:
+            return layout.output_heads(heads, rank)
+        case Split.FFN_COLUMNS | Split.SHARED_COLUMNS:
+            return layout.ffn_columns(dim.count, rank)
+        case Split.EXPERT_COLUMNS:
+            return layout.expert_columns(dim.count, rank)
+        case Split.EXPERTS:
+            return layout.experts(dim.count, rank)
+        case Split.VOCABULARY:
+            return layout.vocabulary(dim.count, rank)
 
 
 def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], quantised: bool) -> None:

@@ -19,7 +19,7 @@ from longhelix.parallel.traffic import Traffic
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place: `stage` are the N ranks of its pipeline stage, `kvp` those it exchanges attention with, `ffn`
-    those that share a copy of the FFN."""
+    those that share a copy of the FFN and of the vocabulary."""
 
     layout: Layout
     rank: int
@@ -40,7 +40,7 @@ class Mesh:
 
             shared_memory.register()
         stage, kvp = (_own_group(ranks, rank, backend) for ranks in (layout.stage_groups(), layout.kvp_groups()))
-        # Where there is one copy of the FFN, its ranks are the stage's.
+        # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend)
         return cls(layout, rank, stage, kvp, ffn)
 

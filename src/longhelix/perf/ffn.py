@@ -26,9 +26,17 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     moe = setting.model.moe
     assert moe is not None
     own = layouts.of_rank(work)
-    router_flops = 2 * own.rows * weights.router(setting)
-    router_bytes = weights.router(setting) * ACTIVATION_BYTES
-    parts = [kernels("router", setting, layouts, flops=router_flops, hbm_bytes=router_bytes, count=2.0)]
+    router = weights.router(setting, layouts)
+    parts = [
+        kernels(
+            "router",
+            setting,
+            layouts,
+            flops=2 * own.rows * router,
+            hbm_bytes=router * ACTIVATION_BYTES,
+            count=2.0,
+        )
+    ]
     before, after = _gathered(setting, layouts, work)
     dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
     parts.append(_part(_BEFORE, one_way.where(dispatched, before)))
@@ -82,7 +90,7 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     scattered = collectives.all_gather(system, Group(layouts.num_ranks, ones), hidden_bytes)
     # Where several ranks share a request, each needs its rows whole.
     regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
-    summed = collectives.all_reduce(system, Group(layouts.tpf * layouts.ep, ones), hidden_bytes)
+    summed = collectives.all_reduce(system, Group(layouts.ffn_ranks, ones), hidden_bytes)
     after = (scattered + regathered).where(layouts.local, summed)
     return gathered, after
 

@@ -3,16 +3,6 @@
 from longhelix.spec import ModelSpec
 
 
-def active_parameters(model: ModelSpec) -> int:
-    """Parameters that one token is multiplied with: all but the embedding, and of the experts those it takes."""
-    embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    if model.moe is None:
-        return model.num_parameters - embedding
-    idle = model.moe.num_experts - model.moe.experts_per_token
-    sparse_layers = model.num_layers - model.moe.num_dense_layers
-    return model.num_parameters - embedding - sparse_layers * idle * 3 * model.hidden_size * model.moe.expert_size
-
-
 def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:
     """Scores and sums of `rows` last rows of `context` tokens; not causal: as if every row saw all of them.
 
@@ -25,4 +15,4 @@ def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bo
 
 def model_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:
     """2 P n + attention."""
-    return 2.0 * active_parameters(model) * rows + attention_flops(model, rows, context, causal=causal)
+    return 2.0 * model.num_active_parameters * rows + attention_flops(model, rows, context, causal=causal)

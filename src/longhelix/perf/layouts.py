@@ -17,8 +17,9 @@ Mask = NDArray[np.bool_]
 class Layouts:
     """Degrees of parallelism, all of one shape: (n,), or (n, 1) where a second dim has other choices, such as batches.
 
-    kvp, tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. local: every request's KV lies on one KVP rank, and that
-    rank alone computes its attention (data-parallel attention). hop_b: the exchange overlaps attention.
+    kvp, tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers: those of its fullest stage (0: stages are
+    even). local: every request's KV lies on one KVP rank, and that rank alone computes its attention (data-parallel
+    attention). hop_b: the exchange overlaps attention.
     """
 
     kvp: Array
@@ -27,6 +28,7 @@ class Layouts:
     ep: Array
     pp: Array
     ffn_replicas: Array
+    most_layers: Array
     local: Mask
     hop_b: Mask
 
@@ -37,7 +39,8 @@ class Layouts:
 
         kvp, tpa, tpf, ep, pp, ffn_replicas = map(degrees, ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
         local_layouts, overlapping = np.full(len(layouts), local), np.full(len(layouts), hop_b)
-        return cls(kvp, tpa, tpf, ep, pp, ffn_replicas, local_layouts, overlapping)
+        most_layers = np.array([max(layout.stage_layers or (0,)) for layout in layouts], dtype=np.float64)
+        return cls(kvp, tpa, tpf, ep, pp, ffn_replicas, most_layers, local_layouts, overlapping)
 
     def __len__(self) -> int:
         return len(self.kvp)
@@ -64,6 +67,11 @@ class Layouts:
         return self.kvp * self.tpa
 
     @property
+    def ffn_ranks(self) -> Array:
+        """The ranks of one copy of the FFN, and of the vocabulary."""
+        return self.tpf * self.ep
+
+    @property
     def world_size(self) -> Array:
         return self.num_ranks * self.pp
 
@@ -76,6 +84,10 @@ class Layouts:
     def whole_heads(self) -> Mask:
         """Where a rank multiplies all heads of its TPA share with Wo: its request is its own, or its FFN is a copy."""
         return self.local | (self.ffn_replicas > 1)
+
+    def stage_layers(self, num_layers: int) -> Array:
+        """Layers of the fullest stage (`Layout.layers`)."""
+        return np.maximum(self.most_layers, np.ceil(num_layers / self.pp))
 
     def kv_heads(self, heads: HeadShape) -> Array:
         """KV heads of the fullest rank (`Layout.kv_heads`)."""

@@ -36,22 +36,11 @@ def memory(
 
 def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     """All weights that a rank holds: its part of a stage's layers, and of the embedding or the head."""
-    model, moe = setting.model, setting.model.moe
-    stage_layers = np.ceil(model.num_layers / layouts.pp)
-    attention = (
-        weights.qkv(setting, layouts)
-        + weights.key_absorption(setting, layouts)
-        + weights.value_projection(setting, layouts.query_heads(setting.heads))
-        + weights.output_projection(setting, layouts)
-    )
-    dense = weights.dense_ffn(setting, layouts)
-    if moe is None:
-        layers = stage_layers * (attention + dense)
-    else:
-        num_moe = np.minimum(stage_layers, model.num_layers - moe.num_dense_layers)
-        experts = weights.num_experts(setting, layouts) * weights.expert(setting, layouts)
-        sparse = experts + weights.shared_experts(setting, layouts) + weights.router(setting)
-        layers = stage_layers * attention + num_moe * sparse + (stage_layers - num_moe) * dense
+    model = setting.model
+    stage_layers = layouts.stage_layers(model.num_layers)
+    num_moe = np.minimum(stage_layers, model.num_layers - model.num_dense_layers)
+    layers = num_moe * weights.expert_layer(setting, layouts)
+    layers = layers + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
     return np.asarray((layers + ends * weights.vocabulary(setting, layouts)) * setting.weight_bytes)
 
@@ -63,7 +52,7 @@ def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: 
         2 * model.head_size * layouts.kv_heads(setting.heads) if model.mla is None else float(model.mla.cached_size)
     )
     requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
-    stage_layers = np.ceil(model.num_layers / layouts.pp)
+    stage_layers = layouts.stage_layers(model.num_layers)
     return np.asarray(requests * context * per_token * stage_layers * setting.kv_bytes)
 
 
@@ -73,7 +62,7 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
     num_query_heads = layouts.query_heads(heads)
     projected = model.head_size * (num_query_heads + 2 * layouts.kv_heads(heads))
     exchanged = 2 * num_query_heads * (model.mla.kv_lora_rank if model.mla else model.head_size)
-    columns = 2 * np.ceil(model.ffn_size / (layouts.tpf * layouts.ep))
+    columns = 2 * np.ceil(model.ffn_size / layouts.ffn_ranks)
     if model.moe is not None:
         columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
     widest = np.maximum(projected + exchanged, columns + model.hidden_size)

@@ -6,6 +6,7 @@ from functools import cached_property
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.spec import BYTES, HardwareSpec, ModelSpec
+from longhelix.spec.weights import WeightSpec, layer_weights
 
 ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = BYTES[ACTIVATION_DTYPE]
@@ -32,6 +33,16 @@ class Setting:
     @cached_property
     def heads(self) -> HeadShape:
         return HeadShape(self.model.num_query_heads, self.model.num_kv_heads)
+
+    @cached_property
+    def dense_layer(self) -> tuple[WeightSpec, ...]:
+        """The weights of a layer without experts."""
+        return layer_weights(self.model, with_experts=False)
+
+    @cached_property
+    def expert_layer(self) -> tuple[WeightSpec, ...]:
+        """The weights of a layer with experts; as above, where the model has none."""
+        return layer_weights(self.model, with_experts=True)
 
     @property
     def weight_bytes(self) -> float:

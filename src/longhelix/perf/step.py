@@ -21,7 +21,7 @@ def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
 
     `work` is what one stage has at a time: with several stages, one micro-batch.
     """
-    num_moe, num_dense = _num_layers(setting, np.ceil(setting.model.num_layers / layouts.pp) * layouts.pp)
+    num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
     attention = [_norms(setting, layouts, work), *attention_parts(setting, layouts, work)]
     layers = [part.times(num_moe + num_dense) for part in attention]
     if setting.model.moe is not None:
@@ -55,7 +55,7 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
     """Layers with experts, and dense ones, of `layers` in a row that the slowest stages would take."""
     if setting.model.moe is None:
         return np.zeros_like(layers), layers
-    num_dense = np.minimum(layers, setting.model.moe.num_dense_layers)
+    num_dense = np.minimum(layers, setting.model.num_dense_layers)
     return layers - num_dense, num_dense
 
 
@@ -66,9 +66,9 @@ def _norms(setting: Setting, layouts: Layouts, work: Work) -> Part:
 
 def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
-    summed = collectives.all_reduce(setting.system, Group(layouts.num_ranks, layouts.ones), hidden_bytes)
+    summed = collectives.all_reduce(setting.system, Group(layouts.ffn_ranks, layouts.ones), hidden_bytes)
     return [
-        kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.num_ranks),
+        kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.ffn_ranks),
         sends("embedding", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
@@ -85,7 +85,7 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES + zeros
-    gathered = collectives.all_gather(system, Group(layouts.num_ranks, zeros + 1), logit_bytes)
+    gathered = collectives.all_gather(system, Group(layouts.ffn_ranks, zeros + 1), logit_bytes)
     wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),

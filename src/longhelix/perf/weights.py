@@ -1,50 +1,57 @@
-"""Numbers in a layer's weights on the fullest rank of each layout; the products' costs and the memory follow."""
+"""Numbers in the matrices of a layer on the fullest rank of each layout; the products' costs and the memory follow.
+
+Read off the table of weights. Vectors, norms and biases, count for nothing.
+"""
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
+from longhelix.spec.weights import Dim, Split, WeightSpec, embedding
+
+
+def dense_layer(setting: Setting, layouts: Layouts) -> Array:
+    """All that a rank holds of a layer without experts."""
+    return _numbers(setting, layouts, setting.dense_layer)
+
+
+def expert_layer(setting: Setting, layouts: Layouts) -> Array:
+    """All that a rank holds of a layer with experts."""
+    return _numbers(setting, layouts, setting.expert_layer)
 
 
 def qkv(setting: Setting, layouts: Layouts) -> Array:
     """Wq, Wk, Wv over TPA, the same on every KVP rank. MLA: down-projections, whole, and the queries' up-projection."""
-    model, heads = setting.model, setting.heads
-    num_query_heads = layouts.query_heads(heads)
-    if model.mla is None:
-        return model.hidden_size * model.head_size * (num_query_heads + 2 * layouts.kv_heads(heads))
-    down = model.hidden_size * model.mla.cached_size
-    if model.mla.q_lora_rank is None:
-        return down + model.hidden_size * num_query_heads * model.head_size
-    return down + model.mla.q_lora_rank * (model.hidden_size + num_query_heads * model.head_size)
+    return _named(setting, layouts, "qkv", "latent_down", "query_up")
 
 
 def key_absorption(setting: Setting, layouts: Layouts) -> Array:
-    """MLA: what turns queries into latents, over TPA (none otherwise)."""
+    """MLA: the part of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
     mla = setting.model.mla
     return layouts.query_heads(setting.heads) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
 
 
 def value_projection(setting: Setting, num_heads: Array) -> Array:
-    """MLA: what turns latent outputs of `num_heads` into values (none otherwise)."""
+    """MLA: the part that turns latent outputs of `num_heads` into values (none otherwise)."""
     mla = setting.model.mla
     return num_heads * (mla.value_size * mla.kv_lora_rank if mla else 0.0)
 
 
 def output_projection(setting: Setting, layouts: Layouts) -> Array:
     """Wo: rows over all N ranks, or over TPA where a rank keeps all heads of its share."""
-    return layouts.merged_query_heads(setting.heads) * setting.output_size * setting.model.hidden_size
+    return _named(setting, layouts, "output")
 
 
 def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
     """Gate, up and down, columns over all ranks of an FFN."""
-    return 3 * setting.model.hidden_size * np.ceil(setting.model.ffn_size / (layouts.tpf * layouts.ep))
+    return _named(setting, layouts, "gate_up", "down")
 
 
 def expert(setting: Setting, layouts: Layouts) -> Array:
     """One expert's gate, up and down, columns over TPF."""
-    moe = setting.model.moe
-    assert moe is not None
-    return 3 * setting.model.hidden_size * np.ceil(moe.expert_size / layouts.tpf)
+    return _named(setting, layouts, *_EXPERT) / num_experts(setting, layouts)
 
 
 def num_experts(setting: Setting, layouts: Layouts) -> Array:
@@ -56,18 +63,53 @@ def num_experts(setting: Setting, layouts: Layouts) -> Array:
 
 def shared_experts(setting: Setting, layouts: Layouts) -> Array:
     """All shared experts, columns over all ranks of an FFN; a rank with requests of its own has them whole."""
-    moe = setting.model.moe
-    assert moe is not None
-    ranks = np.where(layouts.local, 1.0, layouts.tpf * layouts.ep)
-    return 3 * setting.model.hidden_size * np.ceil(moe.shared_size / ranks)
+    return _named(setting, layouts, "shared.gate_up", "shared.down")
 
 
-def router(setting: Setting) -> float:
-    moe = setting.model.moe
-    assert moe is not None
-    return float(setting.model.hidden_size * moe.num_experts)
+def router(setting: Setting, layouts: Layouts) -> Array:
+    return _named(setting, layouts, "router")
 
 
 def vocabulary(setting: Setting, layouts: Layouts) -> Array:
-    """The embedding, or the LM head: rows over the N ranks of a stage."""
-    return np.ceil(setting.model.vocab_size / layouts.num_ranks) * setting.model.hidden_size
+    """The embedding, or the LM head: rows over all ranks of an FFN."""
+    return _numbers(setting, layouts, [embedding(setting.model)])
+
+
+_EXPERT = ("experts.{}.gate_up", "experts.{}.down")
+
+
+def _named(setting: Setting, layouts: Layouts, *names: str) -> Array:
+    """Those of these names in a layer that has any."""
+    layer = setting.dense_layer if any(weight.name in names for weight in setting.dense_layer) else setting.expert_layer
+    return _numbers(setting, layouts, (weight for weight in layer if weight.name in names))
+
+
+def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) -> Array:
+    total = layouts.zeros
+    for weight in weights:
+        if weight.columns is not None:
+            dims = (weight.experts, weight.rows, weight.columns)
+            experts, rows, columns = (_items(dim, setting, layouts) * dim.unit for dim in dims)
+            total = total + experts * rows * columns
+    return total
+
+
+def _items(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
+    """Those of a dim that the fullest rank has; whole numbers, and so are all sums of products of them, exactly."""
+    match dim.split:
+        case Split.WHOLE:
+            return float(dim.count)
+        case Split.QUERY_HEADS:
+            return layouts.query_heads(setting.heads)
+        case Split.KV_HEADS:
+            return layouts.kv_heads(setting.heads)
+        case Split.OUTPUT_HEADS:
+            return layouts.merged_query_heads(setting.heads)
+        case Split.FFN_COLUMNS | Split.VOCABULARY:
+            return np.ceil(dim.count / layouts.ffn_ranks)
+        case Split.SHARED_COLUMNS:
+            return np.ceil(dim.count / np.where(layouts.local, 1.0, layouts.ffn_ranks))
+        case Split.EXPERT_COLUMNS:
+            return np.ceil(dim.count / layouts.tpf)
+        case Split.EXPERTS:
+            return np.ceil(dim.count / layouts.ep)

@@ -53,9 +53,9 @@ def estimate(
 ) -> Estimate:
     """Cost one decode step of `batch` requests of `context` tokens, and the prefill of one in chunks of `chunk`.
 
-    Raises UserError for a layout that the model's heads do not allow.
+    Raises UserError for a layout that the model's heads or layers do not allow.
     """
-    layout.check(setting.heads)
+    layout.check(setting.heads, setting.model.num_layers)
     layouts = Layouts.of([layout], local=local, hop_b=hop_b)
     parts = decode_parts(setting, layouts, float(batch), float(context))
     needed = memory(setting, layouts, float(batch), float(context), float(min(chunk, context)))

@@ -233,7 +233,8 @@ def _owners(model: ModelSpec, tables: Iterable[_Table]) -> dict[str, list[list[A
 
 
 def _stage_owners(stage: list[int], heads: HeadShape, num_experts: int) -> list[list[Any]]:
-    layout = Layout(**dict(zip(_STAGE, stage, strict=True)))
+    degrees: dict[str, Any] = dict(zip(_STAGE, stage, strict=True))
+    layout = Layout(**degrees)
     return [
         [
             layout.kvp_rank(rank),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +100,7 @@ def _changes(setting: Setting, best: Candidate) -> Iterator[tuple[str, dict[str,
 
 
 def _layouts(layout: dict[str, int | str], *, hop_b: bool) -> Layouts:
-    degrees = {name: int(layout[name]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+    degrees: dict[str, Any] = {name: int(layout[name]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
     return Layouts.of([Layout(**degrees)], local=layout["placement"] == "local", hop_b=hop_b)
 
 

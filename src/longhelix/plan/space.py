@@ -51,7 +51,9 @@ def space(model: ModelSpec, max_gpus: int) -> Space:
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     kvp, tpa, tpf, ep, ffn_replicas, pp, local, hop_b, strategy = columns
-    layouts = Layouts(kvp, tpa, tpf, ep, pp, ffn_replicas, local.astype(np.bool_), hop_b.astype(np.bool_))
+    layouts = Layouts(
+        kvp, tpa, tpf, ep, pp, ffn_replicas, np.zeros_like(pp), local.astype(np.bool_), hop_b.astype(np.bool_)
+    )
     return Space(layouts, strategy.astype(np.intp))
 
 

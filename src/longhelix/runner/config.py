@@ -45,7 +45,8 @@ class EngineConfig:
         """Bytes of weights that one row's decode step reads: all but an embedding that is not the head as well, and of
         the experts the share that it takes."""
         parameters = declare(self.spec, self.layout, rank)
-        read = [p for p in parameters if p.name != "embedding" or self.spec.tied_embeddings]
+        is_head = self.spec.tied_embeddings and self.layout.has_head(rank)
+        read = [parameter for parameter in parameters if parameter.name != "embedding" or is_head]
         experts = sum(parameter.num_elements for parameter in read if ".experts." in parameter.name)
         others = sum(parameter.num_elements for parameter in read) - experts
         moe = self.spec.moe
@@ -53,5 +54,5 @@ class EngineConfig:
         return weight_bytes(others + taken, self.weight_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
-        """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
+        """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
         return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, rank)

@@ -13,9 +13,9 @@ _POOL_SHARE = 0.8
 
 
 def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int) -> int:
-    """Bytes of one token's K and V, all layers, for the KV heads that `rank` keeps."""
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)))
+    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
+    heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), len(layers))
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:

@@ -58,11 +58,12 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     not any more."""
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
+    num_layers = len(config.layout.layers(spec.num_layers, rank))
     mla = spec.mla
     sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
     block_tokens = config.scheduler.block_tokens
     format = KVFormat.choose(config.kv_dtype, block_tokens, num_kv_heads, *sizes, device, shared_values=mla is not None)
-    pool = KVPool(format, spec.num_layers, num_blocks, device)
+    pool = KVPool(format, num_layers, num_blocks, device)
     if device.type == "cpu":
         _take_memory(pool, config.layout.world_size)
     return pool

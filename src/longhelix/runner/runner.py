@@ -143,15 +143,15 @@ class ModelRunner:
         return [*self.decoding.values(), *(self.sequences[chunk.id] for chunk in step.chunks if chunk.sample)]
 
     def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, on the stage's first rank; elsewhere empty."""
+        """Logits over the whole vocabulary, on the first rank of each copy of it; elsewhere empty."""
         layout, size = self.mesh.layout, self.spec.vocab_size
         logits_Sv = self.model.logits(hidden_SH)
-        if self.mesh.stage.size == 1:
+        if self.mesh.ffn.size == 1:
             return logits_Sv
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
-        widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.stage.ranks]
+        widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.ffn.ranks]
         padded_SW = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
-        parts = self.mesh.stage.gather(padded_SW)
+        parts = self.mesh.ffn.gather(padded_SW)
         trimmed = [part[:, :width] for part, width in zip(parts, widths, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.dtypes import DTYPES
+from longhelix.spec.family import Family
 from longhelix.values import real, refused, shown, whole
 
 _MOST = 2**31 - 1  # token ids and lengths travel in 32 bits, and no model's sizes are near it
@@ -76,17 +77,12 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The narrowest layer's span in tokens; where mistral's or qwen's key is absent, 4096 as in transformers."""
-    architecture = config["model_type"]
-    has_window = architecture in ("mistral", "mixtral") or (
-        architecture in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and switch(config, "use_sliding_window")
-    )
+def sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
+    """The narrowest layer's span in tokens; None where all attend to everything."""
+    has_window = family.slides and (family.slides_unasked or switch(config, "use_sliding_window"))
     if not has_window or not _slides(config.get("layer_types")):
         return None
-    if "sliding_window" not in config and architecture != "mixtral":
-        return 4096
-    return count_or_none(config, "sliding_window")
+    return count_or_none(config, "sliding_window") if "sliding_window" in config else family.window
 
 
 def _slides(layer_types: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longhelix.errors import UserError
+from longhelix.spec import weights
 from longhelix.spec.config import (
     count,
     count_or_none,
@@ -20,15 +21,11 @@ from longhelix.spec.config import (
     token_ids,
 )
 from longhelix.spec.dtypes import BYTES, DTYPES
+from longhelix.spec.family import FAMILIES, Family
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
 from longhelix.values import shown
-
-_MLA_ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-_MOE_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_MLA_ARCHITECTURES)
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", *_MOE_ARCHITECTURES)
-_BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", *_MLA_ARCHITECTURES)
 
 
 @dataclass(frozen=True)
@@ -83,50 +80,32 @@ class ModelSpec:
             )
 
     @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
     def rotated_size(self) -> int:
         """Channels of a head that carry positions."""
         return self.head_size if self.mla is None else self.mla.rope_size
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's FFN has experts."""
-        return self.moe is not None and layer >= self.moe.num_dense_layers
+        return layer >= self.num_dense_layers
+
+    @property
+    def num_dense_layers(self) -> int:
+        """The first layers, whose FFNs have no experts."""
+        return self.num_layers if self.moe is None else self.moe.num_dense_layers
 
     @property
     def num_parameters(self) -> int:
         """All numbers of the model: matrices, norms and biases; a tied head counts once, further heads (MTP) not."""
-        num_moe_layers = 0 if self.moe is None else self.num_layers - self.moe.num_dense_layers
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        per_layer = self._attention_parameters() + 2 * self.hidden_size
-        dense = (self.num_layers - num_moe_layers) * self._ffn_parameters(self.ffn_size)
-        routed = 0 if self.moe is None else num_moe_layers * self._moe_parameters(self.moe)
-        return embeddings + self.num_layers * per_layer + dense + routed + self.hidden_size
+        return weights.num_parameters(self)
 
-    def _attention_parameters(self) -> int:
-        """Those of one layer, norms of queries, keys and latents included."""
-        if self.mla is not None:
-            return self._mla_parameters(self.mla)
-        queries, keys = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
-        weights = self.hidden_size * (2 * queries + 2 * keys)
-        biases = self.qkv_bias * (queries + 2 * keys) + self.attention_output_bias * self.hidden_size
-        return weights + biases + self.qk_norm * 2 * self.head_size
-
-    def _mla_parameters(self, mla: MLA) -> int:
-        hidden, queries, rank = self.hidden_size, self.num_query_heads * self.head_size, mla.q_lora_rank
-        query = hidden * queries if rank is None else rank * (hidden + 1 + queries)
-        latent = hidden * mla.cached_size + mla.kv_lora_rank
-        expansion = mla.kv_lora_rank * self.num_query_heads * (mla.nope_size + mla.value_size)
-        output = self.num_query_heads * mla.value_size * hidden
-        biases = self.qkv_bias * ((rank or 0) + mla.cached_size) + self.attention_output_bias * hidden
-        return query + latent + expansion + output + biases
-
-    def _ffn_parameters(self, columns: int) -> int:
-        return 3 * self.hidden_size * columns + self.ffn_bias * (2 * columns + self.hidden_size)
-
-    def _moe_parameters(self, moe: MoE) -> int:
-        expert = 3 * self.hidden_size * moe.expert_size
-        router = self.hidden_size + moe.routing_bias
-        shared = self._ffn_parameters(moe.shared_size) if moe.shared_size else 0
-        return moe.num_experts * (expert + router) + shared + moe.shared_gate * self.hidden_size
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is multiplied with: all but the embedding, and of the experts those it takes."""
+        return weights.num_active_parameters(self)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -135,15 +114,15 @@ class ModelSpec:
             return self.num_layers * self.mla.cached_size
         return 2 * self.num_layers * self.num_kv_heads * self.head_size
 
-    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
-        """Bytes that the engine keeps of one token's K and V, or latent, all layers, for some of the KV heads.
+    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, num_layers: int) -> int:
+        """Bytes that the engine keeps of one token's K and V, or latent, for some of the KV heads and layers.
 
         Narrow numbers have a 16-bit scale for each token's key and value of a head.
         """
         if self.mla is not None:
-            return int(self.kv_elements_per_token * BYTES[kv_dtype]) * num_kv_heads
+            return int(num_layers * self.mla.cached_size * BYTES[kv_dtype]) * num_kv_heads
         scale_bytes = 0 if kv_dtype in DTYPES else 2
-        return 2 * self.num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
+        return 2 * num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
 
     @classmethod
     def from_hf_config(
@@ -151,9 +130,10 @@ class ModelSpec:
     ) -> "ModelSpec":
         """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one)."""
         architecture = config.get("model_type")
-        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+        if family is None:
             raise UserError(
-                f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(ARCHITECTURES)}",
+                f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(FAMILIES)}",
                 "unknown_architecture",
             )
         activation = config.get("hidden_act", "silu")
@@ -161,15 +141,16 @@ class ModelSpec:
             raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
         hidden_size, num_query_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         max_positions = count(config, "max_position_embeddings")
-        mla = MLA.from_hf_config(config) if architecture in _MLA_ARCHITECTURES else None
+        mla = MLA.from_hf_config(config) if family.mla else None
         if mla is None:
-            head_size = count(config, "head_dim", 128 if architecture == "qwen3" else hidden_size // num_query_heads)
-            num_kv_heads = count(config, "num_key_value_heads", num_query_heads if architecture == "llama" else None)
+            head_size = count(config, "head_dim", family.head_size or hidden_size // num_query_heads)
+            num_kv_heads = count(config, "num_key_value_heads", None if family.grouped else num_query_heads)
             rotated_size = head_size
         else:
             head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
-        bias = architecture in _BIASED_ATTENTION and switch(config, "attention_bias")
-        always_biased = architecture == "qwen2" or (architecture == "qwen2_moe" and switch(config, "qkv_bias", True))
+        bias = family.attention_bias and switch(config, "attention_bias")
+        # Only qwen2_moe's config can say that there is none.
+        always_biased = family.qkv_bias and (not family.moe or switch(config, "qkv_bias", True))
         return cls(
             architecture=str(architecture),
             num_layers=count(config, "num_hidden_layers"),
@@ -186,12 +167,12 @@ class ModelSpec:
             tied_embeddings=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or always_biased,
             attention_output_bias=bias,
-            ffn_bias=architecture in ("llama", "deepseek_v2") and switch(config, "mlp_bias"),
-            qk_norm=architecture in ("qwen3", "qwen3_moe"),
-            sliding_window=sliding_window(config),
+            ffn_bias=family.mlp_bias and switch(config, "mlp_bias"),
+            qk_norm=family.qk_norm,
+            sliding_window=sliding_window(config, family),
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
             mla=mla,
-            moe=MoE.from_hf_config(config) if architecture in _MOE_ARCHITECTURES else None,
+            moe=MoE.from_hf_config(config) if family.moe else None,
         )
 
     @classmethod

@@ -98,7 +98,7 @@ def test_estimate_compares_two_layouts(capfd):
     ours, tied = json.loads(out)["compared"]
     assert status == 0
     assert tied["ttl_s"] > ours["ttl_s"]
-    assert tied["layout"]["ffn_replicas"] == 8
+    assert tied["layout"] == {"kvp": 8, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 8}
     _, out, _ = run(capfd, *ESTIMATE, "--compare", "kvp=8,tpa=8,no-hop-b", "kvp=1,tpa=64")
     assert "second against first" in out
 

@@ -11,7 +11,7 @@ from longhelix import Layout, UserError
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
 from longhelix.perf.collectives import Group
-from longhelix.perf.flops import active_parameters, attention_flops, model_flops
+from longhelix.perf.flops import attention_flops, model_flops
 from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
@@ -110,6 +110,16 @@ def test_shares_are_those_of_the_fullest_rank_of_the_layout(kvp, num_kv_heads, g
     assert layouts.kv_heads(heads)[0] == max(len(layout.kv_heads(heads, rank)) for rank in ranks)
     assert layouts.query_heads(heads)[0] == max(len(layout.query_heads(heads, rank)) for rank in ranks)
     assert layouts.merged_query_heads(heads)[0] == max(len(layout.merged_query_heads(heads, rank)) for rank in ranks)
+
+
+def test_a_stages_share_is_that_of_the_fullest_one():
+    told = Layout(pp=2, stage_layers=(6, 2))
+    layouts = Layouts.of([Layout(), Layout(pp=3), told])
+    assert layouts.stage_layers(8).tolist() == [8, 3, 6]
+    how = setting("llama-3-8b", H100, "bfloat16")
+    even, uneven = (Layouts.of([Layout(pp=2, stage_layers=stages)]) for stages in (None, (30, 2)))
+    for formula in (kv_bytes, decode_seconds):
+        assert formula(how, uneven, 1.0, 1e6)[0] > formula(how, even, 1.0, 1e6)[0]
 
 
 def divisors(number, most=64):
@@ -361,7 +371,7 @@ def test_useful_flops_are_the_conventions_of_the_papers():
     assert model_flops(llama, 1e6, 1e6) == pytest.approx(2.76e18, rel=0.01)
     full, causal = (attention_flops(llama, 1e6, 1e6, causal=causal) for causal in (False, True))
     assert causal == pytest.approx(full / 2, rel=1e-5)
-    assert active_parameters(MODELS["deepseek-r1"]) == pytest.approx(36.6e9, rel=0.02)
+    assert MODELS["deepseek-r1"].num_active_parameters == pytest.approx(36.6e9, rel=0.02)
 
 
 COSTS = [

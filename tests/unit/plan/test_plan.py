@@ -50,7 +50,7 @@ def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
         layouts = searched.layouts.take(np.array([index]))
         degrees = {name: int(getattr(layouts, name)[0]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
         layout = Layout(**degrees)
-        layout.check(R1.heads)
+        layout.check(R1.heads, model.num_layers)
         assert layout.world_size <= 24
         name = STRATEGIES[searched.strategy[index]].name
         assert not layout.duplicates_kv(R1.heads) or name == "tp"

@@ -25,7 +25,6 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.parameters import declare
 from longhelix.spec import (
-    ARCHITECTURES,
     BYTES,
     KV_DTYPES,
     MLA,
@@ -36,6 +35,7 @@ from longhelix.spec import (
     RopeSpec,
     weight_bytes,
 )
+from longhelix.spec import FAMILIES as ARCHITECTURES
 
 pytestmark = pytest.mark.unit
 
@@ -357,8 +357,8 @@ def test_a_spec_is_frozen_and_checks_itself():
 
 def test_kv_bytes_count_both_tensors_of_all_layers():
     spec = read(MINIMAL, num_key_value_heads=2)
-    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2) == 2 * 3 * 2 * 16 * 2
-    assert spec.kv_bytes_per_token("float32", num_kv_heads=1) == 2 * 3 * 1 * 16 * 4
+    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2, num_layers=3) == 2 * 3 * 2 * 16 * 2
+    assert spec.kv_bytes_per_token("float32", num_kv_heads=1, num_layers=3) == 2 * 3 * 1 * 16 * 4
 
 
 def test_gguf_metadata_gives_the_built_in_models_shape():

@@ -1,0 +1,213 @@
+"""The weights of a model, each declared once: what it is called, its rows and columns, and who shares them.
+
+Three read this table: `models.parameters` (what one rank loads, and from where), `perf.weights` (numbers on the fullest
+rank) and `ModelSpec` (how many parameters there are, and how many of them a token meets).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from math import prod
+from typing import TYPE_CHECKING
+
+from longhelix.spec.mla import MLA
+from longhelix.spec.moe import MoE
+
+if TYPE_CHECKING:
+    from longhelix.spec.model import ModelSpec
+
+
+class Split(Enum):
+    """Which ranks of a stage share the items of a dim; `Layout` says who has which."""
+
+    WHOLE = auto()  # every rank has all
+    QUERY_HEADS = auto()  # over TPA
+    KV_HEADS = auto()  # over TPA
+    OUTPUT_HEADS = auto()  # query heads, over the ranks that sum the output projection
+    FFN_COLUMNS = auto()  # over all ranks of an FFN
+    SHARED_COLUMNS = auto()  # of shared experts: over all ranks of an FFN
+    EXPERT_COLUMNS = auto()  # over TPF
+    EXPERTS = auto()  # over EP
+    VOCABULARY = auto()  # over all ranks of an FFN
+
+
+@dataclass(frozen=True)
+class Dim:
+    """`count` items of `unit` numbers each, of which ranks have some, whole."""
+
+    split: Split
+    count: int
+    unit: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.count * self.unit
+
+
+_ONCE = Dim(Split.WHOLE, 1)
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A matrix of `rows` and `columns`, or a vector without columns.
+
+    name: what the model calls it; what has one name is stacked by rows in the order of the table. tensor: what it is in
+    checkpoints. Where every one of `experts` has its own, "{}" in both stands for the expert's number. exact: it
+    keeps the checkpoint's dtype.
+    """
+
+    name: str
+    tensor: str
+    rows: Dim
+    columns: Dim | None = None
+    experts: Dim = _ONCE
+    exact: bool = False
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Those of the tensor."""
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in it, or in that of one expert."""
+        return prod(dim.size for dim in self.dims)
+
+
+def embedding(spec: "ModelSpec") -> WeightSpec:
+    return WeightSpec("embedding", "model.embed_tokens.weight", Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
+
+
+def last_norm(spec: "ModelSpec") -> WeightSpec:
+    return WeightSpec("norm", "model.norm.weight", _hidden(spec))
+
+
+def head(spec: "ModelSpec") -> WeightSpec:
+    """Where embeddings are tied, the embedding's tensor."""
+    tensor = embedding(spec).tensor if spec.tied_embeddings else "lm_head.weight"
+    return WeightSpec("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
+
+
+def layer_weights(spec: "ModelSpec", with_experts: bool) -> tuple[WeightSpec, ...]:
+    """Those of one layer, whose FFN has experts or is dense; names and tensors without the layer's own prefix."""
+    weights, renamed = (*_attention(spec), *_ffn(spec, spec.moe if with_experts else None)), spec.family.tensors
+    return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
+
+
+def num_parameters(spec: "ModelSpec") -> int:
+    """All of a model's; a head that is the embedding counts once."""
+    own_head = 0 if spec.tied_embeddings else head(spec).num_elements
+    num_experts = 0 if spec.moe is None else spec.moe.num_experts
+    ends = embedding(spec).num_elements + last_norm(spec).num_elements + own_head
+    return ends + _in_layers(spec, num_experts)
+
+
+def num_active_parameters(spec: "ModelSpec") -> int:
+    """Those that one token meets: all but an embedding that is not the head, and of the experts those it takes."""
+    taken = 0 if spec.moe is None else spec.moe.experts_per_token
+    return last_norm(spec).num_elements + head(spec).num_elements + _in_layers(spec, taken)
+
+
+def _in_layers(spec: "ModelSpec", num_experts: int) -> int:
+    """With so many experts in each layer that has any."""
+    layers = {False: spec.num_dense_layers, True: spec.num_layers - spec.num_dense_layers}
+    return sum(
+        count * weight.num_elements * (num_experts if weight.experts.split is Split.EXPERTS else 1)
+        for with_experts, count in layers.items()
+        if count
+        for weight in layer_weights(spec, with_experts)
+    )
+
+
+def _attention(spec: "ModelSpec") -> Iterator[WeightSpec]:
+    hidden = _hidden(spec)
+    yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
+    yield from _grouped_query(spec) if spec.mla is None else _latent(spec, spec.mla)
+    if spec.attention_output_bias:
+        yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
+
+
+def _grouped_query(spec: "ModelSpec") -> Iterator[WeightSpec]:
+    hidden, size = _hidden(spec), spec.head_size
+    queries, keys = (
+        Dim(Split.QUERY_HEADS, spec.num_query_heads, size),
+        Dim(Split.KV_HEADS, spec.num_kv_heads, size),
+    )
+    projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    for name, rows in projections.items():
+        yield WeightSpec("qkv", f"self_attn.{name}.weight", rows, hidden)
+    for name, rows in projections.items() if spec.qkv_bias else ():
+        yield WeightSpec("qkv_bias", f"self_attn.{name}.bias", rows)
+    if spec.qk_norm:
+        yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
+        yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
+    yield WeightSpec("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
+
+
+def _latent(spec: "ModelSpec", mla: MLA) -> Iterator[WeightSpec]:
+    """MLA: down-projections whole on every rank, up-projections and the output by query heads."""
+    hidden, latent = _hidden(spec), _whole(mla.kv_lora_rank)
+    queries = Dim(Split.QUERY_HEADS, spec.num_query_heads, spec.head_size)
+    down = {"kv_a_proj_with_mqa": _whole(mla.cached_size)}
+    if mla.q_lora_rank is None:
+        yield WeightSpec("query_up", "self_attn.q_proj.weight", queries, hidden)
+    else:
+        query_latent = _whole(mla.q_lora_rank)
+        down = {"q_a_proj": query_latent} | down
+        yield WeightSpec("query_norm", "self_attn.q_a_layernorm.weight", query_latent)
+        yield WeightSpec("query_up", "self_attn.q_b_proj.weight", queries, query_latent)
+    for name, rows in down.items():
+        yield WeightSpec("latent_down", f"self_attn.{name}.weight", rows, hidden)
+    for name, rows in down.items() if spec.qkv_bias else ():
+        yield WeightSpec("latent_down_bias", f"self_attn.{name}.bias", rows)
+    yield WeightSpec("latent_norm", "self_attn.kv_a_layernorm.weight", latent)
+    made = Dim(Split.QUERY_HEADS, spec.num_query_heads, mla.nope_size + mla.value_size)
+    yield WeightSpec("latent_up", "self_attn.kv_b_proj.weight", made, latent)
+    values = Dim(Split.OUTPUT_HEADS, spec.num_query_heads, mla.value_size)
+    yield WeightSpec("output", "self_attn.o_proj.weight", hidden, values)
+
+
+def _ffn(spec: "ModelSpec", moe: MoE | None) -> Iterator[WeightSpec]:
+    hidden = _hidden(spec)
+    yield WeightSpec("ffn_norm", "post_attention_layernorm.weight", hidden)
+    if moe is not None:
+        yield from _mixture(spec, moe)
+        return
+    yield from _biased_swiglu(spec, "", "mlp.", Dim(Split.FFN_COLUMNS, spec.ffn_size))
+
+
+def _mixture(spec: "ModelSpec", moe: MoE) -> Iterator[WeightSpec]:
+    experts = _whole(moe.num_experts)
+    yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec))
+    if moe.routing_bias:
+        yield WeightSpec("routing_bias", "mlp.gate.e_score_correction_bias", experts, exact=True)
+    columns = Dim(Split.EXPERT_COLUMNS, moe.expert_size)
+    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, Dim(Split.EXPERTS, moe.num_experts))
+    if moe.shared_size:
+        shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
+        yield from _biased_swiglu(spec, "shared.", "mlp.shared_experts.", shared)
+    if moe.shared_gate:
+        yield WeightSpec("shared_gate", "mlp.shared_expert_gate.weight", _whole(1), _hidden(spec))
+
+
+def _biased_swiglu(spec: "ModelSpec", name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
+    yield from _swiglu(spec, name, tensor, columns)
+    if spec.ffn_bias:
+        yield WeightSpec(name + "gate_up_bias", tensor + "gate_proj.bias", columns)
+        yield WeightSpec(name + "gate_up_bias", tensor + "up_proj.bias", columns)
+        yield WeightSpec(name + "down_bias", tensor + "down_proj.bias", _hidden(spec))
+
+
+def _swiglu(spec: "ModelSpec", name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
+    hidden = _hidden(spec)
+    yield WeightSpec(name + "gate_up", tensor + "gate_proj.weight", columns, hidden, experts)
+    yield WeightSpec(name + "gate_up", tensor + "up_proj.weight", columns, hidden, experts)
+    yield WeightSpec(name + "down", tensor + "down_proj.weight", hidden, columns, experts)
+
+
+def _hidden(spec: "ModelSpec") -> Dim:
+    return _whole(spec.hidden_size)
+
+
+def _whole(size: int) -> Dim:
+    return Dim(Split.WHOLE, size)
