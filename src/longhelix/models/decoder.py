@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVLayer, Weight, linear, make_weight
+from longhelix.kernels import PLAIN, KVLayer, Weight, linear, make_weight
 from longhelix.models.attention import Attention
 from longhelix.models.batch import Batch
 from longhelix.models.experts import ExpertFFN
@@ -15,7 +15,7 @@ from longhelix.spec import ModelSpec
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and FFN, each added to the residual."""
+    """Pre-norm attention and FFN, each added to the residual. `entries`: what the layer caches, by name."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class Layer(nn.Module):
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
-    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
-        return self.ffn(self.attention(hidden_TH, batch, layer))
+    def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
+        return self.ffn(self.attention(hidden_TH, batch, **entries))
 
 
 class Decoder(nn.Module):
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         embedding_vH = weights.pop("embedding")
         self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)
         shared = spec.tied_embeddings and self.head.has_rows
-        self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, packed=False)
+        self.embedding = self.head if shared else Weight(embedding_vH, weight_dtype, *embedding_vH.shape, PLAIN)
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with; some ranks have none of some."""
@@ -64,10 +64,10 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
-        for layer, kv in zip(self.layers, pool.layers, strict=True):
+        for layer, entries in zip(self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
-            hidden_TH = layer(hidden_TH, batch, kv)
+            hidden_TH = layer(hidden_TH, batch, entries)
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:

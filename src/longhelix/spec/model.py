@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longhelix.errors import UserError
+from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.config import (
     count,
     count_or_none,
@@ -19,7 +20,7 @@ from longhelix.spec.config import (
     switch,
     token_ids,
 )
-from longhelix.spec.dtypes import BYTES, DTYPES
+from longhelix.spec.formats import number_format
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
@@ -129,21 +130,22 @@ class ModelSpec:
         return moe.num_experts * (expert + router) + shared + moe.shared_gate * self.hidden_size
 
     @property
+    def cache_entries(self) -> tuple[CacheEntry, ...]:
+        """What every layer keeps of a token: keys and values, or the latent with its rotated key."""
+        if self.mla is None:
+            return (CacheEntry("kv", self.head_size, self.head_size),)
+        return (CacheEntry("latent", self.mla.cached_size, self.mla.kv_lora_rank, shared_values=True),)
+
+    @property
     def kv_elements_per_token(self) -> int:
-        """Numbers that all layers cache for one token: K and V of every KV head, or MLA's latent and rotated key."""
-        if self.mla is not None:
-            return self.num_layers * self.mla.cached_size
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+        """Numbers that all layers keep of one token, for all KV heads."""
+        return self.num_layers * self.num_kv_heads * sum(sum(entry.vector_sizes) for entry in self.cache_entries)
 
-    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int) -> int:
-        """Bytes that the engine keeps of one token's K and V, or latent, all layers, for some of the KV heads.
-
-        Narrow numbers have a 16-bit scale for each token's key and value of a head.
-        """
-        if self.mla is not None:
-            return int(self.kv_elements_per_token * BYTES[kv_dtype]) * num_kv_heads
-        scale_bytes = 0 if kv_dtype in DTYPES else 2
-        return 2 * self.num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
+    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, device: str) -> int:
+        """Bytes that the engine keeps of one token on "cpu" or "cuda", all layers, for some of the KV heads."""
+        number = number_format(kv_dtype)
+        head_bytes = sum(entry.head_bytes(number, device) for entry in self.cache_entries)
+        return int(self.num_layers * num_kv_heads * head_bytes)
 
     @classmethod
     def from_hf_config(
