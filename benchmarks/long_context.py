@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longhelix.bench.environment import environment
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat
+from longhelix.kernels import ROWS, KVFormat
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
@@ -65,8 +65,8 @@ class NoLayers:
 
 def make_runner(num_blocks: int) -> ModelRunner:
     mesh = Mesh.build(Layout(), 0)
-    format = KVFormat("bfloat16", BLOCK_TOKENS, 1, 16, 16, packed=False)
-    pool = KVPool(format, num_layers=0, num_blocks=num_blocks, device=torch.device("cpu"))
+    format = KVFormat("bfloat16", BLOCK_TOKENS, 1, 16, 16, ROWS)
+    pool = KVPool({"kv": format}, num_layers=0, num_blocks=num_blocks, device=torch.device("cpu"))
     return ModelRunner(SPEC, mesh, NoLayers(mesh), pool, "eager")
 
 

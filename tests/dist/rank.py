@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.kernels import native
+from longhelix.kernels import PANELS, native
 from longhelix.kv import splits
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
@@ -171,7 +171,7 @@ def build(case, rank, meshes):
     config = resolve(checkpoint, layout, EngineOptions(**{"hop_b": 1} | settings, device="cpu"))
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
     pool = new_pool(config, rank, config.scheduler.num_blocks * len(case["prompts"]))
-    for layer in pool.layers:
+    for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
     runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
@@ -222,8 +222,9 @@ def run(case, rank, meshes, direct_rows):
         first.release(scheduler)
         assert {allocator.available for allocator in scheduler._allocators} == {runner.pool.num_blocks}
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
-    arrays["packed"] = np.array([runner.pool.format.packed and weight.packed for weight in runner.model.products()])
-    arrays["packed_pool"] = np.array(runner.pool.format.packed)
+    products = runner.model.products()
+    arrays["packed"] = np.array([runner.pool.packed and weight.arrangement is PANELS for weight in products])
+    arrays["packed_pool"] = np.array(runner.pool.packed)
     arrays["routing_gap"] = np.array(routing_gap.least)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])

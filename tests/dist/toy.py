@@ -78,8 +78,8 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     weights = load(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, CPU, lambda elements: None)
     heads = len(mesh.layout.kv_heads(HeadShape(spec.num_query_heads, spec.num_kv_heads), mesh.rank))
     format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, spec.head_size, spec.head_size, CPU)
-    pool = KVPool(format, spec.num_layers, num_blocks, CPU)
-    for layer in pool.layers:
+    pool = KVPool({"kv": format}, spec.num_layers, num_blocks, CPU)
+    for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
     return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, "float32"), pool)
 

@@ -9,6 +9,8 @@ from torch.library import opcheck
 
 from block_extents import side_by_side
 from longhelix.kernels import (
+    PLAIN,
+    ROWS,
     Experts,
     KVFormat,
     KVLayer,
@@ -73,12 +75,12 @@ def attention_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
 def pool_arguments(k_PDkC: Tensor, v_PDkC: Tensor) -> tuple:
     """Values, scales and format of a layer in rows, as the ops take them."""
     dtype = str(k_PDkC.dtype).removeprefix("torch.")
-    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), (dtype, k_PDkC.shape[-1], False)
+    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), ("rows", dtype, k_PDkC.shape[-1], False)
 
 
 def layer_of(k_PDkC: Tensor, v_PDkC: Tensor) -> KVLayer:
-    (values, scales), (dtype, size, shared) = pool_arguments(k_PDkC, v_PDkC)
-    return KVLayer(KVFormat(dtype, *k_PDkC.shape[1:3], size, size, packed=False, shared_values=shared), values, scales)
+    (values, scales), (_, dtype, size, shared) = pool_arguments(k_PDkC, v_PDkC)
+    return KVLayer(KVFormat(dtype, *k_PDkC.shape[1:3], size, size, ROWS, shared_values=shared), values, scales)
 
 
 def merge_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> list:
@@ -148,8 +150,9 @@ def test_merge_states_equals_the_cpu(shape, dtype):
 def test_write_kv_equals_the_cpu_bit_by_bit(dtype, kv_dtype):
     inputs = write_inputs(dtype, kv_dtype)
     device_inputs = [value.clone() for value in on_device(inputs)]
-    reference.write_kv(*inputs)
-    reference.write_kv(*device_inputs)
+    for k_TkC, v_TkC, k_PDkC, v_PDkC, slots_T in (inputs, device_inputs):
+        reference.write_rows(k_TkC.to(k_PDkC.dtype), k_PDkC, slots_T)
+        reference.write_rows(v_TkC.to(v_PDkC.dtype), v_PDkC, slots_T)
     for actual, wanted in zip(device_inputs, inputs, strict=True):
         assert actual.device.type == DEVICE
         assert torch.equal(actual.cpu(), wanted)
@@ -191,7 +194,7 @@ def test_torch_accepts_the_ops_on_the_device():
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
-        (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, False)),
+        (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, "plain")),
     ):
         assert set(opcheck(op.default, tuple(on_device(list(inputs)))).values()) == {"SUCCESS"}
 
@@ -209,7 +212,7 @@ def test_the_fused_ops_equal_the_cpu(dtype):
     x_TX, weight_NX, bias_N, norm_X, eps, swiglu, residual_TN, out_dtype = linear_inputs(dtype)
     results = []
     for place in ("cpu", DEVICE):
-        weight = Weight(weight_NX.to(place), str(dtype).removeprefix("torch."), 80, 96, packed=False)
+        weight = Weight(weight_NX.to(place), str(dtype).removeprefix("torch."), 80, 96, PLAIN)
         around = {"bias": bias_N.to(place), "norm": norm_X.to(place), "residual": residual_TN.to(place)}
         results.append(linear(x_TX.to(place), weight, **around, norm_eps=eps, swiglu=swiglu, dtype=out_dtype).cpu())
     torch.testing.assert_close(results[1], results[0], rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
@@ -230,8 +233,7 @@ def test_experts_equal_the_cpu(dtype):
     results = []
     for place in ("cpu", DEVICE):
         gate_up, down = (
-            tuple(Weight(pair[side].to(place), name, *pair[side].shape, packed=False) for pair in products)
-            for side in (0, 1)
+            tuple(Weight(pair[side].to(place), name, *pair[side].shape, PLAIN) for pair in products) for side in (0, 1)
         )
         experts = Experts(tuple(range(7)), gate_up, down, torch.zeros(7, dtype=torch.int64))
         taken = route(logits_TX.to(place), None, moe)

@@ -12,7 +12,7 @@ from longhelix.bench.model import LongRequests, RankModel
 from longhelix.bench.section import Column, Plot, Section
 from longhelix.bench.world import Row, collect
 from longhelix.runner.config import EngineConfig
-from longhelix.spec import weight_bytes
+from longhelix.spec import number_format
 
 COLUMNS = (
     Column("context", "context", ",d"),
@@ -66,6 +66,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True):
             total_s = sum(seconds(request.step) for _ in range(self.repeats))
         parts = clock.parts(total_s, self.repeats)
         kv_bytes = model.local_length(context) * config.kv_bytes_per_token(rank)
+        weights_bytes = config.weight_elements(rank) * number_format(config.weight_dtype).weight_bytes
         return {
             "context": context,
             **timings["step"].row("step_s"),
@@ -74,7 +75,7 @@ class DecodeJob(msgspec.Struct, frozen=True, tag=True):
             "read_bytes": config.weight_bytes_read(rank) + kv_bytes,
             "memory_bytes_per_s": buffer_bytes / timings["read"].median_s,
             "peak_rss_bytes": peak_rss_bytes,
-            "formula_bytes": weight_bytes(config.weight_elements(rank), config.weight_dtype) + kv_bytes,
+            "formula_bytes": int(weights_bytes) + kv_bytes,
         }
 
 

@@ -19,7 +19,7 @@ from longhelix.bench.section import Section
 from longhelix.bench.world import Row, collect
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, linear, make_weight, native, partial_attention
+from longhelix.kernels import TILES, KVFormat, linear, make_weight, native, partial_attention
 
 BLOCK_TOKENS = 16
 NUM_KV_HEADS = 2
@@ -122,12 +122,12 @@ class Attention:
     @classmethod
     def over(cls, format: KVFormat, num_query_heads: int, rows: int, context: int) -> "Attention":
         """Raises UserError where the native kernels cannot read the format."""
-        if not format.packed:
+        if format.arrangement is not TILES:
             raise UserError(
                 f"head size {format.key_size} is no multiple of {native.LANES}, as the native kernels need: "
                 "set --head-size to one"
             )
-        pool = KVPool(format, 1, -(-context // BLOCK_TOKENS), _CPU)
+        pool = KVPool({"kv": format}, 1, -(-context // BLOCK_TOKENS), _CPU)
         fill(pool)
         return cls(torch.randn(rows, num_query_heads, format.key_size).bfloat16(), pool, context)
 
@@ -135,16 +135,16 @@ class Attention:
         rows = len(self.q_TqC)
         return partial_attention(
             self.q_TqC,
-            self.pool.layers[0],
+            self.pool.layers[0]["kv"],
             blocks_X=torch.arange(self.pool.num_blocks),
             extents_B2=torch.tensor([[0, self.pool.num_blocks]]),
             row_starts_B=torch.tensor([0, rows]),
             limits_T=torch.arange(self.context - rows + 1, self.context + 1),
-            scale=self.pool.format.key_size**-0.5,
+            scale=self.pool.formats["kv"].key_size ** -0.5,
         )
 
     def row(self) -> Row:
-        format = self.pool.format
+        format = self.pool.formats["kv"]
         return {
             "kv_dtype": format.dtype,
             "head_size": format.key_size,

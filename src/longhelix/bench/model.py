@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import write_kv
+from longhelix.kernels import KVFormat, KVLayer, write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step
@@ -96,19 +96,21 @@ class LongRequests:
 
 def fill(pool: KVPool) -> None:
     """Random keys and values, quantised as the pool's dtype asks: the same _FILL_BLOCKS blocks again and again."""
-    format, first = pool.format, pool.layers[0]
+    for name, first in pool.layers[0].items():
+        _fill([layer[name] for layer in pool.layers], first.format, min(pool.num_blocks, _FILL_BLOCKS))
+
+
+def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:
     if not format.num_kv_heads:
         return
-    num_blocks = min(pool.num_blocks, _FILL_BLOCKS)
     rows = num_blocks * format.block_tokens
     k_TkC = torch.randn(rows, format.num_kv_heads, format.key_size).bfloat16()
     v_TkC = None if format.shared_values else torch.randn(rows, format.num_kv_heads, format.value_size).bfloat16()
-    write_kv(k_TkC, v_TkC, first, torch.arange(rows))
-    dim = 1 if format.packed else 0  # that of blocks
-    for layer in pool.layers:
-        for part, written in ((layer.values, first.values), (layer.scales, first.scales)):
-            for piece in () if part is None else part.split(num_blocks, dim):
-                piece.copy_(written.narrow(dim, 0, piece.shape[dim]))
+    write_kv(k_TkC, v_TkC, entries[0], torch.arange(rows))
+    for entry in entries:
+        for blocks, written in zip(entry.by_block, entries[0].by_block, strict=True):
+            for piece in blocks.split(num_blocks):
+                piece.copy_(written[: len(piece)])
 
 
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:

@@ -174,5 +174,6 @@ def beside(rows: Sequence[Row]) -> list[Row]:
 
 def _fits(config: EngineConfig, context: int) -> bool:
     """Whether a peer that holds this KV in bfloat16 more than once finds the memory for it."""
-    kv_bytes = context * config.spec.kv_bytes_per_token("bfloat16", config.spec.num_kv_heads, config.spec.num_layers)
+    spec = config.spec
+    kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
     return _COPIES * kv_bytes < host.available_bytes()

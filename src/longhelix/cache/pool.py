@@ -1,31 +1,48 @@
 """The paged pool: this rank's bytes of all KV blocks, layer by layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from longhelix.kernels import KVFormat, KVLayer
+from longhelix.kernels import TILES, KVFormat, KVLayer
 
 
 class KVPool:
-    """`layers` hold keys and values, one for each layer of the rank's stage; contents start undefined."""
+    """`layers[i][name]` holds what the i-th layer of the rank's stage keeps in the cache entry of that name; contents
+    start undefined.
 
-    def __init__(self, format: KVFormat, num_layers: int, num_blocks: int, device: torch.device) -> None:
-        self.format = format
+    `formats`: of each entry of a layer, by name, all with KV blocks of as many tokens; a KV block has one id in all
+    entries and layers.
+    """
+
+    def __init__(self, formats: Mapping[str, KVFormat], num_layers: int, num_blocks: int, device: torch.device) -> None:
+        self.formats = dict(formats)
+        (self.block_tokens,) = {format.block_tokens for format in formats.values()}
         self.num_blocks = num_blocks
         self.device = device
-        self.layers: list[KVLayer] = [format.new_layer(num_blocks, device) for _ in range(num_layers)]
+        self.layers: list[dict[str, KVLayer]] = [
+            {name: format.new_layer(num_blocks, device) for name, format in formats.items()} for _ in range(num_layers)
+        ]
+
+    def entries(self) -> Iterator[KVLayer]:
+        """Those of all layers."""
+        return (entry for layer in self.layers for entry in layer.values())
+
+    @property
+    def packed(self) -> bool:
+        """Whether the native CPU kernels read all of it."""
+        return all(format.arrangement is TILES for format in self.formats.values())
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block in all layers."""
-        return len(self.layers) * self.format.block_bytes
+        return len(self.layers) * sum(format.block_bytes for format in self.formats.values())
 
     def copy(self, source: int, target: int) -> None:
         """Make the KV block `target` equal to `source`, in all layers."""
-        for layer in self.layers:
-            for bytes_PX in layer.by_block:
+        for entry in self.entries():
+            for bytes_PX in entry.by_block:
                 bytes_PX[target] = bytes_PX[source]
 
     def read(self, blocks: Sequence[int]) -> Tensor:
@@ -45,10 +62,10 @@ class KVPool:
 
     def _parts(self, block: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A KV block's tensors, in all layers, each beside its place in the block's bytes."""
-        parts = [bytes_PX[block] for layer in self.layers for bytes_PX in layer.by_block]
+        parts = [bytes_PX[block] for entry in self.entries() for bytes_PX in entry.by_block]
         places = bytes_X.split([part.numel() for part in parts])
         return ((part, place.view(part.shape)) for part, place in zip(parts, places, strict=True))
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.values.nbytes + (0 if layer.scales is None else layer.scales.nbytes) for layer in self.layers)
+        return sum(tensor.nbytes for entry in self.entries() for tensor in entry.tensors)

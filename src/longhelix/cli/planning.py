@@ -11,7 +11,7 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
-from longhelix.spec import BYTES, HardwareSpec
+from longhelix.spec import HardwareSpec, number_format
 
 _TABLE_WIDTH = 160  # where standard output is no terminal
 
@@ -67,6 +67,4 @@ def _default_dtype(system: HardwareSpec) -> str:
 
 
 def _known(name: str, dtype: str) -> str:
-    if dtype not in BYTES:
-        raise UserError(f"{name} {dtype!r} is not known: use one of {', '.join(BYTES)}", "unsupported_dtype")
-    return dtype
+    return number_format(dtype, name).name

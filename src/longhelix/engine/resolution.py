@@ -22,7 +22,7 @@ from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.pool_size import affordable_blocks, num_blocks, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, WEIGHT_DTYPES, ModelSpec, RopeSpec
+from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, RopeSpec
 from longhelix.values import one_of, refused
 
 # Ranks that wait for each other at every exchange take turns on the cores that they share.
@@ -53,7 +53,7 @@ def resolve(
     scheduler = _scheduler(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
-        affordable_blocks(spec, layout, weight_dtype, kv_dtype, scheduler.block_tokens, *memory)
+        affordable_blocks(spec, layout, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
         for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
     )
     held = num_blocks(options.kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
@@ -85,7 +85,8 @@ def _with_rope(spec: ModelSpec, settings: Mapping[str, Any] | None) -> ModelSpec
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     """Of activations, weights and KV."""
     dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
-    weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *WEIGHT_DTYPES[len(DTYPES) :]))
+    quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
+    weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *quantised))
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
@@ -172,8 +173,9 @@ def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dt
             f"the layout has {layout.world_size} ranks, each of which needs a GPU, but torch can use {num_gpus} here: "
             "set device to cpu, or choose a smaller layout"
         )
-    if weight_dtype not in DTYPES or kv_dtype == "int4":
-        narrow = f"kv_dtype {kv_dtype}" if weight_dtype in DTYPES else f"weight_dtype {weight_dtype}"
+    plain_weights = "plain" in FORMATS[weight_dtype].weights
+    if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
+        narrow = f"kv_dtype {kv_dtype}" if plain_weights else f"weight_dtype {weight_dtype}"
         raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
     return device
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import flashinfer, native, reference
+from longhelix.kernels.arrangement import TILES
 from longhelix.kernels.layer import KVLayer
 from longhelix.kernels.library import (
     dense,
@@ -38,8 +39,8 @@ def partial_attention(
     overwritten. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0 gives 0
     and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
-    if layer.format.packed and not is_compiling():
-        return _attend_packed(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto)
+    if layer.format.arrangement is TILES and not is_compiling():
+        return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto)
     table, most = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
         q_TqC, layer.values, layer.scales, *table, scale, *most, *format_arguments(layer)
@@ -49,8 +50,8 @@ def partial_attention(
 
 library.define(
     "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_X, Tensor extents_B2, "
-    "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, str dtype, "
-    "int value_size, bool shared_values) -> (Tensor, Tensor)"
+    "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, "
+    "str arrangement, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
 )
 
 
@@ -59,20 +60,32 @@ def _partial_attention(
 ):
     layer = layer_of(values, scales, q_TqC.shape[-1], *format)
     table = blocks_X, extents_B2, row_starts_B, limits_T
-    if layer.format.packed:
-        return _attend_packed(q_TqC, layer, *table, scale)
+    if layer.format.arrangement is TILES:
+        return _attend_tiles(q_TqC, layer, *table, scale)
     if (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
         return planned
-    if q_TqC.is_cuda:
+    if q_TqC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
         seen_tokens = most_tokens if most_tokens is not None else int(limits_T.amax()) if len(limits_T) else 0
         return triton_kernels().partial_attention(
             q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens
         )
-    return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale)
+    if scales is None:
+        return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale)
+    k_JDkC, v_JDkC, *own = _decoded(layer, blocks_X, extents_B2)
+    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *own, row_starts_B, limits_T, scale)
 
 
-def _attend_packed(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto=None):
+def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k_JDkC, v_JDkC of the sequences' own KV blocks, one sequence after the other, and a table for these."""
+    own_J = torch.cat([blocks_X[:0], *(blocks_X[begin:end] for begin, end in extents_B2.tolist())])
+    counts_B = extents_B2[:, 1] - extents_B2[:, 0]
+    ends_B = counts_B.cumsum(0)
+    extents_B2 = torch.stack((ends_B - counts_B, ends_B), dim=1)
+    return *layer.decoded(own_J), torch.arange(len(own_J), device=own_J.device), extents_B2
+
+
+def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto=None):
     rows, num_query_heads, _ = q_TqC.shape
     q_TqC = dense_rows(q_TqC)
     blocks_X, extents_B2, row_starts_B, limits_T = map(dense, (blocks_X, extents_B2, row_starts_B, limits_T))

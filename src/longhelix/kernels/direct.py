@@ -5,16 +5,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longhelix.kernels import native, reference
+from longhelix.kernels.arrangement import ROWS, TILES
 from longhelix.kernels.attention import partial_attention
-from longhelix.kernels.layer import NARROW, KVFormat, KVLayer
+from longhelix.kernels.layer import KVFormat, KVLayer
 from longhelix.kernels.library import dense, format_arguments, is_compiling, layer_of, library
+from longhelix.kernels.numbers import STORED
 
 PIECE_TOKENS = 2048  # of a sequence, whose keys and values exist at a time; rounded up to whole KV blocks
 
 
 def can_expand(format: KVFormat, nope_size: int, value_size: int) -> bool:
     """Whether `expand_latents` makes heads of these sizes from a pool of `format`."""
-    return not (format.packed and (nope_size % native.LANES or value_size % native.LANES))
+    return not (format.arrangement is TILES and (nope_size % native.LANES or value_size % native.LANES))
 
 
 def direct_attention(
@@ -69,9 +71,9 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
 
     layer: a pool of latents, each with the rotated key that all heads share. up_qXZ (any float dtype): of each head
     `nope_size` channels of its key, without rotation, then those of its value. blocks_J (int64): the sequence's local
-    KV blocks; `first` lies at the start of one. Returns a layer of one KV block: packed if the pool is (all sizes must
-    then be multiples of 16, and whole tiles are made); else in rows, keys and values filled with zeros to one size,
-    and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+    KV blocks; `first` lies at the start of one. Returns a layer of one KV block: in tiles if the pool is (all sizes
+    must then be multiples of 16, and whole tiles are made); else in rows, keys and values filled with zeros to one
+    size, and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
     """
     if first + count > len(blocks_J) * layer.format.block_tokens:
         held = len(blocks_J) * layer.format.block_tokens
@@ -79,33 +81,31 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
             f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are asked for"
         )
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
-    if made.packed and not is_compiling():
-        return _expand_packed(layer, up_qXZ, blocks_J, first, made)
+    if made.arrangement is TILES and not is_compiling():
+        return _expand_tiles(layer, up_qXZ, blocks_J, first, made)
     arguments = up_qXZ, nope_size, blocks_J, first, count, layer.format.key_size, *format_arguments(layer)
     return KVLayer(made, torch.ops.longhelix.expand_latents(layer.values, layer.scales, *arguments), None)
 
 
 library.define(
     "expand_latents(Tensor values, Tensor? scales, Tensor up_qXZ, int nope_size, Tensor blocks_J, SymInt first, "
-    "SymInt count, int key_size, str dtype, int value_size, bool shared_values) -> Tensor"
+    "SymInt count, int key_size, str arrangement, str dtype, int value_size, bool shared_values) -> Tensor"
 )
 
 
 def _expand_latents(values, scales, up_qXZ, nope_size, blocks_J, first, count, key_size, *format):
     layer = layer_of(values, scales, key_size, *format)
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
-    if made.packed:
-        return _expand_packed(layer, up_qXZ, blocks_J, first, made).values
+    if made.arrangement is TILES:
+        return _expand_tiles(layer, up_qXZ, blocks_J, first, made).values
     used = slice(first // layer.format.block_tokens, -(-(first + count) // layer.format.block_tokens))
-    latent_SC = values[blocks_J[used], 0].flatten(0, 2)[:count]
-    if scales is not None:
-        latent_SC = latent_SC.to(up_qXZ.dtype) * scales[blocks_J[used], 0].flatten()[:count, None]
-    k_SqC, v_SqC = reference.expand_latents(latent_SC, up_qXZ, nope_size)
+    latent_JDkC, _ = layer.decoded(blocks_J[used])
+    k_SqC, v_SqC = reference.expand_latents(latent_JDkC.flatten(0, 2)[:count], up_qXZ, nope_size)
     filled = [pad(part, (0, made.key_size - part.shape[-1])) for part in (k_SqC, v_SqC)]
-    return torch.stack(filled).unsqueeze(0).to(made.torch_dtype)
+    return torch.stack(filled).unsqueeze(0).to(STORED[made.dtype].dtype)
 
 
-def _expand_packed(layer, up_qXZ, blocks_J, first, made):
+def _expand_tiles(layer, up_qXZ, blocks_J, first, made):
     blocks_J, up_XZ = dense(blocks_J), dense(up_qXZ.flatten(0, 1))
     expanded = made.new_layer(1, up_qXZ.device)
     native.module.expand(
@@ -123,11 +123,12 @@ def _expand_packed(layer, up_qXZ, blocks_J, first, made):
 def _expanded_format(latents: KVFormat, up_qXZ: Tensor, nope_size: int, count: int) -> KVFormat:
     heads, channels, _ = up_qXZ.shape
     key_size, value_size = nope_size + latents.key_size - latents.value_size, channels - nope_size
-    if latents.packed:
-        return KVFormat(latents.dtype, -(-count // native.LANES) * native.LANES, heads, key_size, value_size, True)
-    dtype = str(up_qXZ.dtype).removeprefix("torch.") if latents.dtype in NARROW else latents.dtype
+    if latents.arrangement is TILES:
+        return KVFormat(latents.dtype, -(-count // native.LANES) * native.LANES, heads, key_size, value_size, TILES)
+    unscaled = STORED[latents.dtype].largest is None
+    dtype = latents.dtype if unscaled else str(up_qXZ.dtype).removeprefix("torch.")
     size = max(key_size, value_size)
-    return KVFormat(dtype, count, heads, size, size, False)
+    return KVFormat(dtype, count, heads, size, size, ROWS)
 
 
 @torch.library.register_fake("longhelix::expand_latents", lib=library)

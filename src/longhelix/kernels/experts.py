@@ -1,5 +1,5 @@
 """The ops of an FFN with experts: which of them a row takes, and what these make of it. CPUs run native
-kernels over packed weights, everything else the reference.
+kernels over weights in panels, everything else the reference.
 
 Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
 are one op, and one sum.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import is_compiling, library
-from longhelix.kernels.weight import Weight
+from longhelix.kernels.weight import PANELS, PLAIN, Arrangement, Weight
 from longhelix.spec import MoE
 
 
@@ -95,7 +95,7 @@ def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """This rank's experts, by their numbers `ids`: the products of each, all packed or none.
+    """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
 
     A rank may have no columns of an expert; it still counts its rows. rows_e (int64, on the CPU): the rows that each
     has had.
@@ -107,8 +107,10 @@ class Experts:
     rows_e: Tensor
 
     @property
-    def packed(self) -> bool:
-        return native.module is not None and all(weight.packed for weight in (*self.gate_up, *self.down))
+    def arrangement(self) -> Arrangement:
+        """Of all weights; a rank that has none runs the native kernels where there are any."""
+        panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
+        return PANELS if panels and native.module is not None else PLAIN
 
     @cached_property
     def handle(self):
@@ -133,8 +135,8 @@ def run_experts(
     weights_TY, experts_TY: as `route` gives them. Adds the rows of each expert to `experts.rows_e`. The sum is float32,
     rounded once.
     """
-    if experts.packed and _is_native(x_TH) and not is_compiling():
-        return _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    if experts.arrangement is PANELS and _is_native(x_TH) and not is_compiling():
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
     return torch.ops.longhelix.run_experts(
         x_TH,
         [weight.values for weight in experts.gate_up],
@@ -148,32 +150,32 @@ def run_experts(
         experts.ids,
         [weight.depth for weight in experts.down],
         experts.down[0].dtype if experts.down else "",
-        experts.packed,
+        experts.arrangement.name,
     )
 
 
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor weights_TY, Tensor experts_TY, Tensor norm, "
-    "float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, bool packed) "
+    "float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, str arrangement) "
     "-> Tensor"
 )
 
 
 def _run_experts(
-    x_TH, gate_up, down, weights_TY, experts_TY, norm, norm_eps, residual, rows_e, ids, columns, dtype, packed
+    x_TH, gate_up, down, weights_TY, experts_TY, norm, norm_eps, residual, rows_e, ids, columns, dtype, arrangement
 ):
-    if not packed:
+    if arrangement != PANELS.name or not _is_native(x_TH):
         normed_TH = reference.rms_norm(x_TH, norm, norm_eps)
         out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
         return out_TH if residual is None else residual + out_TH
     hidden = x_TH.shape[1]
-    gate_ups = (Weight(w, dtype, 2 * width, hidden, True) for w, width in zip(gate_up, columns, strict=True))
-    downs = (Weight(w, dtype, hidden, width, True) for w, width in zip(down, columns, strict=True))
+    gate_ups = (Weight(w, dtype, 2 * width, hidden, PANELS) for w, width in zip(gate_up, columns, strict=True))
+    downs = (Weight(w, dtype, hidden, width, PANELS) for w, width in zip(down, columns, strict=True))
     experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
-    return _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
 
 
-def _run_packed(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual):
+def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual):
     x_TH, weights_TY, experts_TY, norm = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY, norm))
     residual = None if residual is None else residual.contiguous()
     out_TH = torch.empty_like(x_TH)

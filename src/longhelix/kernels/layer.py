@@ -1,13 +1,4 @@
-"""How one layer's keys and values lie in the pool.
-
-*rows*: a tensor (P, A, D, k, C) of the KV dtype; A is [keys, values], or [keys] alone where values are the first
-channels of the keys (MLA, absorbed). 8-bit numbers have float32 scales (P, A, D, k) beside them.
-
-*packed*: what the native CPU kernels read, bytes (k, P, D / 16, X). A tile of 16 tokens is the keys as
-[channel][token], then the values as [16 channels][token][channel], numbers of 16 bits and less in pairs of neighbouring
-channels (keys) or tokens (values), so that sixteen scores, or sixteen channels of output, come from one load without
-sums across lanes; then a bfloat16 scale for each token's key, and one for its value, where numbers are narrow.
-"""
+"""One layer's part of the pool, and what it is like."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,20 +8,21 @@ from torch import Tensor
 
 from longhelix.errors import UserError
 from longhelix.kernels import native
-
-NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": None}
+from longhelix.kernels.arrangement import ARRANGEMENTS, ROWS, Arrangement
+from longhelix.kernels.numbers import STORED
+from longhelix.spec import FORMATS, NumberFormat
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Shape and arrangement of a layer's pool; `dtype` is a torch dtype's name, or one of NARROW."""
+    """Sizes, numbers and arrangement of a layer's keys and values; `dtype` is a number format's name."""
 
     dtype: str
     block_tokens: int
     num_kv_heads: int
     key_size: int
     value_size: int
-    packed: bool
+    arrangement: Arrangement
     shared_values: bool = False
 
     @classmethod
@@ -44,48 +36,44 @@ class KVFormat:
         device: torch.device,
         shared_values: bool = False,
     ) -> "KVFormat":
-        """Packed where the native kernels can read it, else rows. Raises UserError if neither holds `dtype`."""
-        lanes = native.LANES
-        packed = native.module is not None and device.type == "cpu" and num_kv_heads > 0
-        packed = packed and not (block_tokens % lanes or key_size % lanes or value_size % lanes)
-        packed = packed and not (shared_values and dtype in NARROW)
-        if dtype in NARROW and not packed and (device.type == "cpu" or dtype == "int4") and num_kv_heads:
+        """In the first arrangement that holds it on `device`. Raises UserError if none does."""
+        if not num_kv_heads:  # nothing is kept
+            return cls("bfloat16", block_tokens, 0, key_size, value_size, ROWS, shared_values)
+        sizes = block_tokens, num_kv_heads, key_size, value_size
+        formats = (cls(dtype, *sizes, arrangement, shared_values) for arrangement in ARRANGEMENTS.values())
+        format = next((format for format in formats if format.arrangement.holds(format, device)), None)
+        if format is None:
+            lanes = native.LANES
             raise UserError(
                 f"kv_dtype {dtype} needs the native CPU kernels, KV blocks of a multiple of {lanes} tokens and head "
                 f"sizes of a multiple of {lanes}: set kv_dtype to bfloat16"
             )
-        return cls(dtype, block_tokens, num_kv_heads, key_size, value_size, packed, shared_values)
+        return format
+
+    @property
+    def number(self) -> NumberFormat:
+        return FORMATS[self.dtype]
+
+    @property
+    def vector_sizes(self) -> tuple[int, ...]:
+        """Channels of what is kept of one token and head."""
+        return (self.key_size,) if self.shared_values else (self.key_size, self.value_size)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block: numbers, and the scales of narrow ones."""
-        channels = self.key_size + (0 if self.shared_values else self.value_size)
-        arrays = 1 if self.shared_values else 2
-        bits = 4 if self.dtype == "int4" else 8 * self.torch_dtype.itemsize
-        scale_bytes = 0 if self.dtype not in NARROW else 2 if self.packed else 4
-        return self.block_tokens * self.num_kv_heads * (channels * bits // 8 + arrays * scale_bytes)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of a number in rows."""
-        return NARROW[self.dtype] if self.dtype in NARROW else getattr(torch, self.dtype)
+        scales = self.number.kv[self.arrangement.name]
+        bits = sum(self.number.vector_bits(size, scales) for size in self.vector_sizes)
+        return self.block_tokens * self.num_kv_heads * bits // 8
 
     def new_layer(self, num_blocks: int, device: torch.device) -> "KVLayer":
         """A layer of `num_blocks` KV blocks; contents start undefined."""
-        if self.packed:
-            tiles = self.block_tokens // native.LANES
-            tile_bytes = self.block_bytes // (self.num_kv_heads * tiles)
-            values = torch.empty(self.num_kv_heads, num_blocks, tiles, tile_bytes, dtype=torch.uint8, device=device)
-            return KVLayer(self, values, None)
-        arrays = 1 if self.shared_values else 2
-        shape = (num_blocks, arrays, self.block_tokens, self.num_kv_heads, self.key_size)
-        scales = torch.empty(shape[:-1], dtype=torch.float32, device=device) if self.dtype in NARROW else None
-        return KVLayer(self, torch.empty(shape, dtype=self.torch_dtype, device=device), scales)
+        return KVLayer(self, *self.arrangement.new_tensors(self, num_blocks, device))
 
 
 @dataclass(frozen=True, eq=False)
 class KVLayer:
-    """One layer's pool."""
+    """One cache entry of one layer: its part of the pool."""
 
     format: KVFormat
     values: Tensor
@@ -93,23 +81,28 @@ class KVLayer:
 
     @cached_property
     def handle(self):
-        """The packed pool as the native kernels know it."""
-        format = self.format
-        number = getattr(native.module.Number, format.dtype)
-        num_blocks, tiles = self.values.shape[1:3]
-        sizes = (format.num_kv_heads, num_blocks, tiles, format.key_size, format.value_size, format.shared_values)
-        return native.module.Pool(self.values.data_ptr(), number, *sizes)
+        """What the native kernels know it as; of tiles alone."""
+        return self.format.arrangement.handle(self)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,) if self.scales is None else (self.values, self.scales)
 
     @property
     def by_block(self) -> tuple[Tensor, ...]:
-        """All of the layer as bytes, uint8 views of which the first dim counts KV blocks."""
-        if self.format.packed:
-            return (self.values.movedim(1, 0),)
-        return tuple(values.view(torch.uint8) for values in (self.values, self.scales) if values is not None)
+        """All of the layer as bytes: uint8 views of its tensors, of which the first dim counts KV blocks."""
+        return tuple(self.format.arrangement.by_block(tensor).view(torch.uint8) for tensor in self.tensors)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """k_PDkC, v_PDkC as views of an unquantised pool in rows."""
-        if self.format.packed or self.scales is not None:
+        """k_PDkC, v_PDkC as views of unscaled rows."""
+        if self.format.arrangement is not ROWS or self.scales is not None:
             raise ValueError(f"only unquantised rows can be seen as tensors, not {self.format}")
         keys_PDkC = self.values[:, 0]
         return keys_PDkC, keys_PDkC[..., : self.format.value_size] if self.format.shared_values else self.values[:, 1]
+
+    def decoded(self, blocks_J: Tensor) -> tuple[Tensor, Tensor]:
+        """k_JDkC, v_JDkC of some KV blocks in rows; float32 where they have scales."""
+        scales = None if self.scales is None else self.scales[blocks_J]
+        numbers_JADkC = STORED[self.format.dtype].decode(self.values[blocks_J], scales)
+        keys_JDkC = numbers_JADkC[:, 0]
+        return keys_JDkC, keys_JDkC[..., : self.format.value_size] if self.format.shared_values else numbers_JADkC[:, 1]

@@ -9,7 +9,7 @@ than a small kernel does.
 import torch
 from torch import Tensor
 
-from longhelix.kernels import native
+from longhelix.kernels.arrangement import ARRANGEMENTS
 from longhelix.kernels.layer import KVFormat, KVLayer
 
 library = torch.library.Library("longhelix", "DEF")
@@ -34,14 +34,12 @@ def triton_kernels():
     return triton
 
 
-def format_arguments(layer: KVLayer) -> tuple[str, int, bool]:
-    return layer.format.dtype, layer.format.value_size, layer.format.shared_values
+def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool]:
+    format = layer.format
+    return format.arrangement.name, format.dtype, format.value_size, format.shared_values
 
 
-def layer_of(values, scales, key_size, dtype, value_size, shared_values) -> KVLayer:
+def layer_of(values, scales, key_size, arrangement, dtype, value_size, shared_values) -> KVLayer:
     """The layer that an op was given, put together again from its tensors."""
-    packed = values.dtype == torch.uint8
-    block_tokens, num_kv_heads = (values.shape[2] * native.LANES, values.shape[0]) if packed else values.shape[2:4]
-    return KVLayer(
-        KVFormat(dtype, block_tokens, num_kv_heads, key_size, value_size, packed, shared_values), values, scales
-    )
+    chosen = ARRANGEMENTS[arrangement]
+    return KVLayer(KVFormat(dtype, *chosen.sizes(values), key_size, value_size, chosen, shared_values), values, scales)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import dense, dense_rows, is_compiling, library
-from longhelix.kernels.weight import Weight
+from longhelix.kernels.weight import ARRANGEMENTS, PANELS, Weight
 
 
 def linear(
@@ -25,8 +25,8 @@ def linear(
     gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. Returns `dtype`, by default that of x.
     """
     dtype = dtype or x_TX.dtype
-    if weight.packed and not is_compiling():
-        return _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype)
+    if weight.arrangement is PANELS and not is_compiling():
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype)
     return torch.ops.longhelix.linear(
         x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, *_weight_arguments(weight)
     )
@@ -34,18 +34,19 @@ def linear(
 
 library.define(
     "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
-    "ScalarType dtype, str weight_dtype, int outputs, int depth, bool packed) -> Tensor"
+    "ScalarType dtype, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
 )
 
 
 def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, *weight):
-    if weight[-1]:
-        packed = Weight(values, *weight)
-        return _multiply_packed(x_TX, packed, bias, norm, norm_eps, swiglu, residual, dtype)
+    *shape, arrangement = weight
+    if ARRANGEMENTS[arrangement] is PANELS:
+        panels = Weight(values, *shape, PANELS)
+        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
-def _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
+def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
     x_TX, norm, bias = dense_rows(x_TX), dense(norm), dense(bias)
     if residual is not None:
@@ -71,7 +72,7 @@ def _multiply_packed(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
 
 
 @torch.library.register_fake("longhelix::linear", lib=library)
-def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype, outputs, depth, packed):
+def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype, outputs, depth, arrangement):
     return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
 
 
@@ -112,5 +113,5 @@ library.impl("linear", _linear, "CompositeExplicitAutograd")
 library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 
 
-def _weight_arguments(weight: Weight) -> tuple[str, int, int, bool]:
-    return weight.dtype, weight.outputs, weight.depth, weight.packed
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, str]:
+    return weight.dtype, weight.outputs, weight.depth, weight.arrangement.name

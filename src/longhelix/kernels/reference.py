@@ -85,13 +85,11 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
     return out_TQC.to(out_NTQC.dtype), lse_TQ.to(lse_NTQ.dtype)
 
 
-def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, k_PDkC: Tensor, v_PDkC: Tensor, slots_T: Tensor) -> None:
-    """See `ops.write_kv`."""
+def write_rows(x_Tk: Tensor, pool_PDk: Tensor, slots_T: Tensor) -> None:
+    """See `ops.write_kv`: one array of the pool, keys or values or scales; further dims are those of both."""
     mine_T = slots_T >= 0
-    block_T, offset_T = slots_T[mine_T] // k_PDkC.shape[1], slots_T[mine_T] % k_PDkC.shape[1]
-    k_PDkC[block_T, offset_T] = k_TkC[mine_T].to(k_PDkC.dtype)
-    if v_TkC is not None:
-        v_PDkC[block_T, offset_T] = v_TkC[mine_T].to(v_PDkC.dtype)
+    block_T, offset_T = slots_T[mine_T] // pool_PDk.shape[1], slots_T[mine_T] % pool_PDk.shape[1]
+    pool_PDk[block_T, offset_T] = x_Tk[mine_T]
 
 
 def expand_latents(latent_SC: Tensor, up_qXZ: Tensor, nope_size: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,8 @@
-"""Weights of matrix products, plain or packed for the native CPU kernels.
-
-A packed weight is a row of panels, one for every 16 outputs: [input][output], inputs in pairs where the numbers are
-bfloat16 or narrower. Narrow numbers come in scale blocks of 32 inputs: the block's part of the panel, then 16 float16
-scales and 16 float16 offsets, one for each output; weight = scale * stored + offset (csrc/kernels.hpp).
-"""
+"""Weights of matrix products, and how they can lie in memory."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,70 +10,121 @@ from torch.nn.functional import pad
 
 from longhelix.errors import UserError
 from longhelix.kernels import native
+from longhelix.spec import FORMATS
 
-SCALE_BLOCK = 32
-_BITS = {"int8": 8, "int4": 4}
+
+class Arrangement(Protocol):
+    """How a weight lies in memory. `longhelix.spec.formats` says which number formats it holds, by its name."""
+
+    name: str
+
+    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
+        """Whether this matrix can lie so, stored in `dtype`."""
+        ...
+
+    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
+        """The matrix, laid out. `halves`: see `make_weight`."""
+        ...
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        """Rows of W: (T, depth)."""
+        ...
+
+
+class Plain:
+    """W as it is, (outputs, depth). torch multiplies with it."""
+
+    name = "plain"
+
+    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
+        return self.name in FORMATS[dtype].weights or not weight_NK.numel()
+
+    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
+        return Weight(weight_NK, dtype, *weight_NK.shape, self)
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        return weight.values[indices_T]
+
+
+class Panels:
+    """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
+    in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
+    part of the panel, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
+    offset (csrc/kernels.hpp)."""
+
+    name = "panels"
+
+    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
+        on_cpu = native.module is not None and weight_NK.device.type == "cpu"
+        inputs = FORMATS[dtype].weight_scales.numbers or native.LANES
+        return on_cpu and self.name in FORMATS[dtype].weights and weight_NK.shape[1] % inputs == 0
+
+    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
+        outputs, depth = weight_NK.shape
+        width = outputs // halves
+        padded_NK = pad(weight_NK.unflatten(0, (halves, width)), (0, 0, 0, -width % native.LANES)).flatten(0, 1)
+        return Weight(_pack(padded_NK, dtype), dtype, outputs, depth, self)
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        step = 2 if weight.dtype == "bfloat16" else 1
+        panels = weight.values.view(getattr(torch, weight.dtype)).view(-1, weight.depth // step, native.LANES, step)
+        return panels[indices_T // native.LANES, :, indices_T % native.LANES].flatten(1)
+
+    def handle(self, weight: "Weight"):
+        """The weight as the native kernels know it."""
+        number = getattr(native.module.Number, weight.dtype)
+        return native.module.Weight(weight.values.data_ptr(), number, weight.depth)
+
+
+PLAIN, PANELS = Plain(), Panels()
+ARRANGEMENTS: dict[str, Arrangement] = {PANELS.name: PANELS, PLAIN.name: PLAIN}  # the faster first
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """y = x W^T. `values`: W (outputs, depth), or its panels (bytes); `dtype`: a torch dtype's name or "int4"."""
+    """y = x W^T. `values`: W (outputs, depth), or its panels (bytes); `dtype`: a number format's name."""
 
     values: Tensor
     dtype: str
     outputs: int
     depth: int
-    packed: bool
+    arrangement: Arrangement
 
     @cached_property
     def handle(self):
-        """The packed weight as the native kernels know it."""
-        return native.module.Weight(self.values.data_ptr(), getattr(native.module.Number, self.dtype), self.depth)
+        """What the native kernels know it as; of panels alone."""
+        return self.arrangement.handle(self)
 
     @property
     def has_rows(self) -> bool:
         """Whether `rows` can give them back as they were."""
-        return self.dtype not in _BITS
+        return not FORMATS[self.dtype].weight_scales.bits
 
     def rows(self, indices_T: Tensor) -> Tensor:
         """Rows of W: (T, depth)."""
-        if not self.packed:
-            return self.values[indices_T]
-        step = 2 if self.dtype == "bfloat16" else 1
-        panels = self.values.view(getattr(torch, self.dtype)).view(-1, self.depth // step, native.LANES, step)
-        return panels[indices_T // native.LANES, :, indices_T % native.LANES].flatten(1)
-
-
-def can_pack(weight_NK: Tensor, dtype: str) -> bool:
-    """Whether the native kernels can use this matrix, stored in `dtype`."""
-    block = SCALE_BLOCK if dtype in _BITS else native.LANES
-    on_cpu = native.module is not None and weight_NK.device.type == "cpu"
-    return on_cpu and weight_NK.shape[1] % block == 0
+        return self.arrangement.rows(self, indices_T)
 
 
 def make_weight(weight_NK: Tensor, dtype: str, halves: int = 1) -> Weight:
-    """Pack where the native kernels can use it, quantising if `dtype` is narrow; else keep the rows.
+    """In the first arrangement that holds it, quantised if `dtype` is narrow. Raises UserError if none does.
 
     `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
     """
-    outputs, depth = weight_NK.shape
-    if not can_pack(weight_NK, dtype):
-        if dtype in _BITS and weight_NK.numel():
-            raise UserError(
-                f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of {SCALE_BLOCK}, "
-                f"but a weight has {depth}: set weight_dtype to the model's dtype"
-            )
-        return Weight(weight_NK, dtype, outputs, depth, packed=False)
-    width = outputs // halves
-    padded_NK = pad(weight_NK.unflatten(0, (halves, width)), (0, 0, 0, -width % native.LANES)).flatten(0, 1)
-    return Weight(_pack(padded_NK, dtype), dtype, outputs, depth, packed=True)
+    chosen = next((arrangement for arrangement in ARRANGEMENTS.values() if arrangement.holds(weight_NK, dtype)), None)
+    if chosen is None:
+        raise UserError(
+            f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of "
+            f"{FORMATS[dtype].weight_scales.numbers}, but a weight has {weight_NK.shape[1]}: set weight_dtype to the "
+            "model's dtype"
+        )
+    return chosen.new_weight(weight_NK, dtype, halves)
 
 
 def _pack(weight_NK: Tensor, dtype: str) -> Tensor:
     if not weight_NK.numel():  # of a rank that owns nothing of it
         return weight_NK.new_empty(0, dtype=torch.uint8)
     lanes_NLK = weight_NK.unflatten(0, (-1, native.LANES))
-    if dtype in _BITS:
+    if FORMATS[dtype].weight_scales.bits:
         return _pack_narrow(lanes_NLK.float(), dtype)
     typed_NLK = lanes_NLK.to(getattr(torch, dtype))
     units = typed_NLK.unflatten(2, (-1, 2)) if dtype == "bfloat16" else typed_NLK
@@ -85,10 +132,10 @@ def _pack(weight_NK: Tensor, dtype: str) -> Tensor:
 
 
 def _pack_narrow(lanes_NLK: Tensor, dtype: str) -> Tensor:
-    blocks = lanes_NLK.unflatten(2, (-1, SCALE_BLOCK))  # (panels, lanes, blocks, 32)
+    blocks = lanes_NLK.unflatten(2, (-1, FORMATS[dtype].weight_scales.numbers))  # (panels, lanes, blocks, 32)
     codes, scales, offsets = _quantise(blocks, dtype)
     # The order that csrc/simd.hpp's byte_offset and Int4 define: unit rows in pairs, or in fours.
-    rows = SCALE_BLOCK // 2
+    rows = blocks.shape[3] // 2
     if dtype == "int8":
         split = codes.view(*codes.shape[:1], 4, 4, codes.shape[2], rows // 2, 2, 2)
         stored = split.permute(0, 3, 4, 1, 5, 2, 6).flatten(2)

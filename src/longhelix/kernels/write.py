@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
+from longhelix.kernels.arrangement import TILES
 from longhelix.kernels.layer import KVLayer
 from longhelix.kernels.library import (
     dense,
@@ -14,6 +15,7 @@ from longhelix.kernels.library import (
     library,
     triton_kernels,
 )
+from longhelix.kernels.numbers import STORED
 
 
 def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tensor) -> None:
@@ -22,29 +24,34 @@ def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tenso
     slots_T (int64): block id * D + offset in the block, or -1 for a row that another rank owns. v_TkC is None where
     values are the first channels of the keys.
     """
-    if layer.format.packed and not is_compiling():
-        return _write_packed(k_TkC, v_TkC, layer, slots_T)
+    if layer.format.arrangement is TILES and not is_compiling():
+        return _write_tiles(k_TkC, v_TkC, layer, slots_T)
     return torch.ops.longhelix.write_kv(k_TkC, v_TkC, layer.values, layer.scales, slots_T, *format_arguments(layer))
 
 
 library.define(
-    "write_kv(Tensor k_TkC, Tensor? v_TkC, Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, str dtype, "
-    "int value_size, bool shared_values) -> ()"
+    "write_kv(Tensor k_TkC, Tensor? v_TkC, Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, "
+    "str arrangement, str dtype, int value_size, bool shared_values) -> ()"
 )
 
 
 def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
     layer = layer_of(values, scales, k_TkC.shape[-1], *format)
-    if layer.format.packed:
-        _write_packed(k_TkC, v_TkC, layer, slots_T)
-    elif k_TkC.is_cuda:
-        triton_kernels().write_kv(k_TkC, None if layer.format.shared_values else v_TkC, values, scales, slots_T)
-    else:
-        k_PDkC, v_PDkC = layer.keys_and_values()
-        reference.write_kv(k_TkC, None if layer.format.shared_values else v_TkC, k_PDkC, v_PDkC, slots_T)
+    if layer.format.arrangement is TILES:
+        _write_tiles(k_TkC, v_TkC, layer, slots_T)
+        return
+    v_TkC = None if layer.format.shared_values else v_TkC
+    if k_TkC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
+        triton_kernels().write_kv(k_TkC, v_TkC, values, scales, slots_T)
+        return
+    for array, x_TkC in enumerate((k_TkC,) if v_TkC is None else (k_TkC, v_TkC)):
+        stored_TkC, scales_Tk = STORED[layer.format.dtype].encode(x_TkC)
+        reference.write_rows(stored_TkC, values[:, array], slots_T)
+        if scales_Tk is not None:
+            reference.write_rows(scales_Tk, scales[:, array], slots_T)
 
 
-def _write_packed(k_TkC, v_TkC, layer, slots_T):
+def _write_tiles(k_TkC, v_TkC, layer, slots_T):
     k_TX = dense_rows(k_TkC)
     v_TX = k_TX if v_TkC is None else dense_rows(v_TkC)
     slots_T = slots_T.contiguous()
@@ -61,7 +68,7 @@ def _write_packed(k_TkC, v_TkC, layer, slots_T):
 
 
 @torch.library.register_fake("longhelix::write_kv", lib=library)
-def _(k_TkC, v_TkC, values, scales, slots_T, dtype, value_size, shared_values):
+def _(k_TkC, v_TkC, values, scales, slots_T, *format):
     return None
 
 
@@ -80,8 +87,8 @@ def rotate_and_write(
     qkv_TX: query heads, key heads, value heads. q_norm, k_norm: weights of an RMSNorm of each head. cos_TR, sin_TR:
     float32, R = C/2; channel c is rotated with channel c + C/2 (arXiv 2104.09864). slots_T as in `write_kv`.
     """
-    if layer.format.packed and not is_compiling():
-        return _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
+    if layer.format.arrangement is TILES and not is_compiling():
+        return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
     return torch.ops.longhelix.rotate_and_write(
         qkv_TX,
         q_norm,
@@ -99,23 +106,22 @@ def rotate_and_write(
 
 library.define(
     "rotate_and_write(Tensor qkv_TX, Tensor? q_norm, Tensor? k_norm, float norm_eps, Tensor cos_TR, Tensor sin_TR, "
-    "Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, int num_kv_heads, str dtype, int value_size, "
-    "bool shared_values) -> Tensor"
+    "Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, int num_kv_heads, str arrangement, str dtype, "
+    "int value_size, bool shared_values) -> Tensor"
 )
 
 
-def _rotate_and_write(
-    qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, scales, slots_T, num_kv_heads, dtype, value_size, shared
-):
-    layer = layer_of(values, scales, value_size, dtype, value_size, shared)
-    if layer.format.packed:
-        return _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
+def _rotate_and_write(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, scales, slots_T, num_kv_heads, *format):
+    value_size = format[2]
+    layer = layer_of(values, scales, value_size, *format)
+    if layer.format.arrangement is TILES:
+        return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
     q_TqC, k_TkC, v_TkC = reference.rotate(qkv_TX, num_kv_heads, value_size, q_norm, k_norm, norm_eps, cos_TR, sin_TR)
-    _write_kv(k_TkC, v_TkC, values, scales, slots_T, dtype, value_size, shared)
+    _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format)
     return q_TqC
 
 
-def _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T):
+def _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T):
     format = layer.format
     num_query_heads = qkv_TX.shape[1] // format.key_size - 2 * format.num_kv_heads
     qkv_TX = dense_rows(qkv_TX)
@@ -140,7 +146,8 @@ def _rotate_packed(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slot
 
 
 @torch.library.register_fake("longhelix::rotate_and_write", lib=library)
-def _(qkv_TX, q_norm, k_norm, norm_eps, cos, sin, values, scales, slots, num_kv_heads, dtype, value_size, shared):
+def _(qkv_TX, q_norm, k_norm, norm_eps, cos, sin, values, scales, slots, num_kv_heads, *format):
+    value_size = format[2]
     return qkv_TX.new_empty(qkv_TX.shape[0], qkv_TX.shape[1] // value_size - 2 * num_kv_heads, value_size)
 
 

@@ -37,15 +37,15 @@ class Attention(nn.Module):
     def products(self) -> tuple[Weight, ...]:
         return self.qkv, self.output
 
-    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
+    def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         own_tH = batch.own_rows(hidden_TH)
         qkv_tX = linear(own_tH, self.qkv, bias=self.qkv_bias, norm=self.norm, norm_eps=self.eps)
         q_tqC = rotate_and_write(
-            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, layer, batch.slots_t
+            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )
         out_TnC = attend_and_exchange(
-            q_tqC, layer, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend=self.attend
+            q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend=self.attend
         )
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVLayer, Weight, linear, make_weight
+from longhelix.kernels import PLAIN, KVLayer, Weight, linear, make_weight
 from longhelix.models.attention import Attention
 from longhelix.models.batch import Batch
 from longhelix.models.experts import ExpertFFN
@@ -15,7 +15,7 @@ from longhelix.spec import ModelSpec
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and FFN, each added to the residual."""
+    """Pre-norm attention and FFN, each added to the residual. `entries`: what the layer caches, by name."""
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class Layer(nn.Module):
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
-    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
-        return self.ffn(self.attention(hidden_TH, batch, layer))
+    def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
+        return self.ffn(self.attention(hidden_TH, batch, **entries))
 
 
 class Decoder(nn.Module):
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         head_vH = weights.pop("head", embedding_vH)  # one matrix, where embeddings are tied and this rank has both
         self.head = make_weight(head_vH, weight_dtype) if layout.has_head(rank) else None
         shared = self.head is not None and self.head.has_rows and head_vH is embedding_vH
-        self.embedding = self.head if shared else _unpacked(embedding_vH, weight_dtype)
+        self.embedding = self.head if shared else _plain(embedding_vH, weight_dtype)
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with; some ranks have none of some."""
@@ -72,10 +72,10 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows after this stage's layers, hidden_TH; writes the rows' KV into the pool."""
-        for layer, kv in zip(self.layers, pool.layers, strict=True):
+        for layer, entries in zip(self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
-            hidden_TH = layer(hidden_TH, batch, kv)
+            hidden_TH = layer(hidden_TH, batch, entries)
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
@@ -99,5 +99,5 @@ class Decoder(nn.Module):
         return self.mesh.ffn.all_reduce(hidden_TH)
 
 
-def _unpacked(weight_NK: Tensor | None, dtype: str) -> Weight | None:
-    return None if weight_NK is None else Weight(weight_NK, dtype, *weight_NK.shape, packed=False)
+def _plain(weight_NK: Tensor | None, dtype: str) -> Weight | None:
+    return None if weight_NK is None else Weight(weight_NK, dtype, *weight_NK.shape, PLAIN)

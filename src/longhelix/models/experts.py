@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import Experts, Weight, can_pack, linear, make_weight, route, run_experts
+from longhelix.kernels import PANELS, PLAIN, Experts, Weight, linear, make_weight, route, run_experts
 from longhelix.parallel.mesh import Mesh
-from longhelix.spec import DTYPES, ModelSpec
+from longhelix.spec import FORMATS, ModelSpec
 
 
 class ExpertFFN(nn.Module):
@@ -59,16 +59,14 @@ class ExpertFFN(nn.Module):
 
 
 def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: str) -> Experts:
-    """The experts whose weights' names begin with `stems`, by number, taken out of `weights` as they are packed."""
-    # Where one cannot be packed, none is; of narrow numbers make_weight then says why.
+    """The experts whose weights' names begin with `stems`, by number, taken out of `weights` as they are laid out."""
+    # Where one cannot lie in panels, none does; of narrow numbers make_weight then says why.
     found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
-    packed = dtype not in DTYPES or all(can_pack(weight, dtype) for weight in found)
+    panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)
 
     def make(name: str, halves: int) -> Weight:
         weight_NK = weights.pop(name)
-        if packed:
-            return make_weight(weight_NK, dtype, halves)
-        return Weight(weight_NK, dtype, *weight_NK.shape, packed=False)
+        return make_weight(weight_NK, dtype, halves) if panels else PLAIN.new_weight(weight_NK, dtype, halves)
 
     gate_up, down = [], []
     for stem in stems.values():

@@ -78,16 +78,16 @@ class LatentAttention(nn.Module):
     def products(self) -> tuple[Weight, ...]:
         return self.down, self.query_up, self.output
 
-    def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
+    def forward(self, hidden_TH: Tensor, batch: Batch, latent: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         own_tH = batch.own_rows(hidden_TH)
         down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
-        self._write(latent_tX, batch, layer)
+        self._write(latent_tX, batch, latent)
         values = self.values_first or not batch.decodes  # the same on all ranks
         out_TnX = attend_and_exchange(
             q_tqC if values else self._absorb(q_tqC),
-            layer,
+            latent,
             batch,
             self.scale,
             self.mesh.kvp,

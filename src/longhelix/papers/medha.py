@@ -59,7 +59,7 @@ _LEFT_OUT = (
 
 
 def _resources(small: Setting, large: Setting) -> list[Claim]:
-    kv_bytes = MI * large.model.kv_elements_per_token * large.kv_bytes
+    kv_bytes = MI * large.kv_token_bytes
     formula = "formula, not causal, at the peak of 989 TFLOP/s"
     return [
         Claim("-", "KV of 1M tokens", "70B, n = 2^20", 320, kv_bytes / 2**30, "GiB", formula=True),

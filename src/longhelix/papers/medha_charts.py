@@ -50,7 +50,7 @@ def _figure_1(small: Setting) -> Chart:
 def _figure_5(small: Setting) -> Chart:
     lengths = (0.125, 0.25, 0.5, 1, 2, 4)
     system, model = small.system, small.model
-    held = [n * 2**20 * model.kv_elements_per_token * small.kv_bytes + model.num_parameters * small.weight_bytes
+    held = [n * 2**20 * small.kv_token_bytes + model.num_parameters * small.weight_bytes
             for n in lengths]  # fmt: skip
     curves = (
         Curve.of("compute: TTFT 30 s", lengths, [gpus_for(small, n * 2**20, 30) for n in lengths]),
@@ -64,9 +64,9 @@ def _figure_5(small: Setting) -> Chart:
 
 def _figure_6(small: Setting) -> Chart:
     model = small.model
-    bytes_per_token = model.kv_elements_per_token * small.kv_bytes
-    read_tb = [M * (M + chunk) / (2 * chunk) * bytes_per_token / 1e12 for chunk in CHUNKS]
-    intensity = [2 / small.kv_bytes * chunk * model.num_query_heads / model.num_kv_heads for chunk in CHUNKS]
+    read_tb = [M * (M + chunk) / (2 * chunk) * small.kv_token_bytes / 1e12 for chunk in CHUNKS]
+    flops, token_bytes = 4 * model.head_size * model.num_query_heads, model.num_kv_heads * small.kv_head_bytes
+    intensity = [chunk * flops / token_bytes for chunk in CHUNKS]
     ridge = small.system.rate(small.kv_dtype) / small.system.memory_bytes_per_s
     return Chart("medha-figure-6", "Medha, Figure 6: chunks read the KV again and again, harmlessly (8B, 1M)", (
         Panel("bytes", "chunk", "KV read (TB)", (Curve.of("all chunks", CHUNKS, read_tb),), log="xy", every_x=True),

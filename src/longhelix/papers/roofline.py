@@ -5,7 +5,7 @@ from math import ceil
 
 from longhelix.papers.charts import Chart, Curve, Panel
 from longhelix.papers.claims import Table
-from longhelix.spec import BYTES, ModelSpec
+from longhelix.spec import FORMATS, ModelSpec
 
 MEMORY_BYTES_PER_S = 8000e9
 BATCH = 8
@@ -29,7 +29,7 @@ def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: f
 
     The formula reads Wo at TPA, though the method shards it over all ranks: the planner prices what runs instead.
     """
-    per_us = BYTES[DTYPE] / MEMORY_BYTES_PER_S * 1e6
+    per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
     hidden, head_size = model.hidden_size, model.head_size
     kv_heads = ceil(model.num_kv_heads / tpa)
     attention = 2 * hidden * model.num_query_heads / tpa * head_size + 2 * hidden * kv_heads * head_size

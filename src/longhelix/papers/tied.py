@@ -89,7 +89,7 @@ class Deployment:
         """Model bandwidth utilisation of a decode: weights of every copy and KV, over what all GPUs could read."""
         model = self.setting.model
         weights_bytes = self.kvp * model.num_parameters * self.setting.weight_bytes
-        read = weights_bytes + context * model.kv_elements_per_token * self.setting.kv_bytes
+        read = weights_bytes + context * self.setting.kv_token_bytes
         # Stages read one after the other.
         return read / self.decode_s(context) / (self.setting.system.memory_bytes_per_s * self.gpus / self.stages)
 

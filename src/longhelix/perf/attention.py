@@ -69,12 +69,9 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[Part]:
 def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
     """Decode rows and chunks apart: one reads, the other computes. Two kernels: parts of the KV, and their merge."""
     model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
-    if model.mla is None:
-        token_bytes = 2 * model.head_size * layouts.kv_heads(setting.heads) * setting.kv_bytes
-        pair_flops = 4 * model.head_size * num_query_heads
-    else:
-        token_bytes = model.mla.cached_size * setting.kv_bytes + layouts.zeros
-        pair_flops = 2 * (model.mla.cached_size + model.mla.kv_lora_rank) * num_query_heads
+    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
+    channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
+    pair_flops = 2 * channels * num_query_heads
     decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
     chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:
@@ -112,7 +109,7 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
     made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
     flops = 2 * made_tokens * mla.kv_lora_rank * made
     flops = flops + 2 * own.chunk_pairs * num_query_heads * (mla.nope_size + mla.rope_size + mla.value_size)
-    token_bytes = mla.cached_size * setting.kv_bytes + 2 * made * ACTIVATION_BYTES
+    token_bytes = setting.kv_head_bytes + 2 * made * ACTIVATION_BYTES
     return _attend(setting, layouts, made_tokens * token_bytes, flops)
 
 

@@ -47,13 +47,9 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests."""
-    model = setting.model
-    per_token = (
-        2 * model.head_size * layouts.kv_heads(setting.heads) if model.mla is None else float(model.mla.cached_size)
-    )
+    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
-    stage_layers = layouts.stage_layers(model.num_layers)
-    return np.asarray(requests * context * per_token * stage_layers * setting.kv_bytes)
+    return np.asarray(requests * context * token_bytes * layouts.stage_layers(setting.model.num_layers))
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:

@@ -89,8 +89,8 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
     own = attention_parts(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
     attend_s = next(part.seconds for part in own if part.name == "attention")
     model = setting.model
-    token_bytes = 2 * model.head_size * layouts.kv_heads(setting.heads) if model.mla is None else model.mla.cached_size
-    passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes * setting.kv_bytes)
+    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
+    passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes)
     rounds_s = attend_s + (ranks - 1) * np.maximum(attend_s, passed.seconds)
     ffn = (moe_parts if model.moe else dense_parts)(setting, alone, Work(chunk_rows=rows))
     layer_s = total_seconds([*own, *ffn]) - attend_s + rounds_s

@@ -5,11 +5,11 @@ from functools import cached_property
 
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.spec import BYTES, HardwareSpec, ModelSpec
+from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
 from longhelix.spec.weights import WeightSpec, layer_weights
 
 ACTIVATION_DTYPE = "bfloat16"
-ACTIVATION_BYTES = BYTES[ACTIVATION_DTYPE]
+ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
 LOGIT_BYTES = 4.0
 
@@ -47,12 +47,18 @@ class Setting:
     @property
     def weight_bytes(self) -> float:
         """Bytes of one number of a weight."""
-        return BYTES[self.weight_dtype]
+        return number_format(self.weight_dtype).weight_bytes
 
     @property
-    def kv_bytes(self) -> float:
-        """Bytes of one number of the KV."""
-        return BYTES[self.kv_dtype]
+    def kv_head_bytes(self) -> float:
+        """Bytes of what one layer keeps of one token and KV head."""
+        number, device = number_format(self.kv_dtype), "cpu" if self.system.shared else "cuda"
+        return sum(entry.head_bytes(number, device) for entry in self.model.cache_entries)
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of what all layers keep of one token, for all KV heads."""
+        return self.model.num_layers * self.model.num_kv_heads * self.kv_head_bytes
 
     @property
     def output_size(self) -> int:

@@ -15,7 +15,7 @@ from longhelix.perf.step import decode_parts
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import Points, Sweep, layouts_of, sweep
-from longhelix.spec import BYTES, HardwareSpec, ModelSpec
+from longhelix.spec import FORMATS, HardwareSpec, ModelSpec
 
 CONTEXTS = (4096, 16384, 65536, 262144, 1_000_000, 4_000_000)
 DTYPES = ("fp4", "fp8", "bfloat16")
@@ -139,7 +139,7 @@ def _contexts(asked: Asked) -> list[float]:
 
 def _dtypes(system: HardwareSpec, asked: str) -> list[str]:
     offered = {asked, *(dtype for dtype in DTYPES if dtype in system.flops_per_s)}
-    return sorted(offered, key=lambda dtype: (BYTES[dtype], dtype))
+    return sorted(offered, key=lambda dtype: (FORMATS[dtype].bits, dtype))
 
 
 def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[tuple[Setting, float]]:

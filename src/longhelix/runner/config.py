@@ -6,7 +6,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameters import declare
 from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import HardwareSpec, ModelSpec, weight_bytes
+from longhelix.spec import HardwareSpec, ModelSpec, number_format
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class EngineConfig:
         others = sum(parameter.num_elements for parameter in read) - experts
         moe = self.spec.moe
         taken = 0 if moe is None else experts * moe.experts_per_token // moe.num_experts
-        return weight_bytes(others + taken, self.weight_dtype)
+        return int((others + taken) * number_format(self.weight_dtype).weight_bytes)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
-        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, rank)
+        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank)

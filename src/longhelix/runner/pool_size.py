@@ -6,16 +6,16 @@ from longhelix.errors import UserError
 from longhelix.kv.splits import most_state_bytes
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameters import declare
-from longhelix.spec import ModelSpec, weight_bytes
+from longhelix.spec import ModelSpec, number_format
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
 
 
-def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, rank: int) -> int:
+def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int) -> int:
     """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
     heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
-    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), len(layers))
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), len(layers), device)
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
@@ -30,14 +30,15 @@ def affordable_blocks(
     layout: Layout,
     weight_dtype: str,
     kv_dtype: str,
+    device: str,
     block_tokens: int,
     memory_bytes: int,
     ranks: range,
 ) -> int:
     """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
     elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
-    held_bytes = weight_bytes(elements, weight_dtype)
-    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, rank) for rank in ranks)
+    held_bytes = int(elements * number_format(weight_dtype).weight_bytes)
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank) for rank in ranks)
     affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
     if affordable_tokens < 1:
         raise UserError(

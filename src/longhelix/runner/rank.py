@@ -59,11 +59,14 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
     num_layers = len(config.layout.layers(spec.num_layers, rank))
-    mla = spec.mla
-    sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
     block_tokens = config.scheduler.block_tokens
-    format = KVFormat.choose(config.kv_dtype, block_tokens, num_kv_heads, *sizes, device, shared_values=mla is not None)
-    pool = KVPool(format, num_layers, num_blocks, device)
+    formats = {
+        entry.name: KVFormat.choose(
+            config.kv_dtype, block_tokens, num_kv_heads, entry.key_size, entry.value_size, device, entry.shared_values
+        )
+        for entry in spec.cache_entries
+    }
+    pool = KVPool(formats, num_layers, num_blocks, device)
     if device.type == "cpu":
         _take_memory(pool, config.layout.world_size)
     return pool
@@ -72,9 +75,10 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 def _take_memory(pool: KVPool, sharers: int) -> None:
     """Write to all of a pool now, part by part: what the system has only promised, another engine may be promised as
     well. `sharers` ranks do so at the same time."""
-    tensors = (values for layer in pool.layers for values in (layer.values, layer.scales) if values is not None)
     left_bytes = pool.num_bytes
-    for part in chain.from_iterable(values.view(-1).chunk(_PARTS_OF_LAYER) for values in tensors):
+    for part in chain.from_iterable(
+        tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
+    ):
         free_bytes = host.available_bytes()
         if free_bytes < sharers * part.nbytes:
             raise UserError(
@@ -92,8 +96,9 @@ def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None
     num_query_heads = len(config.layout.query_heads(config.heads, rank))
     if config.attention != "flashinfer" or not num_query_heads:
         return None
-    flashinfer.check(pool.format, config.dtype)
-    return Planner(pool.format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
+    (format,) = pool.formats.values()
+    flashinfer.check(format, config.dtype)
+    return Planner(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

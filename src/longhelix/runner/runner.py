@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
+from longhelix.kernels import PANELS
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -50,7 +51,7 @@ class ModelRunner:
         self.model = model
         self.layers = make_layers(model, pool, execution, planner)
         self.pool = pool
-        self.block_tokens = pool.format.block_tokens
+        self.block_tokens = pool.block_tokens
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
@@ -78,9 +79,10 @@ class ModelRunner:
 
     @property
     def packed(self) -> bool:
-        """Whether no kernel is a reference: on a CPU the pool and all products are packed."""
+        """Whether no kernel is a reference: on a CPU the pool and all weights lie as the native kernels read them."""
         on_cpu = self.device.type == "cpu"
-        return not on_cpu or (self.pool.format.packed and all(weight.packed for weight in self.model.products()))
+        panels = all(weight.arrangement is PANELS for weight in self.model.products())
+        return not on_cpu or (self.pool.packed and panels)
 
     def progress(self) -> Progress:
         """How far it is; may be asked by another thread."""

@@ -1,7 +1,8 @@
 """What models and hardware are: shapes and numbers, read from mappings. Pure."""
 
-from longhelix.spec.dtypes import BYTES, DTYPES, KV_DTYPES, WEIGHT_DTYPES, weight_bytes
+from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.family import FAMILIES
+from longhelix.spec.formats import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, NumberFormat, Scales, number_format
 from longhelix.spec.hardware import HardwareSpec, Link
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
@@ -9,17 +10,20 @@ from longhelix.spec.moe import MoE
 from longhelix.spec.rope import ROPE_KINDS, RopeSpec
 
 __all__ = [
-    "BYTES",
     "DTYPES",
     "FAMILIES",
+    "FORMATS",
     "KV_DTYPES",
     "MLA",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
+    "CacheEntry",
     "HardwareSpec",
     "Link",
     "MoE",
     "ModelSpec",
+    "NumberFormat",
     "RopeSpec",
-    "weight_bytes",
+    "Scales",
+    "number_format",
 ]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.dtypes import DTYPES
 from longhelix.spec.family import Family
+from longhelix.spec.formats import DTYPES
 from longhelix.values import real, refused, shown, whole
 
 _MOST = 2**31 - 1  # token ids and lengths travel in 32 bits, and no model's sizes are near it

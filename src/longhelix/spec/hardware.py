@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.dtypes import BYTES
-
-# Where hardware has no rate of its own for these, products convert them to bfloat16 as they read them.
-_CONVERTED = ("int8", "int4")
+from longhelix.spec.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class HardwareSpec:
     def rate(self, dtype: str) -> float:
         """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
         rate = self.flops_per_s.get(dtype)
-        if rate is None and dtype in _CONVERTED:
+        if rate is None and dtype in FORMATS and FORMATS[dtype].converted:
             rate = self.flops_per_s.get("bfloat16")
         if rate is None:
             raise UserError(
@@ -111,7 +108,7 @@ class HardwareSpec:
     @classmethod
     def _of(cls, name: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> "HardwareSpec":
         """From values by dotted name; raises UserError where one is missing."""
-        rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in BYTES}
+        rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in FORMATS}
         flops_per_s = {dtype: rate for dtype, rate in rates.items() if rate is not None}
         missing = [key for key in _KINDS if key not in values and not key.startswith("flops_per_s.")]
         if missing or not flops_per_s:
@@ -173,7 +170,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,
     "memory_bytes": _RATE,
     "cache_bytes": _RATE,
-    **{f"flops_per_s.{dtype}": _RATE for dtype in BYTES},
+    **{f"flops_per_s.{dtype}": _RATE for dtype in FORMATS},
     "memory_efficiency": _REACHED,
     "compute_efficiency": _REACHED,
     "attention_efficiency": _REACHED,

@@ -10,6 +10,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec import weights
+from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.config import (
     count,
     count_or_none,
@@ -20,8 +21,8 @@ from longhelix.spec.config import (
     switch,
     token_ids,
 )
-from longhelix.spec.dtypes import BYTES, DTYPES
 from longhelix.spec.family import FAMILIES, Family
+from longhelix.spec.formats import number_format
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
@@ -108,21 +109,22 @@ class ModelSpec:
         return weights.num_active_parameters(self)
 
     @property
+    def cache_entries(self) -> tuple[CacheEntry, ...]:
+        """What every layer keeps of a token: keys and values, or the latent with its rotated key."""
+        if self.mla is None:
+            return (CacheEntry("kv", self.head_size, self.head_size),)
+        return (CacheEntry("latent", self.mla.cached_size, self.mla.kv_lora_rank, shared_values=True),)
+
+    @property
     def kv_elements_per_token(self) -> int:
-        """Numbers that all layers cache for one token: K and V of every KV head, or MLA's latent and rotated key."""
-        if self.mla is not None:
-            return self.num_layers * self.mla.cached_size
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+        """Numbers that all layers keep of one token, for all KV heads."""
+        return self.num_layers * self.num_kv_heads * sum(sum(entry.vector_sizes) for entry in self.cache_entries)
 
-    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, num_layers: int) -> int:
-        """Bytes that the engine keeps of one token's K and V, or latent, for some of the KV heads and layers.
-
-        Narrow numbers have a 16-bit scale for each token's key and value of a head.
-        """
-        if self.mla is not None:
-            return int(num_layers * self.mla.cached_size * BYTES[kv_dtype]) * num_kv_heads
-        scale_bytes = 0 if kv_dtype in DTYPES else 2
-        return 2 * num_layers * num_kv_heads * (int(self.head_size * BYTES[kv_dtype]) + scale_bytes)
+    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, num_layers: int, device: str) -> int:
+        """Bytes that the engine keeps of one token on "cpu" or "cuda", for some of the KV heads and layers."""
+        number = number_format(kv_dtype)
+        head_bytes = sum(entry.head_bytes(number, device) for entry in self.cache_entries)
+        return int(num_layers * num_kv_heads * head_bytes)
 
     @classmethod
     def from_hf_config(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
+from longhelix.kernels import PANELS
 from longhelix.kv.splits import length_buckets
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.mesh import Mesh
@@ -130,9 +131,10 @@ def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:
     wanted = "the native CPU kernels, ranks of one host, "
     if not (mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order):
         found = "these ranks do not share memory"
-    elif not pool.format.packed:
-        found = f"KV blocks of {pool.format.block_tokens} tokens and heads of {pool.format.key_size} are not packed"
-    elif not all(weight.packed for weight in model.products()):
+    elif not pool.packed:
+        sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
+        found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
+    elif not all(weight.arrangement is PANELS for weight in model.products()):
         found = "the model has products whose inputs are not a multiple of 16"
     else:
         return

@@ -139,11 +139,11 @@ def test_a_long_request_takes_the_same_step_again_and_again(config):
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_filled_keys_and_values_are_finite_and_not_all_alike(dtype, monkeypatch):
     monkeypatch.setattr(model, "_FILL_BLOCKS", 2)  # so that five blocks are copies of two
-    pool = KVPool(KVFormat.choose(dtype, 16, 2, 32, 32, CPU), 2, 5, CPU)
-    for layer in pool.layers:
+    pool = KVPool({"kv": KVFormat.choose(dtype, 16, 2, 32, 32, CPU)}, 2, 5, CPU)
+    for layer in pool.entries():
         layer.values.fill_(255)  # a NaN in every dtype that has one
     fill(pool)
-    for layer in pool.layers:
+    for layer in pool.entries():
         q_TqC = torch.randn(1, 4, 32)
         table = torch.arange(5), torch.tensor([[0, 5]]), torch.tensor([0, 1]), torch.tensor([80])
         out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, 0.2)

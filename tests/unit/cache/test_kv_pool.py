@@ -10,7 +10,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, native, partial_attention, write_kv
+from longhelix.kernels import ROWS, TILES, KVFormat, native, partial_attention, write_kv
 from longhelix.layout import Layout
 from longhelix.machine import host
 from longhelix.runner.rank import new_pool
@@ -49,14 +49,14 @@ def test_rows_are_a_tensor_of_keys_and_values_with_float32_scales_of_narrow_numb
 ):
     if not shared_values:
         value_size = key_size
-    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, packed=False, shared_values=shared_values)
-    pool = KVPool(format, num_layers, num_blocks, CPU)
+    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, ROWS, shared_values=shared_values)
+    pool = KVPool({"kv": format}, num_layers, num_blocks, CPU)
     arrays = 1 if shared_values else 2
     vectors = arrays * block_tokens * kv_heads
     assert format.block_bytes == vectors * (key_size * BITS[dtype] // 8 + (4 if dtype in NARROW else 0))
     assert pool.num_bytes == num_layers * num_blocks * format.block_bytes
     assert len(pool.layers) == num_layers
-    for layer in pool.layers:
+    for layer in pool.entries():
         assert layer.values.shape == (num_blocks, arrays, block_tokens, kv_heads, key_size)
         assert layer.values.dtype == TORCH_DTYPES[dtype]
         assert layer.values.device.type == "cpu"
@@ -77,13 +77,13 @@ def test_rows_are_a_tensor_of_keys_and_values_with_float32_scales_of_narrow_numb
 def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
     block_tokens, kv_heads, key_size, value_size, shared_values, dtype
 ):
-    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, packed=True, shared_values=shared_values)
-    pool = KVPool(format, 2, 3, CPU)
+    format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, TILES, shared_values=shared_values)
+    pool = KVPool({"kv": format}, 2, 3, CPU)
     channels = key_size if shared_values else key_size + value_size
     tile_bytes = 16 * channels * BITS[dtype] // 8 + (2 * 16 * 2 if dtype in NARROW else 0)
     assert format.block_bytes == block_tokens // 16 * kv_heads * tile_bytes
     assert pool.num_bytes == 2 * 3 * format.block_bytes
-    for layer in pool.layers:
+    for layer in pool.entries():
         assert layer.values.shape == (kv_heads, 3, block_tokens // 16, tile_bytes)
         assert layer.values.dtype == torch.uint8
         assert layer.values.is_contiguous()
@@ -93,20 +93,20 @@ def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
 def test_layers_share_no_bytes(packed):
-    pool = KVPool(KVFormat("float32", 16, 2, 16, 16, packed), 3, 4, CPU)
-    for number, layer in enumerate(pool.layers):
+    pool = KVPool({"kv": KVFormat("float32", 16, 2, 16, 16, TILES if packed else ROWS)}, 3, 4, CPU)
+    for number, layer in enumerate(pool.entries()):
         layer.values.fill_(number)
-    assert [layer.values.unique().tolist() for layer in pool.layers] == [[number] for number in range(3)]
+    assert [layer.values.unique().tolist() for layer in pool.entries()] == [[number] for number in range(3)]
 
 
 def test_keys_and_values_of_rows_share_no_bytes_unless_they_are_shared():
-    layer = KVFormat("float32", 16, 2, 8, 8, packed=False).new_layer(4, CPU)
+    layer = KVFormat("float32", 16, 2, 8, 8, ROWS).new_layer(4, CPU)
     k_PDkC, v_PDkC = layer.keys_and_values()
     k_PDkC.fill_(1), v_PDkC.fill_(2)
     assert k_PDkC.shape == v_PDkC.shape == (4, 16, 2, 8)
     assert k_PDkC.unique().tolist() == [1]
     assert layer.values.unique().tolist() == [1, 2]
-    shared = KVFormat("float32", 16, 2, 8, 6, packed=False, shared_values=True).new_layer(4, CPU)
+    shared = KVFormat("float32", 16, 2, 8, 6, ROWS, shared_values=True).new_layer(4, CPU)
     k_PDkC, v_PDkC = shared.keys_and_values()
     k_PDkC.copy_(torch.arange(8.0))
     assert (v_PDkC == torch.arange(6.0)).all()
@@ -114,14 +114,14 @@ def test_keys_and_values_of_rows_share_no_bytes_unless_they_are_shared():
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_narrow_rows_are_not_shown_as_plain_tensors(dtype):
-    layer = KVFormat(dtype, 16, 2, 8, 8, packed=False).new_layer(4, CPU)
+    layer = KVFormat(dtype, 16, 2, 8, 8, ROWS).new_layer(4, CPU)
     with pytest.raises(ValueError, match="only unquantised rows"):
         layer.keys_and_values()
 
 
 def test_the_pool_is_on_the_device_asked_for():
-    pool = KVPool(KVFormat("bfloat16", 16, 8, 128, 128, packed=False), 1, 10**6, META)
-    assert [layer.values.device.type for layer in pool.layers] == ["meta"]
+    pool = KVPool({"kv": KVFormat("bfloat16", 16, 8, 128, 128, ROWS)}, 1, 10**6, META)
+    assert [layer.values.device.type for layer in pool.entries()] == ["meta"]
     assert pool.num_bytes == 2 * 10**6 * 16 * 8 * 128 * 2
 
 
@@ -163,47 +163,48 @@ def test_memory_that_went_to_others_meanwhile_is_refused_in_words(config, monkey
     assert refused.value.code == "out_of_memory"
 
 
-ROWS = [(dtype, shared, False) for dtype in TORCH_DTYPES for shared in (False, True)]
-PACKED = [
-    pytest.param(dtype, shared, True, marks=needs_native)
+IN_ROWS = [(dtype, shared, ROWS) for dtype in TORCH_DTYPES for shared in (False, True)]
+IN_TILES = [
+    pytest.param(dtype, shared, TILES, marks=needs_native)
     for dtype in BITS
     for shared in (False, True)
     if not (shared and dtype in NARROW)
 ]
-formats = pytest.mark.parametrize(("dtype", "shared_values", "packed"), [*ROWS, *PACKED])
+formats = pytest.mark.parametrize(("dtype", "shared_values", "arrangement"), [*IN_ROWS, *IN_TILES])
 
 
-def pool_of_random_bytes(dtype, shared_values, packed, kv_heads=3, num_blocks=6):
-    sizes = (48, 48) if packed else (5, 3 if shared_values else 5)  # rows may be of an odd number of bytes
-    pool = KVPool(KVFormat(dtype, 16, kv_heads, *sizes, packed, shared_values), 2, num_blocks, CPU)
-    for layer in pool.layers:
-        for values in (layer.values, layer.scales):
-            if values is not None:
-                values.view(torch.uint8).random_(0, 256)
+def pool_of_random_bytes(dtype, shared_values, arrangement, kv_heads=3, num_blocks=6):
+    sizes = (
+        (48, 48) if arrangement is TILES else (5, 3 if shared_values else 5)
+    )  # rows may be of an odd number of bytes
+    format = KVFormat(dtype, 16, kv_heads, *sizes, arrangement, shared_values)
+    pool = KVPool({"kv": format}, 2, num_blocks, CPU)
+    for entry in pool.entries():
+        for values in entry.tensors:
+            values.view(torch.uint8).random_(0, 256)
     return pool
 
 
 def contents(pool):
     """The bytes of each KV block, by layer and tensor."""
     found = [[] for _ in range(pool.num_blocks)]
-    for layer in pool.layers:
-        for values in (layer.values, layer.scales):
-            if values is not None:
-                for block, of_block in enumerate(values.view(torch.uint8).unbind(1 if pool.format.packed else 0)):
-                    found[block].append(of_block.flatten().tolist())
+    for entry in pool.entries():
+        for values in entry.tensors:
+            for block, of_block in enumerate(values.view(torch.uint8).unbind(1 if pool.packed else 0)):
+                found[block].append(of_block.flatten().tolist())
     return found
 
 
 @formats
-def test_views_by_block_are_all_of_a_layer_and_no_copies(dtype, shared_values, packed):
-    pool = pool_of_random_bytes(dtype, shared_values, packed)
-    for layer in pool.layers:
-        assert [bytes_PX.shape[0] for bytes_PX in layer.by_block] == [6] * (1 + (layer.scales is not None))
-        assert {bytes_PX.dtype for bytes_PX in layer.by_block} == {torch.uint8}
-        assert sum(bytes_PX[0].numel() for bytes_PX in layer.by_block) == pool.format.block_bytes
+def test_views_by_block_are_all_of_a_layer_and_no_copies(dtype, shared_values, arrangement):
+    pool = pool_of_random_bytes(dtype, shared_values, arrangement)
+    for entry in pool.entries():
+        assert [bytes_PX.shape[0] for bytes_PX in entry.by_block] == [6] * (1 + (entry.scales is not None))
+        assert {bytes_PX.dtype for bytes_PX in entry.by_block} == {torch.uint8}
+        assert sum(bytes_PX[0].numel() for bytes_PX in entry.by_block) == entry.format.block_bytes
     before = contents(pool)
-    for layer in pool.layers:
-        for bytes_PX in layer.by_block:
+    for entry in pool.entries():
+        for bytes_PX in entry.by_block:
             bytes_PX[3] = 7
     after = contents(pool)
     assert after[:3] + after[4:] == before[:3] + before[4:]
@@ -211,8 +212,8 @@ def test_views_by_block_are_all_of_a_layer_and_no_copies(dtype, shared_values, p
 
 
 @formats
-def test_a_block_is_copied_in_all_layers_and_no_other_changes(dtype, shared_values, packed):
-    pool = pool_of_random_bytes(dtype, shared_values, packed)
+def test_a_block_is_copied_in_all_layers_and_no_other_changes(dtype, shared_values, arrangement):
+    pool = pool_of_random_bytes(dtype, shared_values, arrangement)
     before = contents(pool)
     assert before[4] != before[1]
     pool.copy(4, 1)
@@ -220,21 +221,21 @@ def test_a_block_is_copied_in_all_layers_and_no_other_changes(dtype, shared_valu
 
 
 @formats
-def test_what_one_pool_reads_another_writes(dtype, shared_values, packed):
+def test_what_one_pool_reads_another_writes(dtype, shared_values, arrangement):
     """Of as many blocks or not."""
-    source, target = (pool_of_random_bytes(dtype, shared_values, packed, num_blocks=number) for number in (6, 4))
+    source, target = (pool_of_random_bytes(dtype, shared_values, arrangement, num_blocks=number) for number in (6, 4))
     before, given = contents(target), contents(source)
     bytes_X = source.read([5, 0])
     assert bytes_X.shape == (2 * source.block_bytes,)
-    assert source.block_bytes == 2 * source.format.block_bytes
+    assert source.block_bytes == 2 * source.formats["kv"].block_bytes
     target.write([1, 3], bytes_X)
     assert contents(target) == [before[0], given[5], before[2], given[0]]
     assert contents(source) == given
 
 
 @formats
-def test_no_blocks_have_no_bytes(dtype, shared_values, packed):
-    pool = pool_of_random_bytes(dtype, shared_values, packed)
+def test_no_blocks_have_no_bytes(dtype, shared_values, arrangement):
+    pool = pool_of_random_bytes(dtype, shared_values, arrangement)
     before = contents(pool)
     pool.write([], pool.read([]))
     assert contents(pool) == before
@@ -242,7 +243,7 @@ def test_no_blocks_have_no_bytes(dtype, shared_values, packed):
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_blocks_without_heads_have_no_bytes(dtype):
-    pool = pool_of_random_bytes(dtype, shared_values=False, packed=False, kv_heads=0)
+    pool = pool_of_random_bytes(dtype, shared_values=False, arrangement=ROWS, kv_heads=0)
     bytes_X = pool.read([1, 2])
     assert bytes_X.numel() == 0
     pool.write([3, 4], bytes_X)
@@ -253,17 +254,46 @@ def test_blocks_without_heads_have_no_bytes(dtype):
 @pytest.mark.parametrize("dtype", BITS)
 def test_attention_over_copied_blocks_gives_the_same_bits(dtype):
     """Written by the kernels, copied within a pool and to another one, read by the kernels."""
-    pools = [KVPool(KVFormat(dtype, 16, 2, 32, 32, packed=True), 1, 8, CPU) for _ in range(2)]
+    pools = [KVPool({"kv": KVFormat(dtype, 16, 2, 32, 32, TILES)}, 1, 8, CPU) for _ in range(2)]
     k_TkC, v_TkC, q_TqC = torch.randn(40, 2, 32), torch.randn(40, 2, 32), torch.randn(1, 4, 32)
-    write_kv(k_TkC, v_TkC, pools[0].layers[0], torch.arange(40))
+    write_kv(k_TkC, v_TkC, pools[0].layers[0]["kv"], torch.arange(40))
     for source, target in ((0, 7), (1, 4), (2, 5)):
         pools[0].copy(source, target)
     pools[1].write([3, 1, 6], pools[0].read([7, 4, 5]))
 
     def attend(pool, blocks):
         tables = (torch.tensor(blocks), torch.tensor([[0, 3]]), torch.tensor([0, 1]), torch.tensor([40]))
-        return partial_attention(q_TqC, pool.layers[0], *tables, 32**-0.5, 1, 48)
+        return partial_attention(q_TqC, pool.layers[0]["kv"], *tables, 32**-0.5, 1, 48)
 
     expected = attend(pools[0], [0, 1, 2])
     for found in (attend(pools[0], [7, 4, 5]), attend(pools[1], [3, 1, 6])):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_layer_of_two_entries_keeps_both_apart():
+    """Of different sizes and formats: what is written into one entry comes back from it, in every layer."""
+    formats = {
+        "kv": KVFormat.choose("float32", 16, 2, 32, 32, CPU),
+        "index": KVFormat("int8", 16, 1, 24, 24, ROWS, shared_values=True),
+    }
+    pool = KVPool(formats, 2, 3, CPU)
+    assert pool.num_bytes == 2 * 3 * (formats["kv"].block_bytes + formats["index"].block_bytes)
+    assert not pool.packed
+    slots_T, mine, generator = torch.tensor([32, 0, -1, 16]), [0, 1, 3], torch.Generator().manual_seed(1)
+    written = []
+    for layer in pool.layers:
+        assert list(layer) == ["kv", "index"]
+        k_TkC, v_TkC = torch.randn(2, 4, 2, 32, generator=generator)
+        index_T1C = torch.randn(4, 1, 24, generator=generator)
+        write_kv(k_TkC, v_TkC, layer["kv"], slots_T)
+        write_kv(index_T1C, None, layer["index"], slots_T)
+        written.append((k_TkC, v_TkC, index_T1C))
+    for layer, (k_TkC, v_TkC, index_T1C) in zip(pool.layers, written, strict=True):
+        # A row that sees one token gets its value.
+        blocks_X, sees_one = torch.tensor([2, 0, 1]), torch.ones(3, dtype=torch.int64)
+        extents_32, row_starts_B = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.arange(4)
+        out_TqC, lse_Tq = partial_attention(k_TkC[mine], layer["kv"], blocks_X, extents_32, row_starts_B, sees_one, 1.0)
+        torch.testing.assert_close(out_TqC, v_TkC[mine])
+        torch.testing.assert_close(lse_Tq, k_TkC[mine].square().sum(-1))
+        index_PDkC, _ = layer["index"].decoded(blocks_X)
+        torch.testing.assert_close(index_PDkC[:, 0], index_T1C[mine], rtol=0, atol=0.03)

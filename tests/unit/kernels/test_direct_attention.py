@@ -16,6 +16,8 @@ from torch.library import opcheck
 
 from block_extents import side_by_side
 from longhelix.kernels import (
+    ROWS,
+    TILES,
     KVFormat,
     KVLayer,
     can_expand,
@@ -72,7 +74,8 @@ class Shard:
         counts = [-(-len(latent_SC) // block_tokens) for latent_SC in tokens]
         ids = list(range(sum(counts) + 3))
         random.Random(len(ids)).shuffle(ids)
-        format = KVFormat(kv_dtype, block_tokens, 1, LATENT + ROPE, LATENT, packed, shared_values=True)
+        arrangement = TILES if packed else ROWS
+        format = KVFormat(kv_dtype, block_tokens, 1, LATENT + ROPE, LATENT, arrangement, shared_values=True)
         layer = format.new_layer(len(ids), CPU)
         layer.values.view(torch.uint8).fill_(0xFF)
         blocks = [torch.tensor([ids.pop() for _ in range(count)], dtype=torch.int64) for count in counts]
@@ -163,7 +166,7 @@ def test_packed_keys_and_values_equal_the_reference(kv_dtype, up_dtype, block_to
 @pytest.mark.parametrize(("first", "count"), [(0, 3), (4, 8), (8, 21)])
 def test_rows_of_keys_and_values_equal_the_formula(kv_dtype, first, count):
     """Keys and values of the stored latents; quantised ones, of GPUs, with a scale for each token."""
-    format = KVFormat(kv_dtype, 4, 1, LATENT + ROPE, LATENT, packed=False, shared_values=True)
+    format = KVFormat(kv_dtype, 4, 1, LATENT + ROPE, LATENT, ROWS, shared_values=True)
     layer = format.new_layer(9, CPU)
     layer.values.copy_(torch.randint(-9, 9, layer.values.shape, generator=seeded(3)))
     if layer.scales is not None:
@@ -192,7 +195,7 @@ def test_tokens_beyond_the_blocks_are_refused(packed):
 def test_torch_accepts_the_op_and_its_fake(packed):
     shard = Shard.of(make_latents([50], torch.float32), "float32", packed, 16)
     format = shard.layer.format
-    sizes = format.key_size, format.dtype, format.value_size, format.shared_values
+    sizes = format.key_size, format.arrangement.name, format.dtype, format.value_size, format.shared_values
     arguments = shard.layer.values, None, make_up(torch.float32), NOPE, shard.blocks[0], 16, 34, *sizes
     assert set(opcheck(torch.ops.longhelix.expand_latents.default, arguments).values()) == {"SUCCESS"}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -295,7 +298,7 @@ def test_a_rows_bits_do_not_depend_on_its_chunk(monkeypatch):
 @pytest.mark.parametrize("packed", POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_merged_onto_a_state_equals_the_merge(packed, dtype):
-    format = KVFormat("float32", 16, 2, 32, 32, packed)
+    format = KVFormat("float32", 16, 2, 32, 32, TILES if packed else ROWS)
     layer, table = format.new_layer(40, CPU), (torch.arange(40), torch.tensor([[0, 40]]))
     write_kv(*torch.randn(2, 640, 2, 32, generator=seeded(6)), layer, torch.arange(640))
     q_TqC = torch.randn(7, 6, 32, generator=seeded(7)).to(dtype)
@@ -313,7 +316,7 @@ def test_attention_merged_onto_a_state_equals_the_merge(packed, dtype):
 
 
 def test_packed_pools_make_heads_of_whole_panels_alone():
-    packed, rows = (KVFormat("float32", 16, 1, 64, 48, packed, shared_values=True) for packed in (True, False))
+    packed, rows = (KVFormat("float32", 16, 1, 64, 48, lies, shared_values=True) for lies in (TILES, ROWS))
     assert can_expand(packed, 32, 16)
     assert not can_expand(packed, 24, 16)
     assert not can_expand(packed, 32, 12)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from longhelix.errors import UserError
-from longhelix.kernels import Experts, Weight, linear, make_weight, native, reference, route, run_experts
+from longhelix.kernels import PANELS, PLAIN, Experts, Weight, linear, make_weight, native, reference, route, run_experts
 from longhelix.kernels.experts import _routing
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
@@ -119,7 +119,7 @@ def make_experts(columns: dict[int, int], hidden: int, dtype: torch.dtype, weigh
     def make(outputs: int, depth: int, seed: int, halves: int) -> Weight:
         weight_NK = matrix(outputs, depth, seed, dtype) if outputs and depth else torch.zeros(outputs, depth)
         if weight_dtype == "plain":
-            return Weight(weight_NK.to(dtype), name(dtype), outputs, depth, packed=False)
+            return Weight(weight_NK.to(dtype), name(dtype), outputs, depth, PLAIN)
         return make_weight(weight_NK, weight_dtype, halves)
 
     gate_up = [make(2 * width, hidden, seed + id, 2) for id, width in columns.items()]
@@ -253,7 +253,7 @@ def test_no_rows_no_experts_and_no_columns():
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
     empty = _make_experts({"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}, {0: "a."}, "float32")
-    assert not empty.packed
+    assert empty.arrangement is PLAIN
     x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
     out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
     assert torch.equal(out_TH, torch.zeros(rows, 136))
@@ -268,13 +268,13 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
     kept = _make_experts(mixed, stems, "float32")
     assert not mixed
-    assert not kept.packed
-    assert not any(weight.packed for weight in (*kept.gate_up, *kept.down))
+    assert kept.arrangement is PLAIN
+    assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
     assert _make_experts(weights(0), stems, "float32").rows_e.tolist() == [0, 0]
     with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
         _make_experts(weights(24), stems, "int8")
     if native.module is not None:
-        assert _make_experts(weights(32), stems, "int8").packed
+        assert _make_experts(weights(32), stems, "int8").arrangement is PANELS
 
 
 def test_a_decoder_counts_rows_by_layer_and_forgets_them():
@@ -325,7 +325,7 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
     call = x_TH, [w.values for w in experts.gate_up], [w.values for w in experts.down], *taken, norm_of(32, x_TH.dtype)
     for residual in (None, x_TH.clone()):
         counts = NORM_EPS, residual, experts.rows_e, experts.ids, list(COLUMNS.values())
-        arguments = *call, *counts, experts.down[0].dtype, experts.packed
+        arguments = *call, *counts, experts.down[0].dtype, experts.arrangement.name
         results = opcheck(torch.ops.longhelix.run_experts.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, flashinfer, partial_attention, reference
+from longhelix.kernels import ROWS, KVFormat, flashinfer, partial_attention, reference
 
 PAGE, KV_HEADS, GROUP, CHANNELS = 16, 2, 4, 64
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def installed(monkeypatch):
 
 
 def pool_format(dtype="bfloat16", channels=CHANNELS):
-    return KVFormat(dtype, PAGE, KV_HEADS, channels, channels, packed=False)
+    return KVFormat(dtype, PAGE, KV_HEADS, channels, channels, ROWS)
 
 
 def test_prepared_decode_steps_equal_the_reference_and_others_are_left_alone(installed):

@@ -21,6 +21,8 @@ from torch.library import opcheck
 
 from block_extents import side_by_side
 from longhelix.kernels import (
+    ROWS,
+    TILES,
     KVFormat,
     KVLayer,
     merge_states,
@@ -58,7 +60,7 @@ class Shape:
 
     def format(self, packed: bool = True) -> KVFormat:
         sizes = self.block_tokens, self.kv_heads, self.key_size, self.value_size
-        return KVFormat(self.kv_dtype, *sizes, packed, self.shared)
+        return KVFormat(self.kv_dtype, *sizes, TILES if packed else ROWS, self.shared)
 
     def poisoned(self, num_blocks: int) -> KVLayer:
         """A pool whose every float, and every scale, is NaN."""
@@ -950,7 +952,7 @@ def test_rows_and_tables_of_a_rotation_may_be_any_view():
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_torch_accepts_the_ops_on_packed_pools_and_their_fakes(kv_dtype):
     case = make_case(Shape(kv_dtype=kv_dtype), [[30, 31], [0], [600]], 20)
-    format = kv_dtype, 32, False
+    format = "tiles", kv_dtype, 32, False
     pool = case.layer.values, None
     ops = torch.ops.longhelix
     k_TkC, v_TkC = torch.randn(5, 7, 32, generator=seeded(21)).split((2, 5), dim=1)

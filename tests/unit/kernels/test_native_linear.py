@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, Weight, linear, make_weight, native
+from longhelix.kernels import PANELS, PLAIN, ROWS, TILES, KVFormat, Weight, linear, make_weight, native
 from packed_pool import panel_codes
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def plain_weight(weight_NK: Tensor) -> Weight:
-    return Weight(weight_NK, name(weight_NK.dtype), *weight_NK.shape, packed=False)
+    return Weight(weight_NK, name(weight_NK.dtype), *weight_NK.shape, PLAIN)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ seeds = st.integers(0, 2**31)
 def test_floats_are_packed_as_they_are_and_given_back_as_rows(depth, width, halves, dtype, source, seed):
     weight_NK = matrix(halves * width, depth, seed, source)
     weight = make_weight(weight_NK, dtype, halves)
-    assert (weight.packed, weight.has_rows, weight.outputs, weight.depth) == (True, True, halves * width, depth)
+    assert (weight.arrangement, weight.has_rows, weight.outputs, weight.depth) == (PANELS, True, halves * width, depth)
     typed_NK = weight_NK.to(getattr(torch, dtype))
     np.testing.assert_array_equal(decoded(weight, halves).values, typed_NK.double().numpy())
     if halves == 1:
@@ -119,7 +119,7 @@ def test_floats_are_packed_as_they_are_and_given_back_as_rows(depth, width, halv
 def test_narrow_numbers_are_off_by_half_a_step(depth, width, halves, dtype, seed):
     weight_NK = matrix(halves * width, depth, seed)
     weight = make_weight(weight_NK, dtype, halves)
-    assert (weight.packed, weight.has_rows, weight.outputs, weight.depth) == (True, False, halves * width, depth)
+    assert (weight.arrangement, weight.has_rows, weight.outputs, weight.depth) == (PANELS, False, halves * width, depth)
     given_NK = weight_NK.double().numpy()
     kept = decoded(weight, halves)
     blocks = given_NK.reshape(len(given_NK), -1, SCALE_BLOCK)
@@ -483,14 +483,14 @@ def test_fewer_threads_than_asked_for_do_all_of_the_work():
     in_new_process(
         """if True:
         import torch
-        from longhelix.kernels import KVFormat, linear, make_weight, native, partial_attention, write_kv
+        from longhelix.kernels import TILES, KVFormat, linear, make_weight, native, partial_attention, write_kv
         native.set_num_threads(4)
         weight_NK, x_TX = torch.randn(256, 64), torch.randn(40, 64)
         for rows in (1, 40):
             linear(x_TX[:rows], make_weight(torch.full_like(weight_NK, torch.nan), "float32"))
             out_TX = linear(x_TX[:rows], make_weight(weight_NK, "float32"))
             torch.testing.assert_close(out_TX, x_TX[:rows] @ weight_NK.T)
-        layer = KVFormat("float32", 16, 1, 64, 64, True).new_layer(4, torch.device("cpu"))
+        layer = KVFormat("float32", 16, 1, 64, 64, TILES).new_layer(4, torch.device("cpu"))
         layer.values.fill_(255)
         write_kv(x_TX[:, None], x_TX[:, None], layer, torch.arange(40))
         tables = torch.tensor([0, 1, 2]), torch.tensor([[0, 3]]), torch.tensor([0, 40]), torch.arange(1, 41)
@@ -524,8 +524,8 @@ def test_no_rows_give_no_rows_and_read_nothing():
 def test_a_rank_that_owns_nothing_of_a_weight_multiplies_it_as_others_do_theirs(rows, weight_dtype):
     """Without inputs the product is zero and what stands around it stays; without outputs nothing is left."""
     no_inputs, no_outputs = (make_weight(torch.zeros(*shape), weight_dtype) for shape in ((20, 0), (0, 64)))
-    assert no_inputs.packed
-    assert no_outputs.packed
+    assert no_inputs.arrangement is PANELS
+    assert no_outputs.arrangement is PANELS
     bias, residual = inputs(1, 20, torch.float32, 31)[0], torch.randn(rows, 20)
     assert torch.equal(linear(torch.zeros(rows, 0), no_inputs), torch.zeros(rows, 20))
     assert torch.equal(linear(torch.zeros(rows, 0), no_inputs, bias=bias, residual=residual), bias + residual)
@@ -552,7 +552,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
         residual = around.residual.contiguous() if around.residual is not None and not rows else around.residual
         call = x_TX, weight.values, around.bias, around.norm, 1e-3, around.swiglu, residual
         for out_dtype in (dtype,) if has.get("residual") else (dtype, torch.float32):
-            shape = weight.dtype, weight.outputs, weight.depth, packed
+            shape = weight.dtype, weight.outputs, weight.depth, weight.arrangement.name
             results = opcheck(torch.ops.longhelix.linear.default, (*call, out_dtype, *shape))
             assert set(results.values()) == {"SUCCESS"}
 
@@ -582,7 +582,7 @@ def test_weights_that_cannot_be_packed_are_kept_as_rows(monkeypatch):
     for weight_NK in unfit:
         weight = make_weight(weight_NK, "float32")
         assert weight.values is weight_NK
-        assert not weight.packed
+        assert weight.arrangement is PLAIN
         assert weight.has_rows
     monkeypatch.setattr(native, "module", None)
     weight_NK = matrix(5, 32, 28)
@@ -615,9 +615,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("dtype", [*FLOATS, "fp8", *NARROW])
 def test_a_pool_is_packed_where_the_kernels_can_read_it(dtype):
     format = KVFormat.choose(dtype, 32, 2, 80, 96, CPU)
-    assert format == KVFormat(dtype, 32, 2, 80, 96, packed=True)
+    assert format == KVFormat(dtype, 32, 2, 80, 96, TILES)
     if dtype in FLOATS:
-        assert KVFormat.choose(dtype, 16, 1, 576, 512, CPU, shared_values=True).packed
+        assert KVFormat.choose(dtype, 16, 1, 576, 512, CPU, shared_values=True).arrangement is TILES
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "fp8", *NARROW])
@@ -639,7 +639,7 @@ def test_a_pool_that_cannot_be_packed_is_in_rows_or_refused_in_words(
         monkeypatch.setattr(native, "module", None)
     arguments = dtype, block_tokens, 2, key_size, value_size, CPU, shared_values
     if dtype in FLOATS:
-        assert not KVFormat.choose(*arguments).packed
+        assert KVFormat.choose(*arguments).arrangement is ROWS
         return
     with pytest.raises(UserError) as refused:
         KVFormat.choose(*arguments)
@@ -651,7 +651,7 @@ def test_a_pool_that_cannot_be_packed_is_in_rows_or_refused_in_words(
 
 def test_other_devices_have_rows_and_no_int4():
     for dtype in (*FLOATS, "fp8", "int8"):
-        assert not KVFormat.choose(dtype, 16, 2, 64, 64, CUDA).packed
+        assert KVFormat.choose(dtype, 16, 2, 64, 64, CUDA).arrangement is ROWS
     with pytest.raises(UserError, match="kv_dtype int4 needs the native CPU kernels"):
         KVFormat.choose("int4", 16, 2, 64, 64, CUDA)
 
@@ -659,6 +659,6 @@ def test_other_devices_have_rows_and_no_int4():
 def test_a_rank_without_kv_heads_is_refused_nothing():
     for dtype in (*FLOATS, "fp8", *NARROW):
         format = KVFormat.choose(dtype, 8, 0, 24, 24, CPU)
-        assert not format.packed
+        assert format.arrangement is ROWS
         assert format.block_bytes == 0
         assert format.new_layer(5, CPU).values.numel() == 0

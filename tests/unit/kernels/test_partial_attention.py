@@ -14,6 +14,8 @@ from torch.library import opcheck
 
 from block_extents import side_by_side
 from longhelix.kernels import (
+    PLAIN,
+    ROWS,
     KVFormat,
     KVLayer,
     Weight,
@@ -64,7 +66,7 @@ def make_sequence(shape: Shape, limits: list[int], generator: torch.Generator, k
 
 
 def rows_format(dtype: torch.dtype, block_tokens: int, kv_heads: int, head_size: int) -> KVFormat:
-    return KVFormat(str(dtype).removeprefix("torch."), block_tokens, kv_heads, head_size, head_size, packed=False)
+    return KVFormat(str(dtype).removeprefix("torch."), block_tokens, kv_heads, head_size, head_size, ROWS)
 
 
 def page(sequences: list[Sequence], shape: Shape, seed: int) -> tuple[KVLayer, Tensor, Tensor]:
@@ -395,7 +397,7 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     sequences = [make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])]
     q_TqC, layer, *table, row_starts_B, limits_T, scale = arguments(sequences, shape)
     pool = layer.values, layer.scales
-    format = layer.format.dtype, layer.format.value_size, layer.format.shared_values
+    format = layer.format.arrangement.name, layer.format.dtype, layer.format.value_size, layer.format.shared_values
     fused_TXC = torch.cat((q_TqC, q_TqC), dim=1).to(q_dtype)
     turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
@@ -410,7 +412,7 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
 @pytest.mark.parametrize("shared_values", [False, True])
 def test_fakes_have_the_shapes_and_dtypes_of_the_op(shared_values, dtype):
     with FakeTensorMode():
-        format = KVFormat("float16", 16, 2, 64, 48, packed=False, shared_values=shared_values)
+        format = KVFormat("float16", 16, 2, 64, 48, ROWS, shared_values=shared_values)
         layer = KVLayer(format, torch.empty(9, 2, 16, 2, 64, dtype=torch.float16), None)
         table = torch.empty(12, dtype=torch.int64), torch.empty(3, 2, dtype=torch.int64)
         starts, limits = torch.empty(4, dtype=torch.int64), torch.empty(7, dtype=torch.int64)
@@ -424,7 +426,7 @@ def test_shared_values_are_the_first_channels_of_the_keys():
     shape = Shape(kv_heads=1, group=4, head_size=24, block_tokens=4)
     sequences = [make_sequence(shape, limits, seeded(22)) for limits in ([9, 10, 11], [0], [6])]
     q_TqC, layer, *rest = arguments(sequences, shape)
-    format = KVFormat("float32", 4, 1, 24, 16, packed=False, shared_values=True)
+    format = KVFormat("float32", 4, 1, 24, 16, ROWS, shared_values=True)
     result = partial_attention(q_TqC, KVLayer(format, layer.values[:, :1], None), *rest)
     for sequence in sequences:
         sequence.v_SkC = sequence.k_SkC
@@ -437,7 +439,7 @@ def one_layer(x_TH, qkv_XH, cos_TR, sin_TR, pool_PADkC, slots_T, k_TkC, v_TkC, o
     """Attention of one layer on one rank, with the pool's older half as the other part of a merge of two."""
     blocks_X, *rest = reads
     layer = KVLayer(rows_format(pool_PADkC.dtype, 4, 2, 16), pool_PADkC, None)
-    qkv_TX = linear(x_TH, Weight(qkv_XH, "float32", *qkv_XH.shape, packed=False))
+    qkv_TX = linear(x_TH, Weight(qkv_XH, "float32", *qkv_XH.shape, PLAIN))
     q_TqC = rotate_and_write(qkv_TX, None, None, 0.0, cos_TR, sin_TR, layer, slots_T)
     write_kv(k_TkC, v_TkC, layer, old_slots_T)
     new = partial_attention(q_TqC * 2, layer, blocks_X, *rest, 0.25)

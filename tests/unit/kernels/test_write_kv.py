@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from longhelix.kernels import KVFormat, KVLayer, rotate_and_write, write_kv
+from longhelix.kernels import ROWS, KVFormat, KVLayer, rotate_and_write, write_kv
 
 pytestmark = pytest.mark.unit
 
@@ -37,12 +37,12 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor
 def layer_of(values_PADkC: Tensor, shared_values: bool = False) -> KVLayer:
     _, _, block_tokens, kv_heads, head_size = values_PADkC.shape
     dtype = str(values_PADkC.dtype).removeprefix("torch.")
-    format = KVFormat(dtype, block_tokens, kv_heads, head_size, head_size, packed=False, shared_values=shared_values)
+    format = KVFormat(dtype, block_tokens, kv_heads, head_size, head_size, ROWS, shared_values=shared_values)
     return KVLayer(format, values_PADkC, None)
 
 
-def format_arguments(layer: KVLayer) -> tuple[str, int, bool]:
-    return layer.format.dtype, layer.format.value_size, layer.format.shared_values
+def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool]:
+    return layer.format.arrangement.name, layer.format.dtype, layer.format.value_size, layer.format.shared_values
 
 
 def rows_and_pool(

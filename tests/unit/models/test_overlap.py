@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longhelix.kernels import KVFormat, partial_attention, write_kv
+from longhelix.kernels import ROWS, KVFormat, partial_attention, write_kv
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.runner.graphed_layers import Bucket, _Inputs
@@ -116,7 +116,7 @@ class LateGroup:
 def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10, parts=2)
-    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, packed=False).new_layer(len(batch.blocks_X), CPU)
+    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, ROWS).new_layer(len(batch.blocks_X), CPU)
     tokens = len(batch.blocks_X) * BLOCK
     write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
     q_TqC = torch.randn(len(batch.limits_t), HEADS, SIZE)

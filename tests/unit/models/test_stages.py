@@ -74,8 +74,8 @@ def test_what_stages_keep_of_a_token_adds_up(name, layout):
     spec, one_stage = SPECS[name], Layout(layout.kvp, layout.tpa)
     for place in range(layout.num_ranks):
         stages = range(place, layout.world_size, layout.num_ranks)
-        kept = [kv_bytes_per_token(spec, layout, "bfloat16", rank) for rank in stages]
-        assert sum(kept) == kv_bytes_per_token(spec, one_stage, "bfloat16", place)
+        kept = [kv_bytes_per_token(spec, layout, "bfloat16", "cpu", rank) for rank in stages]
+        assert sum(kept) == kv_bytes_per_token(spec, one_stage, "bfloat16", "cpu", place)
         per_layer = kept[0] // len(layout.layers(spec.num_layers, place))
         assert kept == [per_layer * len(layout.layers(spec.num_layers, rank)) for rank in stages]
 

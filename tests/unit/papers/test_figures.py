@@ -19,7 +19,7 @@ from longhelix.papers.tied import Deployment, growth
 from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
-from longhelix.spec import BYTES
+from longhelix.spec import FORMATS
 
 pytestmark = pytest.mark.unit
 
@@ -118,7 +118,8 @@ def test_figure_4_gives_every_head_and_column_to_one_rank():
     [("deepseek-r1", "fp4", 17.57), ("llama-3.1-405b", "fp4", 129.0), ("llama-3.1-405b", "bfloat16", 516.1)],
 )
 def test_kv_of_a_million_tokens(model, dtype, gigabytes):
-    assert load_model(model).kv_elements_per_token * BYTES[dtype] * 1e6 / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+    bits = load_model(model).kv_elements_per_token * FORMATS[dtype].bits
+    assert bits / 8 * 1e6 / 1e9 == pytest.approx(gigabytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(

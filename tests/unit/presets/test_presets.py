@@ -10,7 +10,7 @@ import pytest
 from longhelix import presets
 from longhelix.errors import UserError
 from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
-from longhelix.spec import BYTES, KV_DTYPES
+from longhelix.spec import FORMATS, KV_DTYPES
 
 pytestmark = pytest.mark.unit
 
@@ -37,7 +37,7 @@ MINIMAL = {
 
 
 def kv_bytes(model: str, num_tokens: int, dtype: str) -> float:
-    return load_model(model).kv_elements_per_token * num_tokens * BYTES[dtype]
+    return load_model(model).kv_elements_per_token * num_tokens * FORMATS[dtype].bits / 8
 
 
 def toml_of(system: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat
+from longhelix.kernels import ROWS, KVFormat
 from longhelix.kv import splits
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
@@ -63,7 +63,7 @@ def make_runner(kvp=1, rank=0, num_blocks=64):
         group = SimpleNamespace(index=rank, traffic=Traffic(), broadcast=lambda tokens_S: tokens_S, **alone)
         groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
-    pool = KVPool(KVFormat("float32", 16, 1, 8, 8, packed=False), 0, num_blocks, CPU)
+    pool = KVPool({"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}, 0, num_blocks, CPU)
     return ModelRunner(SPEC, mesh, Model(mesh), pool, "eager")
 
 

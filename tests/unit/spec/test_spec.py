@@ -25,7 +25,8 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.models.parameters import declare
 from longhelix.spec import (
-    BYTES,
+    FAMILIES,
+    FORMATS,
     KV_DTYPES,
     MLA,
     ROPE_KINDS,
@@ -33,9 +34,7 @@ from longhelix.spec import (
     ModelSpec,
     MoE,
     RopeSpec,
-    weight_bytes,
 )
-from longhelix.spec import FAMILIES as ARCHITECTURES
 
 pytestmark = pytest.mark.unit
 
@@ -191,7 +190,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(architecture):
     refused(
         MINIMAL | {"model_type": architecture},
         repr(architecture),
-        *ARCHITECTURES,
+        *FAMILIES,
         code="unknown_architecture",
     )
 
@@ -357,8 +356,8 @@ def test_a_spec_is_frozen_and_checks_itself():
 
 def test_kv_bytes_count_both_tensors_of_all_layers():
     spec = read(MINIMAL, num_key_value_heads=2)
-    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2, num_layers=3) == 2 * 3 * 2 * 16 * 2
-    assert spec.kv_bytes_per_token("float32", num_kv_heads=1, num_layers=3) == 2 * 3 * 1 * 16 * 4
+    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2, num_layers=3, device="cpu") == 2 * 3 * 2 * 16 * 2
+    assert spec.kv_bytes_per_token("float32", num_kv_heads=1, num_layers=3, device="cpu") == 2 * 3 * 1 * 16 * 4
 
 
 def test_gguf_metadata_gives_the_built_in_models_shape():
@@ -665,5 +664,5 @@ def test_a_quantised_checkpoint_can_be_planned_with():
 
 
 def test_every_dtype_of_the_engine_has_its_bytes():
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4"} == set(BYTES)
-    assert [weight_bytes(64, dtype) for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4"} == set(FORMATS)
+    assert [64 * FORMATS[dtype].weight_bytes for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]

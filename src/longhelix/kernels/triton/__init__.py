@@ -8,4 +8,7 @@ from longhelix.kernels.triton.attention import partial_attention
 from longhelix.kernels.triton.merge import merge_states
 from longhelix.kernels.triton.write import write_kv
 
-__all__ = ["merge_states", "partial_attention", "write_kv"]
+# Number formats of rows that these kernels read and write.
+FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8")
+
+__all__ = ["FORMATS", "merge_states", "partial_attention", "write_kv"]

@@ -1,0 +1,96 @@
+"""Number formats: what a stored number takes, who stores it, and how. All that asks for bytes or choices asks here.
+
+A format is stored as weights, as keys and values, or as both, each in some arrangements (`kernels/weight.py`,
+`kernels/arrangement.py`). To add one, name it in `FORMATS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from longhelix.errors import UserError
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What neighbouring numbers share: number = scale * stored + offset. `numbers`: how many share it; None: all of a
+    vector, which is one token's key or value of one head."""
+
+    scale_bits: int
+    offset_bits: int = 0
+    numbers: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of one scale and its offset."""
+        return self.scale_bits + self.offset_bits
+
+
+UNSCALED = Scales(0)
+
+
+@dataclass(frozen=True, eq=False)
+class NumberFormat:
+    """How one number is stored.
+
+    `bits`: of a number, without its share of a scale. `activation`: the engine computes in it. `weights`, `kv`: the
+    arrangements in which the engine keeps weights, or keys and values, of it; a format with neither can be planned
+    with, and counts as its bits alone. `weight_scales`: of all weights; `kv` has the scales of each arrangement.
+    `converted`: products turn it into bfloat16 as they read it, where the hardware has no arithmetic in it.
+    """
+
+    name: str
+    bits: int
+    activation: bool = False
+    weights: tuple[str, ...] = ()
+    weight_scales: Scales = UNSCALED
+    kv: Mapping[str, Scales] = field(default_factory=dict)
+    converted: bool = False
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one number of a weight, with its share of a scale and an offset."""
+        return (self.bits + self.weight_scales.bits / (self.weight_scales.numbers or 1)) / 8
+
+    def kv_scales(self, device: str) -> Scales:
+        """Of keys and values on "cpu" or "cuda": in tiles on CPUs, in rows where these do not hold the format."""
+        arrangements = ("tiles", "rows") if device == "cpu" else ("rows",)
+        return next((self.kv[name] for name in arrangements if name in self.kv), UNSCALED)
+
+    def vector_bits(self, size: int, scales: Scales) -> int:
+        """Bits of one token's key or value of one head, of `size` channels."""
+        return size * self.bits + scales.bits
+
+
+_PLAIN_WEIGHTS, _PLAIN_KV = ("plain", "panels"), {"rows": UNSCALED, "tiles": UNSCALED}
+_WEIGHT_BLOCK = Scales(scale_bits=16, offset_bits=16, numbers=32)
+_KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
+
+_KNOWN = (
+    NumberFormat("float32", 32, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
+    NumberFormat("bfloat16", 16, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
+    NumberFormat("float16", 16, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
+    NumberFormat("fp8", 8, kv={"rows": _KV_ROW, "tiles": _KV_TILE}),
+    NumberFormat(
+        "int8",
+        8,
+        weights=("panels",),
+        weight_scales=_WEIGHT_BLOCK,
+        kv={"rows": _KV_ROW, "tiles": _KV_TILE},
+        converted=True,
+    ),
+    NumberFormat("int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, converted=True),
+    NumberFormat("fp4", 4),
+)
+FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
+
+# The engine's choices.
+DTYPES = tuple(format.name for format in _KNOWN if format.activation)
+WEIGHT_DTYPES = tuple(format.name for format in _KNOWN if format.weights)
+KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
+
+
+def number_format(name: str, what: str = "the number format") -> NumberFormat:
+    """The format of that name; raises UserError, which calls it `what`, where there is none."""
+    if name not in FORMATS:
+        raise UserError(f"{what} {name!r} is not known: use one of {', '.join(FORMATS)}", "unsupported_dtype")
+    return FORMATS[name]

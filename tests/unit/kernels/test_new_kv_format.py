@@ -1,0 +1,133 @@
+"""How a KV format is added: its bits in `longhelix.spec.formats`, and the way there and back in
+`longhelix.kernels.numbers`. Everything else asks these two: pool, memory formulas, planner, reference kernels, engine.
+
+The format here is int8 whose scales are powers of two: what it stores are numbers times a shift.
+"""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from builtin import builtin
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
+from longhelix.kernels import ROWS, KVFormat, numbers, partial_attention, reference, write_kv
+from longhelix.kernels.numbers import Stored
+from longhelix.kv.blocks import Block
+from longhelix.layout import Layout
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.parallel.collectives import Group
+from longhelix.parallel.mesh import Mesh
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import memory
+from longhelix.perf.setting import Setting
+from longhelix.request import Chunk, NewSequence, SamplingParams, Step
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.rank import new_pool
+from longhelix.runner.runner import ModelRunner
+from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+NAME = "int8_shifted"
+
+
+class Shifted(Stored):
+    """int8 with the least power of two as scale for which no number of a vector exceeds `largest`."""
+
+    def encode(self, x_TkC: Tensor) -> tuple[Tensor, Tensor]:
+        most_Tk = x_TkC.float().abs().amax(-1) / self.largest
+        scales_Tk = torch.where(most_Tk > 0, most_Tk, 1.0).log2().ceil().exp2()
+        return (x_TkC.float() / scales_Tk.unsqueeze(-1)).round().to(self.dtype), scales_Tk
+
+
+@pytest.fixture
+def shifted(monkeypatch):
+    """The two lines that a new format takes, which would be in the tables themselves."""
+    monkeypatch.setitem(FORMATS, NAME, NumberFormat(NAME, 8, kv={"rows": Scales(scale_bits=32)}))
+    monkeypatch.setitem(numbers.STORED, NAME, Shifted(torch.int8, largest=127.0))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [NAME, "int8", "fp8"])
+@pytest.mark.parametrize("shared_values", [False, True])
+def test_the_reference_attends_to_what_is_stored(shifted, dtype, shared_values):
+    """Rows of a pool with scales, in two sequences, one of which has tokens beyond what its rows see."""
+    format = KVFormat(dtype, 4, 2, 24, 16 if shared_values else 24, ROWS, shared_values)
+    layer = format.new_layer(9, CPU)
+    layer.values.view(torch.uint8).fill_(127)
+    layer.scales.fill_(torch.nan)  # of what nobody wrote
+    k_SkC, v_SkC = torch.randn(2, 15, 2, 24, generator=seeded(1)) * 3
+    blocks_X, extents_B2 = torch.tensor([0, 7, 2, 5, 0, 8, 1]), torch.tensor([[1, 4], [5, 7]])
+    slots_S = torch.cat([blocks_X[1:4, None] * 4 + torch.arange(4), blocks_X[5:7, None] * 4 + torch.arange(4)]).view(-1)
+    write_kv(k_SkC, None if shared_values else v_SkC, layer, torch.cat((slots_S[:11], slots_S[12:16])))
+    q_TqC = torch.randn(4, 6, 24, generator=seeded(2))
+    rows = torch.tensor([0, 3, 4]), torch.tensor([9, 10, 11, 4])
+    out_TqC, lse_Tq = partial_attention(q_TqC, layer, blocks_X, extents_B2, *rows, 0.2)
+    stored = numbers.STORED[dtype]
+    k_SkC, v_SkC = (stored.decode(*stored.encode(x_SkC)) for x_SkC in (k_SkC, v_SkC))
+    v_SkC = k_SkC[..., :16] if shared_values else v_SkC
+    plain = (torch.cat((x[:11], torch.zeros(1, *x.shape[1:]), x[11:])).unflatten(0, (4, 4)) for x in (k_SkC, v_SkC))
+    expected = reference.partial_attention(q_TqC, *plain, torch.arange(4), torch.tensor([[0, 3], [3, 4]]), *rows, 0.2)
+    torch.testing.assert_close(out_TqC, expected[0])
+    torch.testing.assert_close(lse_Tq, expected[1])
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(NAME, 1 / 127), ("int8", 0.5 / 127), ("fp8", 2**-4)])
+def test_stored_numbers_are_near_those_that_were_given(shifted, dtype, error):
+    """Relative to a vector's largest magnitude. Zeros come back as zeros."""
+    x_TkC = torch.randn(50, 2, 64, generator=seeded(3)) * torch.logspace(-30, 30, 50)[:, None, None]
+    x_TkC[7, 1] = 0
+    stored, scales = numbers.STORED[dtype].encode(x_TkC)
+    assert (stored.dtype.itemsize, scales.shape, scales.dtype) == (1, (50, 2), torch.float32)
+    deviation_TkC = (numbers.STORED[dtype].decode(stored, scales) - x_TkC).abs()
+    assert (deviation_TkC <= x_TkC.abs().amax(-1, keepdim=True) * error * 1.001).all()
+
+
+TINY = ModelSpec.from_hf_config(
+    {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 16, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }
+)  # fmt: skip
+
+
+def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
+    """The hidden states of a prompt's last row, in the second of two chunks, which sees the first through the pool."""
+    generator, group = seeded(4), Group((0,), 0, None)
+    weights = {
+        parameter.name: torch.randn(
+            sum(source.local_shape[0] for source in parameter.sources),
+            *parameter.sources[0].local_shape[1:],
+            generator=generator,
+        )
+        for parameter in declare(TINY, Layout(), 0)
+    }
+    model = Decoder(TINY, Mesh(Layout(), 0, group, group, group), weights, "float32")
+    runner = ModelRunner(TINY, model.mesh, model, new_pool(config, 0, 4))
+    new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=40, blocks_per_rank=(3,), spread=True)
+    tokens = array("i", [5, 3, 8, 1] * 5).tobytes()
+    runner.execute(Step(1, (new,), chunks=(Chunk(0, tokens, (Block(0, 0), Block(0, 2)), sample=False),)))
+    return runner, runner.forward(Step(2, chunks=(Chunk(0, tokens[:16], (), sample=False),)))[-1]
+
+
+def test_the_engine_runs_it_and_everyone_counts_its_bytes(shifted):
+    plain = resolve(builtin(), Layout(), EngineOptions(kv_cache_tokens=64, device="cpu", dtype="float32"))
+    plain = replace(plain, spec=TINY)
+    config = replace(plain, kv_dtype=NAME)
+    runner, hidden_H = run(config)
+    _, expected_H = run(plain)
+    assert 0 < (hidden_H - expected_H).norm() < 0.05 * expected_H.norm()
+    system = replace(config.system, flops_per_s={**config.system.flops_per_s, NAME: 1e12})
+    setting = Setting(TINY, system, config.weight_dtype, NAME)
+    assert runner.pool.num_bytes == 64 * config.kv_bytes_per_token(0) == 64 * 2 * 2 * (16 + 4)
+    assert memory(setting, Layouts.of([Layout()]), 1.0, 64.0).kv_bytes[0] == runner.pool.num_bytes

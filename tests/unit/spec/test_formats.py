@@ -1,0 +1,83 @@
+"""Number formats, and what a layer caches: the bytes that everyone counts with are those of the engine's tensors."""
+
+import pytest
+import torch
+
+from longhelix.errors import UserError
+from longhelix.kernels import TILES, KVFormat, make_weight, native
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import memory
+from longhelix.perf.setting import Setting
+from longhelix.presets import load_model, load_system
+from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, CacheEntry, number_format
+
+pytestmark = pytest.mark.unit
+
+META = torch.device("meta")
+needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
+ENTRIES = [CacheEntry("kv", 128, 128), CacheEntry("latent", 576, 512, shared_values=True)]
+
+
+def test_the_engines_choices_are_formats_and_fp4_is_planned_with_alone():
+    assert " ".join(DTYPES) == "float32 bfloat16 float16"
+    assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4"
+    assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4"
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4"} == set(FORMATS)
+    assert FORMATS["fp4"].weight_bytes == 0.5
+    assert CacheEntry("kv", 128, 64).head_bytes(FORMATS["fp4"], "cuda") == 96
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"kv-dtype 'fp6' is not known: use one of float32, .*, fp4") as refused:
+        number_format("fp6", "kv-dtype")
+    assert refused.value.code == "unsupported_dtype"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_bytes_of_a_weight_are_those_of_its_tensor(dtype):
+    weight = make_weight(torch.zeros(48, 96), dtype)
+    assert weight.values.nbytes == 48 * 96 * FORMATS[dtype].weight_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_bytes_of_a_cache_entry_are_those_of_its_tensors(dtype, entry, device):
+    """On GPUs scales are twice as wide as in tiles."""
+    sizes = 16, 2, entry.key_size, entry.value_size
+    try:
+        format = KVFormat.choose(dtype, *sizes, torch.device(device), entry.shared_values)
+    except UserError:
+        held = {"cuda": dtype != "int4", "cpu": dtype in DTYPES or (native.module and not entry.shared_values)}
+        assert not held[device]
+        return
+    layer = format.new_layer(3, META)
+    assert sum(tensor.nbytes for tensor in layer.tensors) == 3 * format.block_bytes
+    assert format.block_bytes == 16 * 2 * entry.head_bytes(FORMATS[dtype], device)
+
+
+def test_the_scales_of_a_token():
+    """A key and a value of 128 channels, and a scale of each."""
+    (entry,) = load_model("llama-3-8b").cache_entries
+    assert [entry.head_bytes(FORMATS[name], "cpu") for name in KV_DTYPES] == [1024, 512, 512, 260, 260, 132]
+    assert [entry.head_bytes(FORMATS[name], "cuda") for name in ("bfloat16", "fp8", "int8")] == [512, 264, 264]
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])
+@pytest.mark.parametrize(("system", "device"), [("cpu", "cpu"), ("h100", "cuda")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8"])
+def test_planner_and_engine_count_the_same_bytes_of_kv(model, system, device, dtype):
+    spec, hardware = load_model(model), load_system(system)
+    if dtype not in hardware.flops_per_s:
+        hardware = hardware.replaced({f"flops_per_s.{dtype}": 1e12}, "a test's")
+    setting = Setting(spec, hardware, "bfloat16", dtype)
+    planned = memory(setting, Layouts.of([Layout()]), 3.0, 1000.0).kv_bytes[0]
+    assert planned == 3000 * spec.kv_bytes_per_token(dtype, spec.num_kv_heads, spec.num_layers, device)
+    assert setting.kv_token_bytes == spec.kv_bytes_per_token(dtype, spec.num_kv_heads, spec.num_layers, device)
+
+
+@needs_native
+def test_the_faster_arrangement_is_chosen_first():
+    assert KVFormat.choose("bfloat16", 16, 2, 64, 64, torch.device("cpu")).arrangement is TILES
