@@ -11,35 +11,49 @@ from longhelix.models.experts import ExpertFFN
 from longhelix.models.ffn import DenseFFN
 from longhelix.models.latent_attention import LatentAttention
 from longhelix.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
 
 class Layer(nn.Module):
     """Pre-norm attention and FFN, each added to the residual."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str, spans: Spans
+    ) -> None:
         super().__init__()
+        self.spans = spans
         prefix = f"layers.{index}."
         attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, weight_dtype)
+        self.attention = attention(spec, mesh, weights, prefix, weight_dtype, spans)
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, layer: KVLayer) -> Tensor:
-        return self.ffn(self.attention(hidden_TH, batch, layer))
+        hidden_TH = self.attention(hidden_TH, batch, layer)
+        span = self.spans.begin("FFN")
+        hidden_TH = self.ffn(hidden_TH)
+        self.spans.end(span)
+        return hidden_TH
 
 
 class Decoder(nn.Module):
     """This rank's part of the model. `weights` are those of `parameters.declare` for the same layout and rank; they are
-    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists."""
+    taken out of the dict one by one as they are packed, so that no second copy of all of them ever exists. `spans` are
+    told of what layers do."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str, spans: Spans = UNTRACED
+    ) -> None:
         super().__init__()
+        self.spans = spans
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
         self.vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
-        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(spec, mesh, weights, index, weight_dtype, spans) for index in range(spec.num_layers)
+        )
         self.norm = weights.pop("norm")
         embedding_vH = weights.pop("embedding")
         self.head = make_weight(embedding_vH if spec.tied_embeddings else weights.pop("head"), weight_dtype)
@@ -64,10 +78,12 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows before the last norm; writes the rows' KV into the pool."""
-        for layer, kv in zip(self.layers, pool.layers, strict=True):
+        for index, (layer, kv) in enumerate(zip(self.layers, pool.layers, strict=True)):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
+            self.spans.layer(index)
             hidden_TH = layer(hidden_TH, batch, kv)
+        self.spans.layer(None)
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
