@@ -21,13 +21,14 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def in_graphs(functional: Callable) -> Callable[[Callable], Callable]:
-    """In a graph that is compiled `functional` takes the place of the method: other collectives cannot be in one."""
+def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
+    """In a graph that is compiled `form` takes the place of the method. A compiled engine runs some steps op by op, so
+    that both are called."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def call(*arguments, **named):
-            return (functional if torch.compiler.is_compiling() else method)(*arguments, **named)
+            return (form if torch.compiler.is_compiling() else method)(*arguments, **named)
 
         return call
 
@@ -85,7 +86,7 @@ class Group:
         """How many collectives have begun, and which of them runs, in words, or "". For any thread."""
         return self._own.collectives, self._named(self._current)
 
-    @in_graphs(_functional_all_reduce)
+    @_in_graphs(_functional_all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
         if self.size > 1:
@@ -104,7 +105,7 @@ class Group:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
-    @in_graphs(_functional_all_to_all)
+    @_in_graphs(_functional_all_to_all)
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
         """`all_to_all` under way: call what it returns to wait for what comes."""
         # Sizes differ by rank, and are not counted.
@@ -184,7 +185,7 @@ class SharedMemoryRanks(Group):
         begun, current = self._channel.progress()
         return begun, self._named(current)
 
-    @in_graphs(Group.all_reduce_add)
+    @_in_graphs(Group.all_reduce_add)
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         total = torch.empty_like(values)
         span = self._spans.begin("all-reduce", "collective")
@@ -193,7 +194,7 @@ class SharedMemoryRanks(Group):
         self._spans.end(span)
         return total
 
-    @in_graphs(Group.merges)  # there the exchange and the merge are seen apart
+    @_in_graphs(Group.merges)  # there the exchange and the merge are seen apart
     def merges(self, head_size: int) -> bool:
         return head_size <= native.LONGEST_HEAD
 
