@@ -162,10 +162,10 @@ def measure(arguments: argparse.Namespace) -> int:
     from longhelix.kernels import native
     from longhelix.parallel.mesh import Mesh
     from longhelix.request import Work
-    from longhelix.runner.rank import load_model
-    from longhelix.runner.runner import ModelRunner
+    from longhelix.runner.rank import load_model, new_runner
     from longhelix.runner.tracer import Tracer
-    from longhelix.workers.step_cost import step_cost, step_cut
+    from longhelix.scheduler.cut import Cut
+    from longhelix.workers.step_cost import step_cost
 
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
@@ -176,8 +176,8 @@ def measure(arguments: argparse.Namespace) -> int:
     link = {"scale_out.bytes_per_s": arguments.rate_mbit * 1e6 / 8, "scale_out.latency_s": latency_s}
     config = replace(config, system=config.system.replaced(link, "this script's link"))
     requests = Requests(config, rank, arguments.batch, arguments.context)
-    runner = requests.attach(ModelRunner(config.spec, mesh, load_model(config, mesh), requests.pool, "eager"))
-    cut = step_cut(config, True, step_cost(config, True))
+    runner = requests.attach(new_runner(config, mesh, load_model(config, mesh), requests.pool))
+    cut = Cut(step_cost(config, overlaps=True), config.hop_b)
     chosen = torch.tensor(cut.parts(Work.decode(arguments.batch, arguments.context)))
     mesh.stage.broadcast(chosen)
     variants = {str(parts): parts for parts in PARTS} | {"cost model": int(chosen)}
@@ -193,10 +193,9 @@ def measure(arguments: argparse.Namespace) -> int:
         for name, timing in timings.items()
     ]
     tracer = Tracer(torch.device("cpu"))
-    traced_mesh = mesh.over(tracer.handle)
-    model = load_model(config, traced_mesh)
-    traced = requests.attach(ModelRunner(config.spec, traced_mesh, model, requests.pool, "eager"))
-    tracer.attach(traced)
+    traced_mesh = Mesh.build(config.layout, rank, "gloo", tracer)
+    model = load_model(config, traced_mesh, spans=tracer)
+    traced = requests.attach(new_runner(config, traced_mesh, model, requests.pool, tracer))
     events = {}
     for name, parts in variants.items():
         requests.run(traced, parts)

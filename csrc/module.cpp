@@ -6,12 +6,12 @@
 
 #include <cstddef>
 #include <cstring>
-#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "calls.hpp"
 #include "collectives.hpp"
 #include "kernels.hpp"
 #include "threads.hpp"
@@ -22,9 +22,13 @@ using namespace nb::literals;
 using longhelix::Channel;
 using longhelix::Collective;
 using longhelix::ExpertSet;
+using longhelix::Kind;
 using longhelix::Number;
+using longhelix::perform;
 using longhelix::Pool;
 using longhelix::Rows;
+using longhelix::Tape;
+using longhelix::timed;
 using longhelix::Weight;
 
 namespace {
@@ -36,33 +40,30 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-// The native calls of one step, to be run again without Python between them. What they point to must stay where it is.
-struct Tape {
-    std::vector<std::function<void()>> calls;
-};
-
-Tape* recording = nullptr;
-
-// Runs a call, and keeps it if a tape is being recorded.
-template <typename F>
-auto perform(F call) {
-    if (recording) recording->calls.push_back(call);
-    return call();
-}
-
-void bind_tape(nb::module_& module) {
+void bind_calls(nb::module_& module) {
     nb::class_<Tape>(module, "Tape")
         .def(nb::init<>())
-        .def("__len__", [](const Tape& self) { return self.calls.size(); })
-        .def(
-            "run",
-            [](const Tape& self) {
-                for (const auto& call : self.calls) call();
-            },
-            nb::call_guard<nb::gil_scoped_release>());
+        .def("__len__", &Tape::size)
+        .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
     module.def(
-        "record", [](Tape* tape) { recording = tape; }, "tape"_a.none(),
-        "From here on calls are kept on `tape`; None ends it.");
+        "record", [](Tape* tape) { longhelix::recording = tape; }, "tape"_a.none(),
+        "From here on calls of this thread are kept on `tape`; None ends it.");
+    module.def(
+        "mark",
+        [](Address ns) { perform(Kind::other, [ns] { *at<std::int64_t>(ns) = longhelix::monotonic_ns(); }); }, "ns"_a,
+        "Write CLOCK_MONOTONIC, int64 nanoseconds, to `ns`: now, and whenever a tape comes by.");
+    module.def(
+        "time_calls", [](bool on) { longhelix::timing = on; }, "on"_a, "Whether `seconds` counts from here on.");
+    module.def(
+        "seconds",
+        [] {
+            nb::dict seconds;
+            for (std::size_t kind = 0; kind < longhelix::kKindNames.size(); ++kind) {
+                seconds[longhelix::kKindNames[kind]] = 1e-9 * longhelix::spent_ns[kind];
+            }
+            return seconds;
+        },
+        "Seconds inside of calls so far, those of tapes too, by what they do.");
 }
 
 void bind_numbers(nb::module_& module) {
@@ -87,13 +88,13 @@ void bind_collectives(nb::module_& module) {
         .def(
             "all_reduce",
             [](Channel& self, Address values, std::size_t count, Number number) {
-                self.all_reduce(at<void>(values), count, number);
+                timed(Kind::collectives, [&] { self.all_reduce(at<void>(values), count, number); });
             },
             unlocked)
         .def(
             "all_reduce_add",
             [](Channel& self, Address values, Address residual, Address out, std::size_t count, Number number) {
-                perform([&self, values, residual, out, count, number] {
+                perform(Kind::collectives, [&self, values, residual, out, count, number] {
                     self.all_reduce_add(at<void>(values), at<const void>(residual), at<void>(out), count, number);
                 });
             },
@@ -102,7 +103,7 @@ void bind_collectives(nb::module_& module) {
             "exchange",
             [](Channel& self, Address out, Address lse, std::size_t rows, Address places, const std::vector<int>& heads,
                std::size_t head_size, Number number, Address merged) {
-                perform([&self, out, lse, rows, places, heads, head_size, number, merged] {
+                perform(Kind::collectives, [&self, out, lse, rows, places, heads, head_size, number, merged] {
                     self.exchange(at<const void>(out), at<const float>(lse), rows, at<const std::int64_t>(places), heads,
                                   head_size, number, at<void>(merged));
                 });
@@ -111,26 +112,29 @@ void bind_collectives(nb::module_& module) {
         .def(
             "reduce_scatter",
             [](Channel& self, Address input, Address output, std::size_t count, Number number) {
-                self.reduce_scatter(at<const void>(input), at<void>(output), count, number);
+                timed(Kind::collectives,
+                      [&] { self.reduce_scatter(at<const void>(input), at<void>(output), count, number); });
             },
             unlocked)
         .def(
             "all_gather",
             [](Channel& self, Address input, Address output, std::size_t bytes) {
-                self.all_gather(at<const void>(input), at<void>(output), bytes);
+                timed(Kind::collectives, [&] { self.all_gather(at<const void>(input), at<void>(output), bytes); });
             },
             unlocked)
         .def(
             "all_to_all",
             [](Channel& self, Address send, const std::vector<std::size_t>& send_bytes, Address received,
                const std::vector<std::size_t>& received_bytes) {
-                self.all_to_all(at<const std::byte>(send), send_bytes, at<std::byte>(received), received_bytes);
+                timed(Kind::collectives, [&] {
+                    self.all_to_all(at<const std::byte>(send), send_bytes, at<std::byte>(received), received_bytes);
+                });
             },
             unlocked)
         .def(
             "broadcast",
             [](Channel& self, Address values, std::size_t bytes, int root) {
-                self.broadcast(at<void>(values), bytes, root);
+                timed(Kind::collectives, [&] { self.broadcast(at<void>(values), bytes, root); });
             },
             unlocked)
         .def("barrier", &Channel::barrier, unlocked)
@@ -199,7 +203,7 @@ void bind_kernels(nb::module_& module) {
                                          at<void>(out),
                                          at<float>(lse),
                                          onto};
-            perform([call] {
+            perform(Kind::attention, [call] {
                 if (longhelix::kernels().attend(call)) return;
                 throw std::invalid_argument("a row sees more tokens than its sequence has KV blocks for here");
             });
@@ -211,7 +215,7 @@ void bind_kernels(nb::module_& module) {
            std::int64_t first_tile, const Pool& made) {
             longhelix::Expansion call{
                 {at<const void>(up), number, up_stride}, latents, at<const std::int64_t>(blocks), first_tile, made};
-            perform([call] { longhelix::kernels().expand(call); });
+            perform(Kind::attention, [call] { longhelix::kernels().expand(call); });
         },
         unlocked);
     module.def(
@@ -223,7 +227,7 @@ void bind_kernels(nb::module_& module) {
                                         pool,
                                         at<const std::int64_t>(slots),
                                         num_rows};
-            perform([call] { longhelix::kernels().write(call); });
+            perform(Kind::other, [call] { longhelix::kernels().write(call); });
         },
         unlocked);
     module.def(
@@ -241,7 +245,7 @@ void bind_kernels(nb::module_& module) {
                                          at<const std::int64_t>(slots),
                                          num_rows,
                                          at<void>(q)};
-            perform([call] { longhelix::kernels().rotate(call); });
+            perform(Kind::rotation, [call] { longhelix::kernels().rotate(call); });
         },
         unlocked);
     module.def(
@@ -260,7 +264,7 @@ void bind_kernels(nb::module_& module) {
                                          at<void>(out),
                                          out_number,
                                          outputs};
-            perform([call] { longhelix::kernels().linear(call); });
+            perform(Kind::products, [call] { longhelix::kernels().linear(call); });
         },
         unlocked);
     module.def(
@@ -282,7 +286,7 @@ void bind_kernels(nb::module_& module) {
                                   shared_gate,
                                   at<float>(weights),
                                   at<std::int64_t>(experts)};
-            perform([call] { longhelix::kernels().route(call); });
+            perform(Kind::other, [call] { longhelix::kernels().route(call); });
         },
         unlocked);
     module.def(
@@ -302,13 +306,13 @@ void bind_kernels(nb::module_& module) {
                                     {at<const void>(residual), number, hidden},
                                     at<void>(out),
                                     at<std::int64_t>(rows_of)};
-            perform([call] { longhelix::kernels().experts(call); });
+            perform(Kind::products, [call] { longhelix::kernels().experts(call); });
         },
         unlocked);
     module.def(
         "take_rows",
         [](Address from, std::int64_t stride_bytes, std::size_t row_bytes, Address rows, std::int64_t num_rows, Address to) {
-            perform([from, stride_bytes, row_bytes, rows, num_rows, to] {
+            perform(Kind::other, [from, stride_bytes, row_bytes, rows, num_rows, to] {
                 for (std::int64_t row = 0; row < num_rows; ++row) {
                     std::memcpy(at<std::byte>(to) + row * row_bytes,
                                 at<const std::byte>(from) + at<const std::int64_t>(rows)[row] * stride_bytes, row_bytes);
@@ -333,5 +337,5 @@ NB_MODULE(_native, module) {
     bind_numbers(module);
     bind_collectives(module);
     bind_kernels(module);
-    bind_tape(module);
+    bind_calls(module);
 }

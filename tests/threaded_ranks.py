@@ -44,8 +44,6 @@ def _spec(architecture, hidden_size, num_query_heads, num_kv_heads, head_size, m
 class ThreadGroup:
     """What attention asks of `parallel.collectives.Group`, between threads; `meeting` is the same for all ranks."""
 
-    overlaps = False
-
     def __init__(self, index: int, size: int, meeting: tuple[list, threading.Barrier]) -> None:
         self.index, self.size, self.ranks = index, size, tuple(range(size))
         self._slots, self._barrier = meeting
@@ -58,8 +56,8 @@ class ThreadGroup:
         self._barrier.wait(_TIMEOUT_S)
         return shared
 
-    def exchange_states(self, *states) -> None:
-        return None
+    def merges(self, head_size: int) -> bool:
+        return False
 
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
         pieces = [pieces[self.index] for pieces in self._share(send.split(send_sizes))]

@@ -30,17 +30,19 @@ from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
 from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import SharedMemoryRanks
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
+from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.graphed_layers import GraphedLayers
-from longhelix.runner.rank import load_model, new_pool
+from longhelix.runner.rank import find, load_model, new_pool
 from longhelix.runner.runner import ModelRunner
+from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.workers.step_cost import step_cost, step_cut
+from longhelix.workers.step_cost import step_cost
 
 
 class RecordingRunner(ModelRunner):
@@ -174,8 +176,9 @@ def build(case, rank, meshes):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
-    runner = RecordingRunner(config.spec, mesh, model, pool, config.execution)
-    runner.cut = step_cut(config, mesh.kvp.overlaps, step_cost(config, mesh.kvp.overlaps))
+    arrangement = Arrangement.resolve(config.compile, config.replay, False, find(mesh, model, pool))
+    runner = RecordingRunner(config.spec, mesh, model, pool, arrangement)
+    runner.cut = Cut(step_cost(config, arrangement.overlaps), config.hop_b) if arrangement.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
@@ -255,10 +258,11 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            Group.exchange_states,
+            SharedMemoryRanks.merges,
+            SharedMemoryRanks.exchange_states,
             sampler.sample,
         )
-        decode_rows, chunk_rows, owners_of, *_, sample = self.saved
+        decode_rows, chunk_rows, owners_of, _, _, exchange_states, sample = self.saved
         if self.kind == "mask":
 
             def seeing_less(rows_of):
@@ -280,16 +284,16 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._owners = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
-            Group.exchange_states = lambda *arguments: None
+            SharedMemoryRanks.merges = lambda group, head_size: False
         if self.kind == "exchange":
 
             def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank, places_NT):
                 if places_NT is not None:
-                    return None
+                    return exchange_states(group, out_TqC, lse_Tq, heads_per_rank, places_NT)
                 first = sum(heads_per_rank[: group.index])
                 return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
 
-            Group.exchange_states = keep_to_oneself
+            SharedMemoryRanks.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
             def broken_for_short_sequences(logits_V, params, seed, position, seen_V):
@@ -305,7 +309,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            Group.exchange_states,
+            SharedMemoryRanks.merges,
+            SharedMemoryRanks.exchange_states,
             sampler.sample,
         ) = self.saved
 

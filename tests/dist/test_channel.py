@@ -12,7 +12,7 @@ import torch
 from longhelix.errors import CollectivesDifferError, PeerLostError
 from longhelix.kernels import native
 from longhelix.kernels.tape import Tape
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import SharedMemoryRanks
 from longhelix.parallel.traffic import Traffic
 
 pytestmark = [
@@ -40,7 +40,10 @@ def segment():
 def threads_ends():
     """Both ends in this process, for two threads."""
     fd, pids = segment(), [os.getpid()] * 2
-    ends = [Group(RANKS, RANKS[index], Handle(native.module.Channel(fd, index, pids, RANKS, 60.0))) for index in (0, 1)]
+    ends = [
+        SharedMemoryRanks(RANKS, RANKS[index], Handle(native.module.Channel(fd, index, pids, RANKS, 60.0)))
+        for index in (0, 1)
+    ]
     os.close(fd)
     return ends
 
@@ -172,7 +175,9 @@ def test_a_peer_that_ends_while_a_tape_runs_is_a_lost_peer():
     for index in range(KILLS):
         fd = segment()
         peer = start_peer(fd)
-        group = Group(RANKS, RANKS[0], Handle(native.module.Channel(fd, 0, [os.getpid(), peer], RANKS, 60.0)))
+        group = SharedMemoryRanks(
+            RANKS, RANKS[0], Handle(native.module.Channel(fd, 0, [os.getpid(), peer], RANKS, 60.0))
+        )
         os.close(fd)
         kept, tape = [torch.ones(16), torch.zeros(16)], Tape()
         with tape:

@@ -16,7 +16,8 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
-from longhelix.runner.rank import meet
+from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.rank import find, meet
 from longhelix.runner.runner import ModelRunner
 
 BLOCK_TOKENS = 16
@@ -81,7 +82,9 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     pool = KVPool({"kv": format}, spec.num_layers, num_blocks, CPU)
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
-    return ModelRunner(spec, mesh, Decoder(spec, mesh, weights, "float32"), pool)
+    model = Decoder(spec, mesh, weights, "float32")
+    arrangement = Arrangement.resolve(compile=False, replay=True, whole=False, found=find(mesh, model, pool))
+    return ModelRunner(spec, mesh, model, pool, arrangement)
 
 
 class AtOnce:

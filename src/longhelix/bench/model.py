@@ -12,7 +12,7 @@ from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step
 from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import join, load_model, new_pool
+from longhelix.runner.rank import join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 
 _FILL_BLOCKS = 1024
@@ -47,7 +47,7 @@ class RankModel:
         """A runner whose pool has room for requests of `contexts` tokens; contents undefined."""
         needed = [self.blocks_per_rank(context, index)[self.kvp_rank] for index, context in enumerate(contexts)]
         pool = new_pool(self.config, self.mesh.rank, max(sum(needed), 1))
-        return ModelRunner(self.config.spec, self.mesh, self.decoder, pool, self.config.execution)
+        return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
         """The KV blocks of requests of `contexts` tokens that have the ranks to themselves: on each from 0 on."""

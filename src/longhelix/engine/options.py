@@ -131,8 +131,8 @@ class EngineOptions:
     trace: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
         None,
         path,
-        "Write what every rank did from when to when, for chrome://tracing or ui.perfetto.dev. Layers then run op by "
-        "op, without tapes or CUDA graphs, which is slower.",
+        "Write what every rank did from when to when, for chrome://tracing or ui.perfetto.dev. Compiled layers are one "
+        "event. On GPUs all others run op by op, without CUDA graphs, which is slower.",
     )
 
     def __post_init__(self) -> None:

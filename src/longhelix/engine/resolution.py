@@ -44,8 +44,8 @@ def resolve(
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
     device = _device(options.device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
-    execution = _execution(spec, options.execution, device, options.trace is not None)
-    _check_runs_together(spec, options, device, execution)
+    compile, replay = _layers_run(spec, options, device)
+    _check_runs_together(spec, options, device, replay)
     cores = host.cores()
     if device == "cpu":
         _check_cores(layout, cores)
@@ -68,7 +68,8 @@ def resolve(
         scheduler=replace(scheduler, num_blocks=held),
         device=device,
         system=system,
-        execution=execution,
+        compile=compile,
+        replay=replay,
         attention=options.attention,
         hop_b=options.hop_b,
         trace=options.trace is not None,
@@ -90,13 +91,15 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
-def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, execution: str) -> None:
+def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
     if options.batch_invariant and spec.mla is not None:
         raise UserError(
             "batch_invariant is not kept by models with latent attention, which use torch's own products: leave it out"
         )
-    if options.attention == "flashinfer" and (device == "cpu" or execution == "eager"):
-        raise UserError("attention flashinfer runs inside of CUDA graphs: it needs GPUs, and not execution eager")
+    if options.attention == "flashinfer" and (device == "cpu" or not replay):
+        raise UserError(
+            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, and neither execution eager nor a trace"
+        )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")
     if device == "cpu" and not has_native_kernels():
@@ -193,18 +196,15 @@ def _check_cores(layout: Layout, cores: int) -> None:
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
 
 
-def _execution(spec: ModelSpec, execution: str, device: str, trace: bool) -> str:
-    """How layers run. What rows an expert has is known as it runs, so that neither graphs nor CUDA graphs hold it; and
-    a trace sees layers that run op by op."""
-    if trace and execution == "compiled":
-        raise UserError("execution compiled runs all layers as one graph, in which nothing can be traced: leave it out")
-    if trace:
-        return "eager"
-    if spec.moe is None:
-        return execution
-    if execution == "compiled":
-        raise UserError("execution compiled does not run models with experts: leave it out")
-    return "eager" if device == "cuda" else execution
+def _layers_run(spec: ModelSpec, options: EngineOptions, device: str) -> tuple[bool, bool]:
+    """`compile` and `replay` of the configuration. What rows an expert has is known as it runs, so that neither the
+    compiler's graphs nor CUDA graphs hold it; and a trace sees into tapes, but not into CUDA graphs."""
+    if options.execution == "compiled":
+        if spec.moe is not None:
+            raise UserError("execution compiled does not run models with experts: leave it out")
+        return True, device == "cuda"
+    op_by_op = device == "cuda" and (spec.moe is not None or options.trace is not None)
+    return False, options.execution == "recorded" and not op_by_op
 
 
 def _max_model_len(spec: ModelSpec, asked: int | None) -> int:

@@ -9,6 +9,7 @@ from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
 
@@ -17,11 +18,19 @@ class Attention(nn.Module):
     keep KV of a request), writes only what it owns, attends to its own shard, and exchanges partial outputs for whole
     heads."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        weights: dict[str, Tensor],
+        prefix: str,
+        weight_dtype: str,
+        spans: Spans = UNTRACED,
+    ) -> None:
         super().__init__()
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mesh = mesh
-        self.attend = partial_attention
+        self.spans = spans
         self.scale = spec.head_size**-0.5
         self.eps = spec.rms_norm_eps
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -39,14 +48,19 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
+        span = self.spans.begin("QKV")
         own_tH = batch.own_rows(hidden_TH)
         qkv_tX = linear(own_tH, self.qkv, bias=self.qkv_bias, norm=self.norm, norm_eps=self.eps)
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )
+        self.spans.end(span)
         out_TnC = attend_and_exchange(
-            q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend=self.attend
+            q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, partial_attention, self.spans
         )
+        span = self.spans.follow("merge and output projection")
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        self.spans.end(span)
+        return hidden_TH

@@ -11,42 +11,53 @@ from longhelix.models.experts import ExpertFFN
 from longhelix.models.ffn import DenseFFN
 from longhelix.models.latent_attention import LatentAttention
 from longhelix.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
 
 class Layer(nn.Module):
     """Pre-norm attention and FFN, each added to the residual. `entries`: what the layer caches, by name."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str, spans: Spans
+    ) -> None:
         super().__init__()
+        self.spans = spans
         prefix = f"layers.{index}."
         attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, weight_dtype)
+        self.attention = attention(spec, mesh, weights, prefix, weight_dtype, spans)
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
-        return self.ffn(self.attention(hidden_TH, batch, **entries))
+        hidden_TH = self.attention(hidden_TH, batch, **entries)
+        span = self.spans.begin("FFN")
+        hidden_TH = self.ffn(hidden_TH)
+        self.spans.end(span)
+        return hidden_TH
 
 
 class Decoder(nn.Module):
     """This rank's part of the model: the layers of its stage, the embedding on the first stage, the head on the last.
 
     `weights` are those of `parameters.declare` for the same layout and rank; they are taken out of the dict one by one
-    as they are packed, so that no second copy of all of them ever exists.
+    as they are packed, so that no second copy of all of them ever exists. `spans` are told of what layers do.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str, spans: Spans = UNTRACED
+    ) -> None:
         super().__init__()
         layout, rank = mesh.layout, mesh.rank
+        self.spans = spans
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.hidden_size = spec.hidden_size
         self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
-        indices = layout.layers(spec.num_layers, rank)
-        self.dtype = weights[f"layers.{indices.start}.attention_norm"].dtype
-        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype) for index in indices)
+        self.indices = layout.layers(spec.num_layers, rank)
+        self.dtype = weights[f"layers.{self.indices.start}.attention_norm"].dtype
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype, spans) for index in self.indices)
         embedding_vH, self.norm = weights.pop("embedding", None), weights.pop("norm", None)
         head_vH = weights.pop("head", embedding_vH)  # one matrix, where embeddings are tied and this rank has both
         self.head = make_weight(head_vH, weight_dtype) if layout.has_head(rank) else None
@@ -72,10 +83,12 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """Hidden states of all rows after this stage's layers, hidden_TH; writes the rows' KV into the pool."""
-        for layer, entries in zip(self.layers, pool.layers, strict=True):
+        for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
+            self.spans.layer(index)
             hidden_TH = layer(hidden_TH, batch, entries)
+        self.spans.layer(None)
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:

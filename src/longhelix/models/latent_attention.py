@@ -24,6 +24,7 @@ from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
@@ -44,12 +45,21 @@ class LatentAttention(nn.Module):
     what attends directly has values.
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        weights: dict[str, Tensor],
+        prefix: str,
+        weight_dtype: str,
+        spans: Spans = UNTRACED,
+    ) -> None:
         super().__init__()
         assert spec.mla is not None
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
+        self.spans = spans
         self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
@@ -72,7 +82,6 @@ class LatentAttention(nn.Module):
         self.merged = slice(merged.start - held.start, merged.stop - held.start)
         self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
         self.output_bias = weights.pop(prefix + "output_bias", None)
-        self.attend = self._attend
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -80,24 +89,32 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch, latent: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
+        span = self.spans.begin("QKV")
         own_tH = batch.own_rows(hidden_TH)
         down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
         self._write(latent_tX, batch, latent)
         values = self.values_first or not batch.decodes  # the same on all ranks
+        if not values:
+            q_tqC = self._absorb(q_tqC)
+        self.spans.end(span)
         out_TnX = attend_and_exchange(
-            q_tqC if values else self._absorb(q_tqC),
+            q_tqC,
             latent,
             batch,
             self.scale,
             self.mesh.kvp,
             self.merged_heads_per_rank,
-            partial(self.attend, values),
+            partial(self._attend, values),
+            self.spans,
         )
+        span = self.spans.follow("merge and output projection")
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        return add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        self.spans.end(span)
+        return hidden_TH
 
     def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """latent_tX: the token's latent and key, raw; q_tqC: queries, their last channels rotated."""

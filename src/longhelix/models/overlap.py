@@ -9,6 +9,7 @@ from longhelix.kernels import KVLayer
 from longhelix.models.batch import Batch
 from longhelix.parallel.collectives import Group
 from longhelix.parallel.exchange import exchange, start_exchange
+from longhelix.spans import UNTRACED, Spans
 
 
 def attend_and_exchange(
@@ -19,19 +20,24 @@ def attend_and_exchange(
     group: Group,
     heads_per_rank: list[int],
     attend: Callable[..., tuple[Tensor, Tensor]],
+    spans: Spans = UNTRACED,
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
-    In more than one of the batch's parts where `group` overlaps: their exchanges run one after the other, while later
-    parts attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
+    In the batch's parts: where there are more than one, their exchanges run one after the other, while later parts
+    attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
     """
-    if torch.compiler.is_compiling() or batch.parts == 1 or not group.overlaps:
+    if batch.parts == 1:
         table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+        span = spans.begin("attention", part=0)
         out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
+        spans.end(span)
         return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
-    for part in batch.cut():
+    for index, part in enumerate(batch.cut()):
         table = batch.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
+        span = spans.begin("attention", part=index)
         out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens)
+        spans.end(span)
         under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
     return torch.cat([result() for result in under_way])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import wraps
 from zlib import crc32
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from longhelix.errors import PeerLostError
 from longhelix.kernels import native
 from longhelix.parallel.traffic import Traffic
+from longhelix.spans import UNTRACED, Spans
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -19,47 +21,57 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
+def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
+    """In a graph that is compiled `form` takes the place of the method. A compiled engine runs some steps op by op, so
+    that both are called."""
+
+    def decorate(method: Callable) -> Callable:
+        @wraps(method)
+        def call(*arguments, **named):
+            return (form if torch.compiler.is_compiling() else method)(*arguments, **named)
+
+        return call
+
+    return decorate
+
+
+def _functional_all_reduce(group: "Group", values: Tensor) -> Tensor:
+    return values if group.size == 1 else functional.all_reduce(values, "sum", group._handle)
+
+
+def _functional_all_to_all(
+    group: "Group", send: Tensor, send_sizes: list[int], receive_sizes: list[int]
+) -> Callable[[], Tensor]:
+    received = functional.all_to_all_single(send, receive_sizes, send_sizes, group._handle)
+    return lambda: received
+
+
 class Group:
     """The ranks of one group, in its order. A group of one does nothing and sends nothing.
 
-    A peer that is gone is a PeerLostError. Ranks that share memory notice if they are in different collectives of the
-    same group, which is a CollectivesDifferError; for others, `traffic` must be the same on all ranks, bytes apart.
+    A peer that is gone is a PeerLostError. `traffic` must be the same on all ranks, bytes apart. `spans` are told of
+    all collectives but those in compiled graphs.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, spans: Spans = UNTRACED
+    ) -> None:
         self.ranks = ranks
+        self.size = len(ranks)
         self.index = ranks.index(rank)
+        # Sums are the same bits whatever the size of the message; gloo's are not, from three ranks on.
+        self.sums_in_rank_order = self.size == 1
+        self.overlaps = self.size > 1  # what is sent travels while this rank computes
         self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
         self._handle = handle
-        self._channel = getattr(handle, "channel", None)  # of ranks that share memory
-        self._own = Traffic()  # what no channel counts
+        self._spans = spans
+        self._own = Traffic()  # what was counted here
         self._current = ""
-
-    def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Group":
-        """The same ranks, with collectives by `wrap` of their process group."""
-        return Group(self.ranks, self.ranks[self.index], None if self._handle is None else wrap(self._handle))
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def sums_in_rank_order(self) -> bool:
-        """Whether sums are the same bits whatever the size of the message; gloo's are not, from three ranks on."""
-        return self.size == 1 or self._channel is not None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether what is sent travels while this rank computes: not where ranks copy through their own memory."""
-        return self.size > 1 and self._channel is None
 
     @property
     def traffic(self) -> Traffic:
         """All collectives so far, but for those in graphs of the compiler over gloo and NCCL, which nobody counts."""
-        if self._channel is None:
-            return self._own
-        begun, _ = self._channel.progress()
-        return self._own.then(Traffic(begun, self._channel.fingerprint, self._channel.exchanged_bytes))
+        return self._own
 
     @property
     def exchanged_bytes(self) -> int:
@@ -72,60 +84,35 @@ class Group:
 
     def progress(self) -> tuple[int, str]:
         """How many collectives have begun, and which of them runs, in words, or "". For any thread."""
-        begun, current = (self._own.collectives, self._current) if self._channel is None else self._channel.progress()
-        return begun, current and f"{current} over ranks {self.ranks}"
+        return self._own.collectives, self._named(self._current)
 
+    @_in_graphs(_functional_all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
-        if self.size > 1 and torch.compiler.is_compiling():
-            return functional.all_reduce(values, "sum", self._handle)
         if self.size > 1:
             self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         """residual + the sum of `values` over the group; uses up `values`."""
-        if self._channel is None or torch.compiler.is_compiling():
-            return residual + self.all_reduce(values)
-        total = torch.empty_like(values)
-        addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
-        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBERS[values.dtype])
-        return total
+        return residual + self.all_reduce(values)
 
-    def exchange_states(
-        self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
-    ) -> Tensor | None:
-        """The exchange and the merge as one call, for ranks that share memory; None for those that do not, and in
-        a graph that is compiled, where the two are seen apart. `places_NT` as in `exchange.Holders`."""
-        _, _, head_size = out_tqC.shape
-        rows = len(out_tqC) if places_NT is None else places_NT.shape[1]
-        if self._channel is None or head_size > native.LONGEST_HEAD or torch.compiler.is_compiling():
-            return None
-        merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
-        self._channel.exchange(
-            out_tqC.data_ptr(),
-            lse_tq.data_ptr(),
-            rows,
-            0 if places_NT is None else places_NT.data_ptr(),
-            heads_per_rank,
-            head_size,
-            native.NUMBERS[out_tqC.dtype],
-            merged_TnC.data_ptr(),
-        )
-        return merged_TnC
+    def merges(self, head_size: int) -> bool:
+        """Whether `exchange_states` does the exchange and the merge as one call."""
+        return False
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
+    @_in_graphs(_functional_all_to_all)
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
         """`all_to_all` under way: call what it returns to wait for what comes."""
-        if torch.compiler.is_compiling():
-            received = functional.all_to_all_single(send, receive_sizes, send_sizes, self._handle)
-            return lambda: received
         # Sizes differ by rank, and are not counted.
         title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
+        span = self._spans.begin("exchange", "exchange")
         work = self._call(title, self._handle.alltoall_base, received, send, receive_sizes, send_sizes)
+        self._spans.end_with(span, work)
         self.count(Traffic(exchanged_bytes=(sum(send_sizes) - send_sizes[self.index]) * send.element_size()))
 
         def finish() -> Tensor:
@@ -153,12 +140,13 @@ class Group:
 
     def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
         # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
+        span = self._spans.begin(kind, "collective")
         self._call(self._begin(kind, size_bytes), lambda: collective(*arguments).wait())
+        self._spans.end(span)
 
     def _begin(self, kind: str, size_bytes: int) -> str:
-        """Count a collective, unless the channel does; its name in words."""
-        if self._channel is None:
-            self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
+        """Count a collective; its name in words."""
+        self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
         return f"{kind} {self._own.collectives}"
 
     def _call(self, title: str, call: Callable, *arguments):
@@ -171,3 +159,65 @@ class Group:
             raise PeerLostError(f"{title} over ranks {self.ranks}: {error}") from error
         finally:
             self._current = ""
+
+    def _named(self, current: str) -> str:
+        return current and f"{current} over ranks {self.ranks}"
+
+
+class SharedMemoryRanks(Group):
+    """A group whose ranks share memory: they copy through their own cores, and merge straight from the others' memory.
+
+    They notice if they are in different collectives of the same group, which is a CollectivesDifferError, and their
+    channel counts.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
+        super().__init__(ranks, rank, handle, spans)
+        self.sums_in_rank_order, self.overlaps = True, False
+        self._channel = handle.channel
+
+    @property
+    def traffic(self) -> Traffic:
+        begun, _ = self._channel.progress()
+        return self._own.then(Traffic(begun, self._channel.fingerprint, self._channel.exchanged_bytes))
+
+    def progress(self) -> tuple[int, str]:
+        begun, current = self._channel.progress()
+        return begun, self._named(current)
+
+    @_in_graphs(Group.all_reduce_add)
+    def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
+        total = torch.empty_like(values)
+        span = self._spans.begin("all-reduce", "collective")
+        addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
+        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBERS[values.dtype])
+        self._spans.end(span)
+        return total
+
+    @_in_graphs(Group.merges)  # there the exchange and the merge are seen apart
+    def merges(self, head_size: int) -> bool:
+        return head_size <= native.LONGEST_HEAD
+
+    def exchange_states(
+        self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
+    ) -> Tensor:
+        """The exchange and the merge as one call, where `merges` says so. `places_NT` as in `exchange.Holders`."""
+        rows, _, head_size = out_tqC.shape
+        rows = rows if places_NT is None else places_NT.shape[1]
+        merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
+        span = self._spans.begin("exchange", "exchange")
+        self._channel.exchange(
+            out_tqC.data_ptr(),
+            lse_tq.data_ptr(),
+            rows,
+            0 if places_NT is None else places_NT.data_ptr(),
+            heads_per_rank,
+            head_size,
+            native.NUMBERS[out_tqC.dtype],
+            merged_TnC.data_ptr(),
+        )
+        self._spans.end(span)
+        return merged_TnC
+
+    def _begin(self, kind: str, size_bytes: int) -> str:
+        return kind

@@ -75,9 +75,9 @@ def exchange(
     """
     if group.size == 1:
         return out_tqC
-    places_NT = None if holders is None else holders.places_NT
-    if (merged_TnC := group.exchange_states(out_tqC, lse_tq, heads_per_rank, places_NT)) is not None:
-        return merged_TnC
+    if group.merges(out_tqC.shape[2]):
+        places_NT = None if holders is None else holders.places_NT
+        return group.exchange_states(out_tqC, lse_tq, heads_per_rank, places_NT)
     return start_exchange(out_tqC, lse_tq, group, heads_per_rank, holders)()
 
 

@@ -2,8 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import torch.distributed as dist
 
 from longhelix.kernels import native
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import Group, SharedMemoryRanks
 from longhelix.parallel.traffic import Traffic
+from longhelix.spans import UNTRACED, Spans
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Mesh:
     ffn: Group
 
     @classmethod
-    def build(cls, layout: Layout, rank: int, backend: str | None = None) -> "Mesh":
+    def build(cls, layout: Layout, rank: int, backend: str | None = None, spans: Spans = UNTRACED) -> "Mesh":
         """Make the groups. Every rank of the world calls this, since groups are made by all ranks together.
 
         `backend`: shared memory where all ranks are on one host without a GPU, else that of the world's own group.
+        `spans`: are told of the groups' collectives.
         """
         if backend is None and layout.world_size > 1 and _share_memory():
             backend = "shm"
@@ -39,15 +40,11 @@ class Mesh:
             from longhelix.parallel import shared_memory  # needs the native module
 
             shared_memory.register()
-        stage, kvp = (_own_group(ranks, rank, backend) for ranks in (layout.stage_groups(), layout.kvp_groups()))
+        stage = _own_group(layout.stage_groups(), rank, backend, spans)
+        kvp = _own_group(layout.kvp_groups(), rank, backend, spans)
         # Where there is one copy, its ranks are the stage's.
-        ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend)
+        ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend, spans)
         return cls(layout, rank, stage, kvp, ffn)
-
-    def over(self, wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> "Mesh":
-        """The same groups, with collectives by `wrap` of their process groups."""
-        stage, kvp = self.stage.over(wrap), self.kvp.over(wrap)
-        return replace(self, stage=stage, kvp=kvp, ffn=stage if self.ffn is self.stage else self.ffn.over(wrap))
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -70,10 +67,11 @@ class Mesh:
         return sum(begun), next(filter(None, current), "")
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None) -> Group:
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> Group:
     handles = {ranks: dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in groups}
     ranks = next(ranks for ranks in groups if rank in ranks)
-    return Group(ranks, rank, handles[ranks])
+    kind = SharedMemoryRanks if backend == "shm" and len(ranks) > 1 else Group
+    return kind(ranks, rank, handles[ranks], spans)
 
 
 def _share_memory() -> bool:

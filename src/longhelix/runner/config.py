@@ -14,8 +14,9 @@ class EngineConfig:
     """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
 
     `system`: the machine that the engine's own decisions are priced on. `hop_b`: the most parts of a batch, of which
-    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`. `trace`: ranks tell
-    what they do from when to when.
+    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`. `compile`: layers
+    are one graph of torch.compile. `replay`: they run from tapes on CPUs, from CUDA graphs on GPUs, where they can.
+    `trace`: ranks tell what they do from when to when.
     """
 
     model_path: str
@@ -28,10 +29,16 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: str
     system: HardwareSpec
-    execution: str
+    compile: bool
+    replay: bool
     attention: str
     hop_b: int | None
     trace: bool
+
+    @property
+    def execution(self) -> str:
+        """`compile` and `replay` as the option of this name says them."""
+        return "compiled" if self.compile else "recorded" if self.replay else "eager"
 
     @property
     def heads(self) -> HeadShape:

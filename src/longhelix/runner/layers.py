@@ -1,4 +1,4 @@
-"""How a rank runs the decoder's layers: recorded once for each shape of step, compiled, or op by op from Python."""
+"""How a rank runs the decoder's layers: as its arrangement says."""
 
 import os
 import shutil
@@ -10,34 +10,45 @@ from torch import Tensor
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
-from longhelix.kernels import native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
+from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.taped_layers import TapedLayers
+from longhelix.spans import UNTRACED, Spans
 
 Layers = Callable[[Tensor, Batch], Tensor]
 
 
-def make_layers(model: Decoder, pool: KVPool, execution: str, planner: Planner | None = None) -> Layers:
+def make_layers(
+    arrangement: Arrangement, model: Decoder, pool: KVPool, planner: Planner | None = None, spans: Spans = UNTRACED
+) -> Layers:
     """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
 
-    "recorded": decode steps on a CPU run from tapes, all steps on a GPU from CUDA graphs. "compiled": all layers as
-    one graph of torch.compile, collectives in it; on a GPU that is what CUDA graphs record. "eager": neither.
-    `planner`: FlashInfer's, for the attention of CUDA graphs.
+    `planner`: FlashInfer's, for the attention of CUDA graphs. `spans`: the model's own, but for layers that are
+    compiled, of which it is told as a whole.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
-    if execution == "eager":
-        return layers
-    if execution == "compiled":
+    if arrangement.compiled:
         _check_compiler()
         layers = _Compiled(model, pool)
-    if pool.device.type == "cuda":
-        return GraphedLayers(layers, model.mesh, planner)
-    # Kernels that the compiler made would be missing from a tape.
-    return TapedLayers(layers) if execution == "recorded" and native.module is not None else layers
+    if arrangement.tapes:
+        layers = TapedLayers(layers, spans)
+    if arrangement.graphs:
+        layers = GraphedLayers(layers, model.mesh, planner)
+    return _as_one_span(layers, spans) if arrangement.compiled else layers
+
+
+def _as_one_span(layers: Layers, spans: Spans) -> Layers:
+    def run(hidden_TH: Tensor, batch: Batch) -> Tensor:
+        span = spans.begin("layers")
+        hidden_TH = layers(hidden_TH, batch)
+        spans.end(span)
+        return hidden_TH
+
+    return run
 
 
 class _Compiled:

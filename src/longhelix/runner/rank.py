@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
-from longhelix.kernels import KVFormat, flashinfer, native
+from longhelix.kernels import PANELS, KVFormat, flashinfer, native
 from longhelix.kernels.flashinfer import Planner
 from longhelix.machine import host
 from longhelix.models.decoder import Decoder
@@ -18,13 +18,16 @@ from longhelix.models.model_files import open_checkpoint
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
+from longhelix.runner.arrangement import Arrangement, Found
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.runner import ModelRunner
+from longhelix.spans import UNTRACED, Spans
 
 # Small beside what is left free beside a pool: ranks that are done with theirs do not take their part again.
 _PARTS_OF_LAYER = 8
 
 
-def join(config: EngineConfig, rank: int, directory: Path) -> Mesh:
+def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
     """Meet the other ranks, in a directory that all of them know; those that have met make the layout's groups."""
     native.set_num_threads(config.threads_per_rank)
     device = device_of(config, rank)
@@ -32,7 +35,7 @@ def join(config: EngineConfig, rank: int, directory: Path) -> Mesh:
         torch.cuda.set_device(device)
     if config.layout.world_size > 1 and not dist.is_initialized():
         meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
-    return Mesh.build(config.layout, rank)
+    return Mesh.build(config.layout, rank, spans=spans)
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> None:
@@ -41,8 +44,14 @@ def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> 
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
 
 
-def load_model(config: EngineConfig, mesh: Mesh, progress: Callable[[int], None] = lambda elements: None) -> Decoder:
-    """This rank's part of the model. `progress` is told the elements of each parameter as it is in."""
+def load_model(
+    config: EngineConfig,
+    mesh: Mesh,
+    progress: Callable[[int], None] = lambda elements: None,
+    spans: Spans = UNTRACED,
+) -> Decoder:
+    """This rank's part of the model. `progress` is told the elements of each parameter as it is in. `spans`: are told
+    of what layers do, but for compiled ones, in which nobody can be told anything."""
     weights = load(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
@@ -50,7 +59,7 @@ def load_model(config: EngineConfig, mesh: Mesh, progress: Callable[[int], None]
         device_of(config, mesh.rank),
         progress,
     )
-    return Decoder(config.spec, mesh, weights, config.weight_dtype)
+    return Decoder(config.spec, mesh, weights, config.weight_dtype, UNTRACED if config.compile else spans)
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
@@ -89,6 +98,24 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
             )
         part.zero_()
         left_bytes -= part.nbytes
+
+
+def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
+    """What executes this rank's steps. `spans` as the model has them."""
+    whole = config.attention == "flashinfer"
+    arrangement = Arrangement.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
+    return ModelRunner(config.spec, mesh, model, pool, arrangement, new_planner(config, mesh.rank, pool), spans)
+
+
+def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
+    """What there is to arrange."""
+    return Found(
+        device=pool.device.type,
+        native=native.module is not None,
+        overlaps=mesh.kvp.overlaps,
+        sums_in_rank_order=mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order,
+        packed=pool.packed and all(weight.arrangement is PANELS for weight in model.products()),
+    )
 
 
 def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:

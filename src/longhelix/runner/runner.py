@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import PANELS
 from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
@@ -19,10 +18,12 @@ from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner import sampler
+from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.copies import copy_blocks
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
 from longhelix.runner.sequence_state import SequenceState
+from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
 
@@ -43,13 +44,15 @@ class ModelRunner:
         mesh: Mesh,
         model: Decoder,
         pool: KVPool,
-        execution: str = "recorded",
+        arrangement: Arrangement,
         planner: Planner | None = None,
+        spans: Spans = UNTRACED,
     ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
-        self.layers = make_layers(model, pool, execution, planner)
+        self.arrangement = arrangement
+        self.layers = make_layers(arrangement, model, pool, planner, spans)
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.device = pool.device
@@ -58,8 +61,7 @@ class ModelRunner:
         self.decoding: dict[int, SequenceState] = {}  # those with a row in every step, in the order of its rows
         self._step_id = 0
         self.arena = BlockArena(pool.num_blocks, self.device)
-        # Tapes and shared memory exchange in one call, the compiler's graphs out of sight, GPUs in their streams.
-        self._sees_waits = mesh.kvp.overlaps and self.device.type == "cpu" and execution != "compiled"
+        self._spans = spans
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -71,18 +73,17 @@ class ModelRunner:
             copy_blocks(step.copies, self.pool, kvp)
         sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
-        sampled = self.sample(step, self.forward(step)) if num_rows else ()
+        sampled: tuple[SampledToken, ...] = ()
+        if num_rows:
+            hidden_TH = self.forward(step)
+            span = self._spans.begin("sampling")
+            sampled = self.sample(step, hidden_TH)
+            self._spans.end(span)
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
-        exposed_s, fingerprint = waited_s if self._sees_waits else None, self.mesh.fingerprint(since=traffic_before)
+        exposed_s = waited_s if self.arrangement.sees_waits else None
+        fingerprint = self.mesh.fingerprint(since=traffic_before)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
-
-    @property
-    def packed(self) -> bool:
-        """Whether no kernel is a reference: on a CPU the pool and all weights lie as the native kernels read them."""
-        on_cpu = self.device.type == "cpu"
-        panels = all(weight.arrangement is PANELS for weight in self.model.products())
-        return not on_cpu or (self.pool.packed and panels)
 
     def progress(self) -> Progress:
         """How far it is; may be asked by another thread."""
@@ -116,7 +117,10 @@ class ModelRunner:
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
         batch = self._batch(step)
-        return self.layers(self.model.embed(batch.token_ids_T), batch)
+        span = self._spans.begin("embedding")
+        hidden_TH = self.model.embed(batch.token_ids_T)
+        self._spans.end(span)
+        return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
         """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""

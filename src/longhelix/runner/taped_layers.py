@@ -7,18 +7,20 @@ from torch import Tensor
 
 from longhelix.kernels.tape import Tape
 from longhelix.models.batch import Batch
+from longhelix.spans import UNTRACED, Spans
 
 _MOST_TAPES = 16  # each keeps the activations of its rows
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A tape, the memory that it reads and what it leaves."""
+    """A tape, the memory that it reads, what it leaves, and the spans whose times it writes."""
 
     tape: Tape
     hidden_TH: Tensor
     batch: Batch
     result_TH: Tensor
+    spans: tuple[object, ...]
 
 
 class TapedLayers:
@@ -28,8 +30,9 @@ class TapedLayers:
     Ranks differ in what they can record; all of them run the same collectives, once, in either case.
     """
 
-    def __init__(self, layers: Callable[[Tensor, Batch], Tensor]) -> None:
+    def __init__(self, layers: Callable[[Tensor, Batch], Tensor], spans: Spans = UNTRACED) -> None:
         self._layers = layers
+        self._spans = spans
         self._tapes: dict[tuple[int, ...], _Recorded] = {}  # the one used last comes last
         self._possible = True
 
@@ -46,11 +49,12 @@ class TapedLayers:
         for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
             own.copy_(given)
         recorded.tape.run()
+        self._spans.again(recorded.spans)
         return recorded.result_TH
 
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:
         own = _own(batch)
-        own_TH, tape = hidden_TH.clone(), Tape()
+        own_TH, tape, begun = hidden_TH.clone(), Tape(), self._spans.count()
         with tape:
             result_TH = self._layers(own_TH, own)
         if not tape.complete:
@@ -58,7 +62,7 @@ class TapedLayers:
             return result_TH
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
-        self._tapes[key] = _Recorded(tape, own_TH, own, result_TH)
+        self._tapes[key] = _Recorded(tape, own_TH, own, result_TH, self._spans.taped(begun))
         return result_TH
 
 

@@ -16,11 +16,13 @@ import zmq
 
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
+from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
+from longhelix.scheduler.cut import Cut
 from longhelix.workers import torchrun
 from longhelix.workers.environment import rank_environment
-from longhelix.workers.step_cost import step_cost, step_cut
+from longhelix.workers.step_cost import step_cost
 from longhelix.workers.transport import (
     Alive,
     CountRows,
@@ -90,14 +92,14 @@ class WorkerPool:
         try:
             for rank in [0] if torchrun.is_active() else self._ranks:
                 self._processes[rank] = self._start_process(rank)
-            ready = self._await_ready(config, on_loaded, on_warmed)
+            arrangements = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        overlaps = all(rank.overlaps for rank in ready)
-        self.cost = step_cost(config, overlaps)
-        self.cut = step_cut(config, overlaps, self.cost)
-        self._watchdog.ready(all(rank.packed for rank in ready), self.cost)
+        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in arrangements))
+        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in arrangements) else None
+        packed, compiles = all(rank.packed for rank in arrangements), any(rank.compiles for rank in arrangements)
+        self._watchdog.ready(self.cost, packed, compiles)
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -206,9 +208,9 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> list[Ready]:
-        """What the ranks say of themselves once all of them take steps."""
-        ready: dict[int, Ready] = {}
+    ) -> list[Arrangement]:
+        """How the ranks run steps, once all of them take some."""
+        ready: dict[int, Arrangement] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             self._watchdog.check_start(set(ready))
@@ -220,8 +222,8 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready():
-                    ready[rank] = message
+                case Ready(arrangement):
+                    ready[rank] = arrangement
                     self._patience_s[rank] = SILENCE_S
         return list(ready.values())
 

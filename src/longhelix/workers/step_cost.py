@@ -3,7 +3,6 @@
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.runner.config import EngineConfig
-from longhelix.scheduler.cut import Cut
 from longhelix.spec import HardwareSpec
 
 
@@ -12,13 +11,6 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
     return StepCost(
         Setting(config.spec, _system(config, overlaps), config.weight_dtype, config.kv_dtype), config.layout
     )
-
-
-def step_cut(config: EngineConfig, overlaps: bool, cost: StepCost) -> Cut | None:
-    """How steps are cut into parts, where parts have a use. The compiler sees one exchange, and FlashInfer plans for
-    whole batches."""
-    whole = config.execution == "compiled" or config.attention == "flashinfer"
-    return Cut(cost, config.hop_b) if overlaps and not whole else None
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:

@@ -14,6 +14,7 @@ import zmq
 
 from longhelix.errors import UserError
 from longhelix.request import Step, StepResult
+from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
@@ -69,11 +70,9 @@ class Warmed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps. `overlaps`: what I exchange travels while I compute. `packed`: my pool and all my products
-    are, or lie on a GPU, so that none of my kernels is a reference."""
+    """Worker: I take steps, and this is how I run them."""
 
-    overlaps: bool
-    packed: bool
+    arrangement: Arrangement
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

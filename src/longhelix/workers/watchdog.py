@@ -24,17 +24,19 @@ class Watchdog:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._compiles = config.execution == "compiled" or config.device == "cuda"
         self._cost: Cost | None = None
         self._in_flight: dict[int, Work] = {}
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
         self._still_s = 0.0
         self._packed = True
+        self._compiles = False
 
-    def ready(self, packed: bool, cost: Cost) -> None:
-        """All ranks take steps, which are priced by `cost`. `packed`: none of them runs reference kernels."""
-        self._packed = packed
+    def ready(self, cost: Cost, packed: bool, compiles: bool) -> None:
+        """All ranks take steps, which are priced by `cost`. `packed`: none of them runs reference kernels. `compiles`:
+        a step that is new to one of them may call a compiler."""
         self._cost = cost
+        self._packed = packed
+        self._compiles = compiles
 
     def submitted(self, step_id: int, work: Work) -> None:
         self._in_flight[step_id] = work

@@ -11,18 +11,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
-from longhelix.kernels import PANELS
 from longhelix.kv.splits import length_buckets
-from longhelix.models.decoder import Decoder
-from longhelix.parallel.mesh import Mesh
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
-from longhelix.runner.rank import device_of, join, load_model, new_planner, new_pool
+from longhelix.runner.rank import device_of, join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 from longhelix.runner.tracer import Tracer
 from longhelix.runner.warm_up import warm_up_steps
+from longhelix.spans import UNTRACED, Spans
 from longhelix.workers.transport import (
     Alive,
     CountRows,
@@ -81,10 +78,13 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
     socket.send(Joined())
     match socket.receive():
         case Start(config):
-            runner, tracer = _load(config, directory, rank, socket, heart)
+            tracer = Tracer(device_of(config, rank)) if config.trace else None
+            runner = _load(config, directory, rank, socket, heart, tracer or UNTRACED)
         case _:
             return
-    socket.send(Ready(runner.mesh.kvp.overlaps, runner.packed))
+    if tracer is not None:
+        tracer.take()  # what the warm-up did
+    socket.send(Ready(runner.arrangement))
     while True:
         match socket.receive():
             case Run(step):
@@ -99,20 +99,17 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
 
 
 def _load(
-    config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart"
-) -> tuple[ModelRunner, Tracer | None]:
+    config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
+) -> ModelRunner:
     """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
-    mesh = join(config, rank, directory)
-    tracer = Tracer(device_of(config, rank)) if config.trace else None
-    if tracer is not None:
-        mesh = mesh.over(tracer.handle)
-    model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)))
+    mesh = join(config, rank, directory, spans)
+    model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
+    runner = new_runner(config, mesh, model, pool, spans)
     if config.scheduler.batch_invariant:
-        _check_batch_invariant(model, pool, mesh)
-    runner = ModelRunner(config.spec, mesh, model, pool, config.execution, new_planner(config, rank, pool))
+        _check_batch_invariant(runner)
     heart.progress = runner.progress
-    if config.device == "cuda" or config.execution == "compiled":
+    if runner.arrangement.compiles:
         longest_tokens = config.scheduler.longest_local_tokens
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
         steps = warm_up_steps(config.scheduler, lengths)
@@ -120,21 +117,19 @@ def _load(
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
         model.forget_expert_rows()
-    if tracer is not None:
-        tracer.attach(runner)
-        tracer.take()
-    return runner, tracer
+    return runner
 
 
-def _check_batch_invariant(model: Decoder, pool: KVPool, mesh: Mesh) -> None:
+def _check_batch_invariant(runner: ModelRunner) -> None:
     """Packed kernels and shared memory sum in one order whatever the batch; torch's products and gloo do not."""
     wanted = "the native CPU kernels, ranks of one host, "
-    if not (mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order):
+    pool = runner.pool
+    if not runner.arrangement.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
         found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
-    elif not all(weight.arrangement is PANELS for weight in model.products()):
+    elif not runner.arrangement.packed:
         found = "the model has products whose inputs are not a multiple of 16"
     else:
         return

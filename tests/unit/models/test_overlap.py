@@ -84,14 +84,14 @@ def test_padding_with_as_many_sequences_as_rows_is_not_taken_for_decodes():
 class LateGroup:
     """Two ranks, of which the other has no KV; what is sent arrives when it is waited for."""
 
-    size, index, overlaps = 2, 0, True
+    size, index = 2, 0
 
     def __init__(self, events):
         self.events = events
         self.started = 0
 
-    def exchange_states(self, *arguments):
-        return None
+    def merges(self, head_size):
+        return False
 
     def start_all_to_all(self, send, send_sizes, receive_sizes):
         number = self.started

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat, native
+from longhelix.kernels import ROWS, TILES, KVFormat, native
 from longhelix.kv.blocks import Block
 from longhelix.runner.copies import copy_blocks
 from threaded_ranks import CPU, ThreadGroup
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.unit
 
 NUM_BLOCKS, LAYERS = 5, 2
 FORMATS = [
-    KVFormat("float32", 4, 1, 3, 3, packed=False),
-    KVFormat("int8", 4, 2, 3, 3, packed=False),
-    KVFormat("bfloat16", 4, 1, 6, 4, packed=False, shared_values=True),
-    *([KVFormat("int4", 16, 2, 16, 16, packed=True)] if native.module is not None else []),
+    KVFormat("float32", 4, 1, 3, 3, ROWS),
+    KVFormat("int8", 4, 2, 3, 3, ROWS),
+    KVFormat("bfloat16", 4, 1, 6, 4, ROWS, shared_values=True),
+    *([KVFormat("int4", 16, 2, 16, 16, TILES)] if native.module is not None else []),
 ]
 
 
@@ -40,10 +40,10 @@ class CountingGroup(ThreadGroup):
 
 def make_pool(format, rank):
     """Every byte of a block is its own: rank and block."""
-    pool = KVPool(format, LAYERS, NUM_BLOCKS, CPU)
+    pool = KVPool({"kv": format}, LAYERS, NUM_BLOCKS, CPU)
     for block in range(NUM_BLOCKS):
-        for layer in pool.layers:
-            for bytes_PX in layer.by_block:
+        for entry in pool.entries():
+            for bytes_PX in entry.by_block:
                 bytes_PX[block] = 16 * rank + block
     return pool
 
@@ -53,7 +53,7 @@ def held(pool):
     blocks = []
     for block in range(NUM_BLOCKS):
         bytes_seen = {
-            byte for layer in pool.layers for part in layer.by_block for byte in part[block].unique().tolist()
+            byte for entry in pool.entries() for part in entry.by_block for byte in part[block].unique().tolist()
         }
         assert len(bytes_seen) == 1
         blocks.append(bytes_seen.pop())

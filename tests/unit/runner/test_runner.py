@@ -21,6 +21,7 @@ from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, Step
 from longhelix.runner import runner as runner_module
 from longhelix.runner import sampler
+from longhelix.runner.arrangement import Arrangement, Found
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
@@ -31,6 +32,8 @@ from longhelix.spec import RopeSpec
 pytestmark = pytest.mark.unit
 
 VOCAB, CPU = 11, torch.device("cpu")
+FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
+OP_BY_OP = Arrangement.resolve(compile=False, replay=False, whole=False, found=FOUND)
 SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB)
 
 
@@ -59,12 +62,12 @@ class Model:
 def make_runner(kvp=1, rank=0, num_blocks=64):
     groups = (Group((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
-        alone = {"size": 1, "ranks": (0,), "overlaps": False, "exchanged_bytes": 0, "waited_s": 0.0}
+        alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "waited_s": 0.0}
         group = SimpleNamespace(index=rank, traffic=Traffic(), broadcast=lambda tokens_S: tokens_S, **alone)
         groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
     pool = KVPool({"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}, 0, num_blocks, CPU)
-    return ModelRunner(SPEC, mesh, Model(mesh), pool, "eager")
+    return ModelRunner(SPEC, mesh, Model(mesh), pool, OP_BY_OP)
 
 
 def make_request(id, prompt_tokens, new_tokens=8, **sampling):

@@ -69,9 +69,9 @@ def layer_of(parts):
         parts=parts,
     )
     tracer = Tracer(torch.device("cpu"))
-    group = Group((0, 1), 0, SlowLink()).over(tracer.handle)
+    group = Group((0, 1), 0, SlowLink(), tracer)
     q_TqC = torch.arange(ROWS * HEADS * SIZE, dtype=torch.float32).view(ROWS, HEADS, SIZE)
-    out_TnC = attend_and_exchange(q_TqC, None, batch, 1.0, group, [2, 2], attend=tracer.attend(attend))
+    out_TnC = attend_and_exchange(q_TqC, None, batch, 1.0, group, [2, 2], attend, tracer)
     return out_TnC, tracer.take(), group.waited_s
 
 

@@ -15,7 +15,7 @@ from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
 from longhelix.request import PART_ROWS, Work
 from longhelix.scheduler.cut import Cut
-from longhelix.workers.step_cost import step_cost, step_cut
+from longhelix.workers.step_cost import step_cost
 
 pytestmark = pytest.mark.unit
 
@@ -25,10 +25,9 @@ SLOW_LATENCY = load_system("cpu").replaced({"scale_out.latency_s": 1.0}, "test")
 LONG_DECODES = Work.decode(8, 100_000)
 
 
-def parts(work, system=SLOW_LINK, overlaps=True, **changes):
+def parts(work, system=SLOW_LINK, **changes):
     config = replace(BUILTIN, system=system, **changes)
-    cut = step_cut(config, overlaps, step_cost(config, overlaps))
-    return 1 if cut is None else cut.parts(work)
+    return Cut(step_cost(config, overlaps=True), config.hop_b).parts(work)
 
 
 def test_more_parts_where_a_slow_link_and_long_contexts_take_similar_time():
@@ -42,13 +41,6 @@ def test_more_parts_where_a_slow_link_and_long_contexts_take_similar_time():
 )
 def test_one_exchange_where_a_second_does_not_pay(work, system):
     assert parts(work, system) == 1
-
-
-def test_ranks_that_share_memory_and_compiled_layers_exchange_once():
-    assert parts(LONG_DECODES, overlaps=False) == 1
-    assert parts(LONG_DECODES, overlaps=False, hop_b=4) == 1
-    assert parts(LONG_DECODES, execution="compiled", hop_b=4) == 1
-    assert parts(LONG_DECODES, device="cuda", attention="flashinfer") == 1
 
 
 @pytest.mark.parametrize(

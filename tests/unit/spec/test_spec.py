@@ -38,7 +38,7 @@ from longhelix.spec import (
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {
     "hidden_size": 96,
     "num_hidden_layers": 3,
@@ -113,9 +113,9 @@ def refused(config, *words: str, code: str = "invalid_model") -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_sizes_are_those_of_transformers(family):
-    config = FAMILIES[family](**SIZES, tie_word_embeddings=True, eos_token_id=[7, 9], dtype="bfloat16")
+    config = CONFIGS[family](**SIZES, tie_word_embeddings=True, eos_token_id=[7, 9], dtype="bfloat16")
     spec = ModelSpec.from_hf_config(config.to_dict())
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert spec == ModelSpec(
@@ -140,9 +140,9 @@ def test_sizes_are_those_of_transformers(family):
     assert head_size == (128 if family == "qwen3" else 16)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_default_config_is_read_and_json_makes_no_difference(family):
-    config = FAMILIES[family]()
+    config = CONFIGS[family]()
     spec = ModelSpec.from_hf_config(config.to_dict())
     assert (spec.architecture, spec.dtype) == (family, "float32")
     for use_diff in (True, False):
@@ -150,10 +150,10 @@ def test_a_default_config_is_read_and_json_makes_no_difference(family):
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_both_forms_of_rope_settings_read_alike(family, kind):
     scaling = {"head_dim": 16} if family == "qwen3" else {}
-    config = FAMILIES[family](**SIZES, **scaling, rope_parameters=SCALINGS[kind] | {"rope_theta": 500_000.0})
+    config = CONFIGS[family](**SIZES, **scaling, rope_parameters=SCALINGS[kind] | {"rope_theta": 500_000.0})
     new = config.to_dict()
     assert new["rope_parameters"]["rope_theta"] == 500_000.0
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
@@ -326,10 +326,10 @@ def test_qwens_window_counts_only_where_it_is_used(family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_qwens_window_is_recorded_where_a_layer_slides(family):
     settings = SIZES | {"use_sliding_window": True, "sliding_window": 512}
-    some = FAMILIES[family](**settings, max_window_layers=2)
+    some = CONFIGS[family](**settings, max_window_layers=2)
     assert some.layer_types == ["full_attention", "full_attention", "sliding_attention"]
     assert ModelSpec.from_hf_config(some.to_dict()).sliding_window == 512
-    none = FAMILIES[family](**settings, max_window_layers=3)
+    none = CONFIGS[family](**settings, max_window_layers=3)
     assert ModelSpec.from_hf_config(none.to_dict()).sliding_window is None
 
 
@@ -476,9 +476,9 @@ def test_parameters_are_as_many_as_in_transformers_model(architecture, changes, 
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_parameters_are_as_many_as_the_engine_declares(family, biased):
-    config = FAMILIES[family](**SIZES).to_dict() | {"attention_bias": biased, "mlp_bias": biased}
+    config = CONFIGS[family](**SIZES).to_dict() | {"attention_bias": biased, "mlp_bias": biased}
     spec = ModelSpec.from_hf_config(config)
     assert spec.num_parameters == sum(parameter.num_elements for parameter in declare(spec, Layout(), 0))
     assert (spec.mla, spec.moe, spec.kv_elements_per_token) == (None, None, 2 * 3 * 2 * spec.head_size)
@@ -557,7 +557,7 @@ def test_mixtrals_window_is_none_where_the_key_is_absent():
 
 
 SOUND = {
-    **{family: config(**SIZES).to_dict() for family, config in FAMILIES.items()},
+    **{family: config(**SIZES).to_dict() for family, config in CONFIGS.items()},
     **{family: config(**SIZES | sizes).to_dict() for family, (config, sizes) in PLANNED.items()},
 }
 DEEP_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 30}

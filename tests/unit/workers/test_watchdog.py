@@ -1,7 +1,5 @@
 """The watchdog on steps: when it barks, and what it says."""
 
-from dataclasses import replace
-
 import pytest
 
 from builtin import builtin
@@ -14,8 +12,7 @@ from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
 from longhelix.runner.progress import Progress
-from longhelix.runner.rank import load_model, new_pool
-from longhelix.runner.runner import ModelRunner
+from longhelix.runner.rank import load_model, new_pool, new_runner
 from longhelix.workers import watchdog as watchdog_module
 from longhelix.workers.step_cost import step_cost
 from longhelix.workers.watchdog import Watchdog
@@ -34,9 +31,9 @@ def resolved(layout, block_tokens):
     return resolve(builtin(), layout, EngineOptions(kv_cache_tokens=1024, block_tokens=block_tokens, device="cpu"))
 
 
-def started(config, work=DECODE, packed=True):
+def started(config, work=DECODE, packed=True, compiles=False):
     watchdog = Watchdog(config)
-    watchdog.ready(packed, step_cost(config, overlaps=False))
+    watchdog.ready(step_cost(config, overlaps=False), packed, compiles)
     watchdog.submitted(7, work)
     return watchdog
 
@@ -128,7 +125,7 @@ def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
 
 
 def test_compilers_and_reference_kernels_have_more_time(config):
-    compiled_s, _ = silent_s(started(replace(config, execution="compiled")), turn_s=5)
+    compiled_s, _ = silent_s(started(config, compiles=True), turn_s=5)
     assert 605 <= compiled_s < 650
     native_s, _ = silent_s(started(config, LONG_CHUNK), turn_s=100)
     reference_s, _ = silent_s(started(config, LONG_CHUNK, packed=False), turn_s=100)
@@ -146,12 +143,12 @@ def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_
     """Layers that run op by op: all of a chunk, and of decode steps those that are on no tape."""
     config = resolved(Layout(), block_tokens)
     model = load_model(config, Mesh.build(config.layout, 0))
-    runner = ModelRunner(config.spec, model.mesh, model, new_pool(config, 0, 4))
+    runner = new_runner(config, model.mesh, model, new_pool(config, 0, 4))
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, blocks_per_rank=(2,), spread=True)
     chunk = Chunk(0, bytes(12), (Block(0, 0),), sample=True)
     layers = []
     for step in Step(1, (new,), chunks=(chunk,)), Step(2, joining=(0,)), Step(3):
         runner.execute(step)
         layers.append(runner.progress().layers)
-    assert runner.packed == packed
+    assert runner.arrangement.packed == packed
     assert layers == [config.spec.num_layers * steps for steps in ((1, 2, 2) if packed else (1, 2, 3))]

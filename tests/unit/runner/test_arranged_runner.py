@@ -1,0 +1,167 @@
+"""The runner on one rank in each of its arrangements: the same tokens, and what it says of itself."""
+
+import itertools
+import os
+import shutil
+from array import array
+from collections import Counter
+
+import pytest
+import torch
+
+from longhelix.cache.pool import KVPool
+from longhelix.kernels import KVFormat, native
+from longhelix.kernels.tape import Tape
+from longhelix.layout import Layout
+from longhelix.models.decoder import Decoder
+from longhelix.models.parameters import declare
+from longhelix.models.weights import load
+from longhelix.parallel.mesh import Mesh
+from longhelix.request import Request, SamplingParams
+from longhelix.runner import layers as layers_module
+from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.graphed_layers import GraphedLayers
+from longhelix.runner.rank import find
+from longhelix.runner.runner import ModelRunner
+from longhelix.runner.tracer import Tracer
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.spans import UNTRACED
+from longhelix.spec import ModelSpec
+from longhelix.spec.rope import RopeSpec
+
+pytestmark = pytest.mark.unit
+
+needs_native = pytest.mark.skipif(native.module is None, reason="tapes hold native calls, which are not built here")
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
+)
+CPU = torch.device("cpu")
+LAYERS, VOCAB = 2, 64
+SPEC = ModelSpec("llama", LAYERS, 32, 2, 1, 16, 48, VOCAB, 2**20, 1e-6, RopeSpec(), "float32")
+PHASES = ["QKV", "attention", "merge and output projection", "FFN"]
+NEW_TOKENS = 6
+
+
+class Random:
+    """A checkpoint of random numbers, the same whenever it is made."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self._tensors = {
+            source.name: torch.randn(source.shape, generator=generator) / 8 + (len(source.shape) == 1)  # norms about 1
+            for parameter in declare(SPEC, Layout(), 0)
+            for source in parameter.sources
+        }
+
+    def __getitem__(self, name):
+        return self._tensors[name]
+
+    def read(self, name, slices):
+        return self._tensors[name][slices]
+
+
+def make_runner(compile, replay, spans=UNTRACED, graphs=False):
+    """`graphs`: in those of a GPU, which here are the same calls over the same memory."""
+    weights = load(Random(), declare(SPEC, Layout(), 0), torch.float32, CPU, lambda elements: None)
+    mesh = Mesh.build(Layout(), 0, spans=spans)
+    model = Decoder(SPEC, mesh, weights, "float32", UNTRACED if compile else spans)
+    pool = KVPool(KVFormat.choose("float32", 16, 1, 16, 16, CPU), LAYERS, 16, CPU)
+    arrangement = Arrangement.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
+    runner = ModelRunner(SPEC, mesh, model, pool, arrangement, spans=spans)
+    if graphs:
+        runner.layers = GraphedLayers(runner.layers, mesh, capture=run_again)
+    return runner
+
+
+def run_again(call):
+    result = call().clone()
+    return result, lambda: result.copy_(call())
+
+
+def tokens_of(runner):
+    """Of two requests, one of which decodes beside the other's chunks; and how many steps had rows."""
+    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=16, max_model_len=128, chunk_tokens=8))
+    tokens = {0: [], 1: []}
+    for id, length in enumerate((5, 20)):
+        prompt = array("i", [(7 * id + 3 * index) % VOCAB for index in range(length)])
+        scheduler.add(Request(id, prompt, SamplingParams(max_new_tokens=NEW_TOKENS), frozenset(), 0, 0.0))
+    steps = 0
+    while (step := scheduler.schedule(0.0)) is not None:
+        result = runner.execute(step)
+        steps += result.num_tokens > 0
+        for sampled in result.sampled:
+            tokens[sampled.sequence_id].append(sampled.token_id)
+        scheduler.complete(result)
+    return tokens, steps
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return tokens_of(make_runner(compile=False, replay=False))[0]
+
+
+@pytest.mark.parametrize(
+    ("compile", "replay", "graphs"),
+    [
+        pytest.param(False, True, False, marks=needs_native, id="tapes"),
+        pytest.param(False, False, True, id="graphs"),
+        pytest.param(True, False, False, marks=needs_compiler, id="compiled"),
+        pytest.param(True, False, True, marks=needs_compiler, id="compiled in graphs"),
+    ],
+)
+def test_every_arrangement_chooses_the_same_tokens(expected, compile, replay, graphs):
+    torch.compiler.reset()
+    runner = make_runner(compile, replay, graphs=graphs)
+    tokens, steps = tokens_of(runner)
+    assert tokens == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == 2
+    # Tapes run their layers out of sight, and so does the compiler; what stands for a graph's replay is Python.
+    seen, op_by_op = runner.progress().layers, LAYERS * steps
+    assert seen == 0 if compile else seen < op_by_op if replay else seen > op_by_op
+    assert runner.arrangement.packed == (native.module is not None)
+    assert (runner.arrangement.overlaps, runner.arrangement.sums_in_rank_order) == (False, True)
+
+
+@needs_native
+def test_a_traced_run_uses_its_tapes_and_shows_what_is_on_them(expected, monkeypatch):
+    runs = Counter()
+    run = Tape.run
+
+    def counted(tape):
+        runs["tapes"] += 1
+        run(tape)
+
+    monkeypatch.setattr(Tape, "run", counted)
+    untraced_tokens, steps = tokens_of(make_runner(compile=False, replay=True))
+    taped = runs.pop("tapes")
+    assert taped > NEW_TOKENS / 2
+    tracer = Tracer(CPU)
+    runner = make_runner(compile=False, replay=True, spans=tracer)
+    assert tokens_of(runner) == (untraced_tokens, steps)
+    assert runs["tapes"] == taped
+    assert untraced_tokens == expected
+    events = sorted(tracer.take(), key=lambda event: event.start_us)
+    assert [event.name for event in events] == ["embedding", *PHASES * LAYERS, "sampling"] * steps
+    for before, after in itertools.pairwise(events):
+        assert before.start_us <= before.end_us <= after.start_us
+    assert [event.details for event in events[1:5]] == [
+        {"layer": 0}, {"layer": 0, "part": 0}, {"layer": 0}, {"layer": 0},
+    ]  # fmt: skip
+    assert all(event.details == {} for event in events if event.name in ("embedding", "sampling"))
+    assert tracer.take() == []
+
+
+@needs_compiler
+def test_compiled_layers_are_one_event(expected):
+    torch.compiler.reset()
+    tracer = Tracer(CPU)
+    tokens, steps = tokens_of(make_runner(compile=True, replay=False, spans=tracer))
+    assert tokens == expected
+    assert [event.name for event in tracer.take()] == ["embedding", "layers", "sampling"] * steps
+
+
+def test_the_compiler_is_looked_for_at_the_start(monkeypatch):
+    monkeypatch.setattr(layers_module.shutil, "which", lambda name: None)
+    with pytest.raises(layers_module.UserError, match="needs a C\\+\\+ compiler"):
+        make_runner(compile=True, replay=False)

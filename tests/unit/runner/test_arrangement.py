@@ -1,0 +1,84 @@
+"""How a rank runs a step, for everything that can be asked for and found; and what options ask for."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import _layers_run
+from longhelix.errors import UserError
+from longhelix.runner.arrangement import Arrangement, Found
+
+pytestmark = pytest.mark.unit
+
+# device, native kernels: compile, replay: what layers run as.
+LAYERS = {
+    ("cpu", False): {(0, 0): "op by op", (0, 1): "op by op", (1, 0): "compiled", (1, 1): "compiled"},
+    ("cpu", True): {(0, 0): "op by op", (0, 1): "tapes", (1, 0): "compiled", (1, 1): "compiled"},
+    ("cuda", False): {(0, 0): "op by op", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "compiled in graphs"},
+    ("cuda", True): {(0, 0): "op by op", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "compiled in graphs"},
+}
+FLAGS = {
+    "op by op": (False, False, False),
+    "tapes": (False, True, False),
+    "graphs": (False, False, True),
+    "compiled": (True, False, False),
+    "compiled in graphs": (True, False, True),
+}
+OVERLAPS = {"alone": False, "shared memory": False, "gloo": True, "NCCL": True}
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize("transport", OVERLAPS)
+@pytest.mark.parametrize(("device", "native"), LAYERS)
+def test_every_combination(device, native, transport):
+    overlaps, rank_order = OVERLAPS[transport], transport in ("alone", "shared memory")
+    for compile, replay, whole, packed in itertools.product(BOTH, repeat=4):
+        found = Found(device, native, overlaps, rank_order, packed)
+        made = Arrangement.resolve(compile, replay, whole, found)
+        assert (made.compiled, made.tapes, made.graphs) == FLAGS[LAYERS[device, native][compile, replay]]
+        assert (made.overlaps, made.sums_in_rank_order) == (overlaps, rank_order)
+        assert made.parts == (transport in ("gloo", "NCCL") and not compile and not whole)
+        assert made.sees_waits == (transport in ("gloo", "NCCL") and device == "cpu" and not compile)
+        assert made.packed == (device == "cuda" or packed)
+        assert made.compiles == (device == "cuda" or compile)
+
+
+def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone():
+    """Whether a rank has native kernels, or could pack its weights, is its own; the transport is that of all."""
+    for compile, replay, whole, overlaps in itertools.product(BOTH, repeat=4):
+        ranks = [
+            Arrangement.resolve(compile, replay, whole, Found("cpu", native, overlaps, not overlaps, packed))
+            for native, packed in itertools.product(BOTH, repeat=2)
+        ]
+        assert len({rank.parts for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("execution", "device", "experts", "trace", "expected"),
+    [
+        ("recorded", "cpu", False, False, (False, True)),
+        ("recorded", "cpu", False, True, (False, True)),
+        ("recorded", "cpu", True, False, (False, True)),
+        ("recorded", "cpu", True, True, (False, True)),
+        ("recorded", "cuda", False, False, (False, True)),
+        ("recorded", "cuda", False, True, (False, False)),
+        ("recorded", "cuda", True, False, (False, False)),
+        ("compiled", "cpu", False, False, (True, False)),
+        ("compiled", "cpu", False, True, (True, False)),
+        ("compiled", "cuda", False, False, (True, True)),
+        ("compiled", "cuda", False, True, (True, True)),
+        ("eager", "cpu", False, False, (False, False)),
+        ("eager", "cuda", False, True, (False, False)),
+    ],
+)
+def test_the_option_means_compile_and_replay(execution, device, experts, trace, expected):
+    spec = SimpleNamespace(moe=object() if experts else None)
+    options = EngineOptions(execution=execution, trace="t.json" if trace else None)
+    assert _layers_run(spec, options, device) == expected
+
+
+def test_a_graph_of_experts_is_refused():
+    with pytest.raises(UserError, match="execution compiled does not run models with experts"):
+        _layers_run(SimpleNamespace(moe=object()), EngineOptions(execution="compiled"), "cpu")
