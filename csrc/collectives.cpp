@@ -1,62 +1,24 @@
 #include "collectives.hpp"
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
-#include <csignal>
 #include <cstring>
-#include <system_error>
-#include <thread>
-
-#include <linux/futex.h>
-#include <poll.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "numbers.hpp"
+#include "rounds.hpp"
 
 namespace longhelix {
 
 namespace {
 
-constexpr std::size_t kSlotBytes = 256 * 1024;
 // Below this every rank sums all slots by itself, one round; above, each sums its share and gathers the others'.
 constexpr std::size_t kDirectBytes = 32 * 1024;
-// Spinning pays while a peer is about to post. It ends soon, so that an idle or overbooked core is given away.
-constexpr auto kSpin = std::chrono::microseconds(20);
-constexpr auto kYield = std::chrono::microseconds(200);
-constexpr long kSleepNs = 100'000'000;  // between looks at whether a silent peer still lives
 
-using Clock = std::chrono::steady_clock;
-
-void pause_core() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb");
-#endif
-}
-
-void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value) {
-    timespec timeout{0, kSleepNs};
-    syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
-}
-
-void futex_wake(std::atomic<std::uint32_t>& word) {
-    syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-}
-
-// Round numbers wrap around; they are never further apart than two.
-bool reached(std::uint32_t posted, std::uint32_t round) { return static_cast<std::int32_t>(posted - round) >= 0; }
-
-struct Span {
+struct Share {
     std::size_t first, count;
 };
 
 // Rank's share of `count` items, in whole cache lines where they suffice, so that ranks write apart.
-Span share(std::size_t count, std::size_t item_bytes, int rank, int size) {
+Share share_of(std::size_t count, std::size_t item_bytes, int rank, int size) {
     std::size_t line = std::max<std::size_t>(1, 64 / item_bytes);
     std::size_t each = (count / size + line - 1) / line * line;
     std::size_t first = std::min(count, each * rank);
@@ -64,191 +26,7 @@ Span share(std::size_t count, std::size_t item_bytes, int rank, int size) {
     return {first, stop - first};
 }
 
-const char* words(Collective kind) {
-    switch (kind) {
-        case Collective::none: return "no collective";
-        case Collective::all_reduce: return "all-reduce";
-        case Collective::reduce_scatter: return "reduce-scatter";
-        case Collective::all_gather: return "all-gather";
-        case Collective::all_to_all: return "all-to-all";
-        case Collective::exchange: return "exchange";
-        case Collective::exchange_among_holders: return "exchange among holders";
-        case Collective::broadcast: return "broadcast";
-        case Collective::barrier: return "barrier";
-    }
-    return "unknown collective";
-}
-
-std::string describe(const Call& call) {
-    bool rows = call.kind == Collective::exchange || call.kind == Collective::exchange_among_holders;
-    std::string size = call.size ? " of " + std::to_string(call.size) + (rows ? " rows" : " bytes") : "";
-    return title(call.kind, call.ordinal) + size;
-}
-
-// Bits of all inputs in all bits of the result (the finaliser of MurmurHash3).
-std::uint64_t mix(std::uint64_t bits) {
-    bits = (bits ^ bits >> 33) * 0xff51afd7ed558ccd;
-    bits = (bits ^ bits >> 33) * 0xc4ceb9fe1a85ec53;
-    return bits ^ bits >> 33;
-}
-
 }  // namespace
-
-std::string title(Collective kind, std::uint64_t ordinal) {
-    return std::string(words(kind)) + " " + std::to_string(ordinal);
-}
-
-// A rank's own cache lines in the segment: only it writes `posted`; those that wait for it count themselves.
-struct alignas(128) Channel::Post {
-    std::atomic<std::uint32_t> posted;
-    std::atomic<std::uint32_t> waiters;
-    // Beside each slot: how many rounds an all-to-all takes, by this rank's largest piece; what the round belongs to.
-    std::uint32_t rounds[2];
-    Call calls[2];
-};
-
-struct alignas(4096) Channel::Rank {
-    Post post;
-    alignas(4096) std::byte slots[2][kSlotBytes];
-};
-
-// From its begin to its end a collective is what the channel's rounds belong to.
-class Channel::Running {
-  public:
-    Running(Channel& channel, Collective kind, std::uint64_t size) : channel_(channel) {
-        channel.call_ = {channel.call_.ordinal + 1, size, kind};
-        std::uint64_t bits = mix(size << 8 | static_cast<std::uint64_t>(kind));
-        channel.fingerprint_ = channel.fingerprint_ * kFingerprintFactor + bits;
-        show(kind);
-    }
-    ~Running() { show(Collective::none); }
-    Running(const Running&) = delete;
-    Running& operator=(const Running&) = delete;
-
-  private:
-    void show(Collective kind) {
-        channel_.progress_.store(channel_.call_.ordinal << 8 | static_cast<std::uint64_t>(kind),
-                                 std::memory_order_relaxed);
-    }
-
-    Channel& channel_;
-};
-
-std::size_t Channel::segment_bytes(int size) { return size * sizeof(Rank); }
-
-Channel::Channel(int fd, int rank, std::vector<int> pids, std::vector<int> names, double timeout_s)
-    : rank_(rank),
-      size_(static_cast<int>(pids.size())),
-      timeout_s_(timeout_s),
-      pids_(std::move(pids)),
-      names_(std::move(names)) {
-    cpu_set_t cores;
-    fits_cores_ = sched_getaffinity(0, sizeof cores, &cores) == 0 && size_ <= CPU_COUNT(&cores);
-    void* mapped = mmap(nullptr, segment_bytes(size_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (mapped == MAP_FAILED) {
-        throw std::system_error(errno, std::generic_category(), "cannot map the shared segment");
-    }
-    segment_ = static_cast<std::byte*>(mapped);
-    for (int pid : pids_) {
-        // A process id can be given to another process; a descriptor of the process cannot. Systems that have none, or
-        // have no more of them, leave the id.
-        pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    }
-}
-
-Channel::~Channel() {
-    for (int pidfd : pidfds_) {
-        if (pidfd >= 0) close(pidfd);
-    }
-    munmap(segment_, segment_bytes(size_));
-}
-
-std::byte* Channel::slot(int rank) const { return reinterpret_cast<Rank*>(segment_)[rank].slots[round_ & 1]; }
-
-Channel::Post& Channel::post(int rank) const { return reinterpret_cast<Rank*>(segment_)[rank].post; }
-
-Channel::Progress Channel::progress() const {
-    std::uint64_t now = progress_.load(std::memory_order_relaxed);
-    return {now >> 8, static_cast<Collective>(now & 0xff)};
-}
-
-std::string Channel::name(int rank) const { return "rank " + std::to_string(names_[rank]); }
-
-bool Channel::has_ended(int rank) const {
-    if (pidfds_[rank] < 0) return kill(pids_[rank], 0) != 0 && errno == ESRCH;
-    pollfd ended{pidfds_[rank], POLLIN, 0};
-    return poll(&ended, 1, 0) > 0;
-}
-
-void Channel::check_alive(int rank) const {
-    if (!has_ended(rank)) return;
-    throw PeerLost(name(rank) + " (process " + std::to_string(pids_[rank]) + ") has ended before " + describe(call_));
-}
-
-void Channel::check_same(int rank) const {
-    const Call& other = post(rank).calls[round_ & 1];
-    if (other == call_) return;
-    throw CollectivesDiffer(name(rank) + " is in " + describe(other) + " where " + name(rank_) + " is in " +
-                            describe(call_) + ": all ranks must run the same collectives");
-}
-
-void Channel::wait_for(int rank, std::uint32_t round) {
-    Post& peer = post(rank);
-    auto arrived = [&] { return reached(peer.posted.load(std::memory_order_acquire), round); };
-    if (arrived()) return;
-    auto start = Clock::now();
-    if (fits_cores_) {
-        while (Clock::now() - start < kSpin) {
-            for (int i = 0; i < 32; ++i) {
-                if (arrived()) return;
-                pause_core();
-            }
-        }
-    }
-    while (Clock::now() - start < kYield) {
-        if (arrived()) return;
-        sched_yield();
-    }
-    peer.waiters.fetch_add(1);
-    double waited_s = 0;
-    for (;;) {
-        std::uint32_t posted = peer.posted.load();
-        if (reached(posted, round)) break;
-        auto before = Clock::now();
-        futex_wait(peer.posted, posted);
-        if (arrived()) break;
-        // A look takes no longer unless this process was stopped, and then the peer most likely was as well.
-        std::chrono::duration<double> look = Clock::now() - before;
-        waited_s += std::min(look.count(), 2e-9 * kSleepNs);
-        try {
-            check_alive(rank);
-            if (waited_s > timeout_s_) {
-                throw PeerLost(name(rank) + " did not take part in " + describe(call_) + " for " +
-                               std::to_string(static_cast<int>(timeout_s_)) + " s");
-            }
-        } catch (...) {
-            peer.waiters.fetch_sub(1);
-            throw;
-        }
-    }
-    peer.waiters.fetch_sub(1);
-}
-
-template <typename Write, typename Read>
-void Channel::round(Write write, Read read) {
-    ++round_;
-    write(slot(rank_));
-    Post& own = post(rank_);
-    own.calls[round_ & 1] = call_;
-    own.posted.store(round_);  // sequentially consistent against the waiters that are read next
-    if (own.waiters.load() > 0) futex_wake(own.posted);
-    for (int peer = 0; peer < size_; ++peer) {
-        if (peer == rank_) continue;
-        wait_for(peer, round_);
-        check_same(peer);
-    }
-    read();
-}
 
 void Channel::all_reduce(void* values, std::size_t count, Number number) {
     dispatch(number, [&]<typename T>(T) {
@@ -258,20 +36,20 @@ void Channel::all_reduce(void* values, std::size_t count, Number number) {
         for (std::size_t left = count; left > 0;) {
             std::size_t now = std::min(left, chunk);
             bool direct = now * sizeof(T) <= kDirectBytes;
-            Span own = direct ? Span{0, now} : share(now, sizeof(T), rank_, size_);
-            std::vector<const T*> parts(size_);
+            Share own = direct ? Share{0, now} : share_of(now, sizeof(T), rank_, size_);
+            std::vector<const T*> terms(size_);
             round([&](std::byte* slot) { std::memcpy(slot, next, now * sizeof(T)); },
                   [&] {
                       for (int rank = 0; rank < size_; ++rank) {
-                          parts[rank] = reinterpret_cast<const T*>(slot(rank)) + own.first;
+                          terms[rank] = reinterpret_cast<const T*>(slot(rank)) + own.first;
                       }
-                      sum(parts.data(), size_, next + own.first, own.count);
+                      sum(terms.data(), size_, next + own.first, own.count);
                   });
             if (!direct) {
                 round([&](std::byte* slot) { std::memcpy(slot, next + own.first, own.count * sizeof(T)); },
                       [&] {
                           for (int rank = 0; rank < size_; ++rank) {
-                              Span other = share(now, sizeof(T), rank, size_);
+                              Share other = share_of(now, sizeof(T), rank, size_);
                               if (rank != rank_) {
                                   std::memcpy(next + other.first, slot(rank), other.count * sizeof(T));
                               }
@@ -341,23 +119,23 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
                     std::size_t count = heads_of(rank_), row_bytes = count * (head_bytes + sizeof(float));
                     for (std::size_t row = 0; row < num_rows; ++row) {
                         for (std::size_t head = 0; head < count; ++head) {
-                            int parts = 0;
+                            int holders = 0;
                             for (int rank = 0; rank < size_; ++rank) {
                                 std::int64_t row_there = place_of(rank, first_row + row);
                                 if (row_there < 0) continue;
                                 std::size_t own = row_there * all_heads + before + first_head + head;
                                 const std::byte* place = slot(rank) + rank_ * window + row * row_bytes;
-                                states[parts] = rank == rank_
+                                states[holders] = rank == rank_
                                                     ? from + own * head_size
                                                     : reinterpret_cast<const T*>(place + head * head_bytes);
-                                std::memcpy(&seen[parts],
+                                std::memcpy(&seen[holders],
                                             rank == rank_ ? reinterpret_cast<const std::byte*>(lse + own)
                                                           : place + count * head_bytes + head * sizeof(float),
                                             sizeof(float));
-                                ++parts;
+                                ++holders;
                             }
                             std::size_t at = (first_row + row) * heads[rank_] + first_head + head;
-                            merge(states.data(), seen.data(), parts, to + at * head_size, head_size);
+                            merge(states.data(), seen.data(), holders, to + at * head_size, head_size);
                         }
                     }
                 });
@@ -373,7 +151,7 @@ void Channel::exchange(const void* out, const float* lse, std::size_t rows, cons
 void Channel::reduce_scatter(const void* input, void* output, std::size_t count, Number number) {
     dispatch(number, [&]<typename T>(T) {
         Running running(*this, Collective::reduce_scatter, count * sizeof(T));
-        // A slot holds a window of every rank's part, one after the other.
+        // A slot holds a window of every rank's share, one after the other.
         std::size_t window = kSlotBytes / sizeof(T) / size_;
         const T* in = static_cast<const T*>(input);
         T* out = static_cast<T*>(output);
@@ -387,11 +165,11 @@ void Channel::reduce_scatter(const void* input, void* output, std::size_t count,
                     }
                 },
                 [&] {
-                    std::vector<const T*> parts(size_);
+                    std::vector<const T*> terms(size_);
                     for (int rank = 0; rank < size_; ++rank) {
-                        parts[rank] = reinterpret_cast<const T*>(slot(rank)) + rank_ * window;
+                        terms[rank] = reinterpret_cast<const T*>(slot(rank)) + rank_ * window;
                     }
-                    sum(parts.data(), size_, out + first, now);
+                    sum(terms.data(), size_, out + first, now);
                 });
         }
     });

@@ -67,7 +67,7 @@ class Channel {
     // Helix's exchange: every rank sends each other one that one's query heads of its partial attention, its rows x q x
     // `head_size` of `number` and rows x q LSEs, and merges what it receives into (rows, own heads, head_size).
     // `heads` is how the q heads fall to the ranks. `places` (ranks x rows): where among its own rows a rank has a row,
-    // negative where it has no part of it, which then is neither sent nor merged; null: every rank has all rows.
+    // negative where it has none of it, which then is neither sent nor merged; null: every rank has all rows.
     void exchange(const void* out, const float* lse, std::size_t rows, const std::int64_t* places,
                   const std::vector<int>& heads, std::size_t head_size, Number number, void* merged);
     void broadcast(void* values, std::size_t bytes, int root);
@@ -93,6 +93,7 @@ class Channel {
 
     template <typename Write, typename Read>
     void round(Write write, Read read);
+    void meet();  // post the round, and wait until all have
     std::byte* slot(int rank) const;
     Post& post(int rank) const;
     void wait_for(int rank, std::uint32_t round);

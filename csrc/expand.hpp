@@ -4,7 +4,13 @@
 // comes out is a key's tile; values are turned.
 #pragma once
 
-#include "attention.hpp"
+#include <atomic>
+
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "threads.hpp"
+#include "turn.hpp"
+#include "work.hpp"
 
 namespace longhelix::ISA {
 

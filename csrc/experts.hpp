@@ -33,7 +33,7 @@ struct RunExperts {
     u8* inner;             // between the two products, of x's number
     u32* inner_units;
     float* inner_sums;
-    float* parts;  // (pairs, hidden): what is summed
+    float* outputs;  // (pairs, hidden): what is summed
 
     explicit RunExperts(const Experts& experts)
         : call(experts), set(*experts.set), num_experts(static_cast<int>(set.down.size())), widest(0) {
@@ -91,7 +91,7 @@ struct RunExperts {
         inner = array<u8>(3, count * widest * number_bytes());
         inner_units = array<u32>(4, rows * units_of(widest));
         inner_sums = array<float>(5, rows * blocks_of(widest));
-        parts = array<float>(6, count * call.hidden);
+        outputs = array<float>(6, count * call.hidden);
         clear(x, count, rows, units_of(call.hidden)), clear(x_sums, count, rows, blocks_of(call.hidden));
         clear(inner_units, count, rows, units_of(widest)), clear(inner_sums, count, rows, blocks_of(widest));
     }
@@ -128,7 +128,7 @@ struct RunExperts {
     Product down(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
         Linear linear{{inner_of(expert), call.x.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, false,
-                      {nullptr, Number::float32, 0}, parts + start * call.hidden, Number::float32, call.hidden};
+                      {nullptr, Number::float32, 0}, outputs + start * call.hidden, Number::float32, call.hidden};
         return {linear, inner_units + start * units_of(widest), inner_sums + start * blocks_of(widest)};
     }
 
@@ -195,8 +195,8 @@ struct RunExperts {
             f32x16 total{};
             for (int choice = 0; choice < call.per_row; ++choice) {
                 if (mine[choice] < 0) continue;
-                f32x16 part = load<f32x16>(parts + mine[choice] * call.hidden + c);
-                total = multiply_add(part, splat(weights[choice]), total);
+                f32x16 output = load<f32x16>(outputs + mine[choice] * call.hidden + c);
+                total = multiply_add(output, splat(weights[choice]), total);
             }
             if (call.residual.data) {
                 // The sum is rounded before it is added, as separate operations would.

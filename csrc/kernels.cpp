@@ -64,9 +64,9 @@ double read(const void* data, std::size_t bytes) {
                 for (int i = 0; i < 8; ++i) sums[i] += load<u32x16>(place + i * 64);
             }
         }
-        double part = 0.0;
-        for (int i = 0; i < 8; ++i) part += sums[i][i];
-        std::atomic_ref(sum).fetch_add(part);
+        double own = 0.0;
+        for (int i = 0; i < 8; ++i) own += sums[i][i];
+        std::atomic_ref(sum).fetch_add(own);
     });
     return sum;
 }

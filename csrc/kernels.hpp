@@ -24,10 +24,10 @@ struct Rows {
 };
 
 // The packed pool of one layer: k KV heads of P blocks of tiles of 16 tokens. Heads are outermost: memory is read
-// fastest in long runs, and blocks that follow each other in a sequence mostly have ids that do. A tile is the keys as one panel (lanes are
-// tokens, rows are channels), the values as a panel for every 16 channels (rows are tokens), and where the numbers are
-// narrow, a bfloat16 scale for each token's key, then one for each token's value. `shared`: values are the first
-// `value_size` channels of the keys, and are not stored again (MLA, absorbed).
+// fastest in long runs, and blocks that follow each other in a sequence mostly have ids that do. A tile is the keys as
+// one panel (lanes are tokens, rows are channels), the values as a panel for every 16 channels (rows are tokens), and
+// where the numbers are narrow, a bfloat16 scale for each token's key, then one for each token's value. `shared`: values
+// are the first `value_size` channels of the keys, and are not stored again (MLA, absorbed).
 struct Pool {
     std::uint8_t* data;
     Number number;
@@ -89,9 +89,9 @@ struct Rotate {
     void* q;  // (T, q * C) of qkv's number
 };
 
-// A weight of `depth` inputs: a panel for every 16 outputs (lanes are outputs,
-// rows are inputs). Narrow numbers come in scale blocks of 32 inputs: their part of the panel, then 16 float16 scales
-// and 16 float16 offsets, one for each output; weight = scale * stored + offset. The last panel is padded.
+// A weight of `depth` inputs: a panel for every 16 outputs (lanes are outputs, rows are inputs). Narrow numbers come in
+// scale blocks of 32 inputs: the block's rows of the panel, then 16 float16 scales and 16 float16 offsets, one for each
+// output; weight = scale * stored + offset. The last panel is padded.
 struct Weight {
     const std::uint8_t* data;
     Number number;

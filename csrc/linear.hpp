@@ -4,7 +4,12 @@
 // do not depend on its batch.
 #pragma once
 
-#include "attention.hpp"
+#include <atomic>
+
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "threads.hpp"
+#include "work.hpp"
 
 namespace longhelix::ISA {
 
@@ -97,20 +102,20 @@ struct Multiply {
             accumulate<E, R, V, false>(sums, x, units, panels, units, none);
         } else {
             for (int block = 0; block < num_blocks(); ++block) {
-                f32x16 part[R][V] = {};
+                f32x16 of_block[R][V] = {};
                 const u8* at[V];
                 for (int v = 0; v < V; ++v) {
                     at[v] = panels[v] + block * kBlockBytes;
                     if constexpr (R == 1) ask_for(at[v] + (call.swiglu ? V / 2 : V) * panel_bytes);
                 }
-                accumulate<E, R, V, false>(part, x + block * kBlockUnits, units, at, kBlockUnits, none);
+                accumulate<E, R, V, false>(of_block, x + block * kBlockUnits, units, at, kBlockUnits, none);
 #pragma GCC unroll 16
                 for (int v = 0; v < V; ++v) {
                     const u8* scales = at[v] + kBlockUnits * E::kRowBytes;
                     f32x16 scale = load_f16(scales), offset = load_f16(scales + kLanes * 2);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r) {
-                        sums[r][v] = multiply_add(scale, part[r][v], sums[r][v]);
+                        sums[r][v] = multiply_add(scale, of_block[r][v], sums[r][v]);
                         sums[r][v] = multiply_add(offset, splat(block_sums[r * num_blocks() + block]), sums[r][v]);
                     }
                 }

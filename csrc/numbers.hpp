@@ -39,15 +39,15 @@ struct Wide<float16> {
 
 // Sum of `size` arrays in their order, rounded once. `out` may be one of the arrays.
 template <typename T>
-void sum(const T* const* parts, int size, T* out, std::size_t count) {
+void sum(const T* const* terms, int size, T* out, std::size_t count) {
     constexpr std::size_t kTile = 64;
     typename Wide<T>::type total[kTile];
     for (std::size_t first = 0; first < count; first += kTile) {
         std::size_t now = count - first < kTile ? count - first : kTile;
-        for (std::size_t i = 0; i < now; ++i) total[i] = static_cast<typename Wide<T>::type>(parts[0][first + i]);
-        for (int part = 1; part < size; ++part) {
+        for (std::size_t i = 0; i < now; ++i) total[i] = static_cast<typename Wide<T>::type>(terms[0][first + i]);
+        for (int term = 1; term < size; ++term) {
             for (std::size_t i = 0; i < now; ++i) {
-                total[i] += static_cast<typename Wide<T>::type>(parts[part][first + i]);
+                total[i] += static_cast<typename Wide<T>::type>(terms[term][first + i]);
             }
         }
         for (std::size_t i = 0; i < now; ++i) out[first + i] = static_cast<T>(total[i]);

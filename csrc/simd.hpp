@@ -32,6 +32,7 @@ constexpr int kRowTile = 12;
 constexpr int kRowTile = 4;
 #endif
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kLog2e = 1.44269504089f;
 
 template <typename V>
 INLINE V load(const void* from) {

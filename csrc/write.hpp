@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
-#include "attention.hpp"
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "threads.hpp"
 
 namespace longhelix::ISA {
 

@@ -102,7 +102,7 @@ Cache make_cache(Random& random, bool rotated) {
     std::int64_t block_tokens = pool.tiles_per_block * kLanes;
     cache.slots.assign(random.below(4), -1);
     for (int sequence = random.below(4); sequence >= 0; --sequence) {
-        // About the sizes of a tile, of a part (256), of a span (512), of several.
+        // About the sizes of a tile, of a strip (256), of a span (512), of several.
         int tokens = random.of({0, 1, 16, 17, random.below(64), 250 + random.below(20), 505 + random.below(20), 1300});
         cache.tokens.push_back(tokens);
         cache.blocks.emplace_back((tokens + block_tokens - 1) / block_tokens);

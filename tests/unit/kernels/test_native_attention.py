@@ -513,7 +513,7 @@ def reference_over_decoded(case: Case) -> tuple[Tensor, Tensor]:
     )
 
 
-# Around tiles (16), parts (256) and spans (512), where one more or one less is another path.
+# Around tiles (16), strips (256) and spans (512), where one more or one less is another path.
 edges = st.sampled_from([at + more for at in (16, 128, 256, 512, 768, 1024) for more in (-1, 0, 1)])
 counts = st.one_of(st.integers(1, 40), edges, st.integers(1, 1100))
 

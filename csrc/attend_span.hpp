@@ -1,0 +1,337 @@
+// Attention of a row block over one span of its keys.
+//
+// The rows of a sequence that share a KV head (its query rows times the heads of the group) are taken in *row blocks*.
+// A row block goes over a span in *strips* of 256 tokens: scores of the strip, its maximum, the weights, and their
+// product with the values, added to a running state.
+#pragma once
+
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "softmax_state.hpp"
+#include "threads.hpp"
+#include "turn.hpp"
+#include "work.hpp"
+
+namespace longhelix::ISA {
+
+constexpr int kStripTokens = 256;
+constexpr int kStripTiles = kStripTokens / kLanes;
+
+// First token of a span: spans widen with the position, so that a long row has enough of them and not too many.
+INLINE std::int64_t span_start(std::int64_t span) {
+    if (span <= 32) return span * 512;
+    if (span <= 32 + 56) return 16384 + (span - 32) * 2048;
+    return 131072 + (span - 88) * 8192;
+}
+
+INLINE std::int64_t num_spans(std::int64_t tokens) {
+    if (tokens <= 16384) return (tokens + 511) / 512;
+    if (tokens <= 131072) return 32 + (tokens - 16384 + 2047) / 2048;
+    return 88 + (tokens - 131072 + 8191) / 8192;
+}
+
+template <typename E>
+struct AttendSpan {
+    static constexpr int kStep = E::kStep;
+
+    const Attention& call;
+    int group, key_size, value_size, key_units;
+    std::size_t key_bytes, panel_bytes, tile_bytes;
+
+    explicit AttendSpan(const Attention& attention)
+        : call(attention),
+          group(attention.num_query_heads / attention.pool.num_kv_heads),
+          key_size(attention.pool.key_size),
+          value_size(attention.pool.value_size),
+          key_units(key_size / kStep),
+          key_bytes(static_cast<std::size_t>(key_units) * E::kRowBytes),
+          panel_bytes(kLanes / kStep * E::kRowBytes),
+          tile_bytes(longhelix::tile_bytes(attention.pool)) {}
+
+    // Rows [first, first + count) of the sequence, all of one KV head's group.
+    struct RowBlock {
+        const std::int64_t* blocks;  // of the sequence
+        int head;
+        std::int64_t first_row;
+        int num_rows;  // query rows times the heads of the group
+        std::int64_t seen;  // the largest limit
+    };
+
+    // What a thread works with; rows are padded with zeros to whole row tiles.
+    struct Memory {
+        u32* q;          // (rows, key_units)
+        float* scores;   // (kRowTile, 256)
+        u32* weights;    // (kRowTile, 256 / kStep)
+        u8* values;      // one tile's values, with the tokens after the last one as zeros
+        u8* turned;      // values of a strip made from shared keys
+        State run, span;
+    };
+
+    int padded_rows(int rows) const { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
+
+    Memory memory(int rows) const {
+        auto room = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
+        std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
+        std::size_t strip_bytes = room(kRowTile * kStripTokens * 4), state_bytes = room(padded * value_size * 4);
+        std::size_t sizes[] = {room(padded * key_units * 4), strip_bytes,  strip_bytes,       room(values_bytes()),
+                               room(turned),                 room(padded * 4), room(padded * 4), state_bytes,
+                               room(padded * 4),             room(padded * 4), state_bytes};
+        std::size_t bytes = 0;
+        for (std::size_t size : sizes) bytes += size;
+        u8* at = static_cast<u8*>(scratch(0, bytes));
+        void* pieces[11];
+        for (int i = 0; i < 11; ++i) {
+            pieces[i] = at;
+            at += sizes[i];
+        }
+        auto floats = [&](int i) { return static_cast<float*>(pieces[i]); };
+        return {static_cast<u32*>(pieces[0]), floats(1),
+                static_cast<u32*>(pieces[2]), static_cast<u8*>(pieces[3]),
+                static_cast<u8*>(pieces[4]),  {floats(5), floats(6), floats(7)},
+                {floats(8), floats(9), floats(10)}};
+    }
+
+    std::size_t values_bytes() const { return panel_bytes * (value_size / kLanes); }
+
+    const u8* tile(const RowBlock& block, std::int64_t index) const {
+        const Pool& pool = call.pool;
+        std::int64_t id = block.blocks[index / pool.tiles_per_block];
+        std::int64_t number = tile_number(pool, block.head, id, index % pool.tiles_per_block);
+        return pool.data + static_cast<std::size_t>(number) * tile_bytes;
+    }
+
+    // Queries as units, times scale * log2(e) where that costs no accuracy: scores are then powers of 2.
+    void gather_queries(const RowBlock& block, u32* q) const {
+        for (int r = 0; r < padded_rows(block.num_rows); ++r) {
+            u32* to = q + static_cast<std::ptrdiff_t>(r) * key_units;
+            if (r >= block.num_rows) {
+                std::memset(to, 0, key_units * 4);
+                continue;
+            }
+            std::int64_t from = (block.first_row + r / group) * call.q.stride +
+                                static_cast<std::int64_t>(block.head * group + r % group) * key_size;
+            for (int c = 0; c < key_size; c += kLanes) {
+                E::from_floats(to + c / kStep, load_number(call.q.data, from + c, call.q.number));
+            }
+        }
+    }
+
+    std::int64_t limit(const RowBlock& block, int r) const {
+        return r < block.num_rows ? call.limits[block.first_row + r / group] : 0;
+    }
+
+    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token).
+    template <int R, int V, bool Ahead>
+    void score(const u32* q, const u8* const (&tiles)[V], const u8* const (&ahead)[2], const std::int64_t* seen,
+               float* scores) const {
+        f32x16 sums[R][V] = {};
+        accumulate<E, R, V, Ahead>(sums, q, key_units, tiles, key_units, ahead);
+        float scale = call.scale * kLog2e;
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            f32x16 factor = splat(scale);
+            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + scales_offset());
+            i32x16 lanes = lane_indices() + v * kLanes;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                f32x16 score = sums[r][v] * factor;
+                int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
+                if (visible < (v + 1) * kLanes) score = lanes < visible ? score : splat(kMinusInfinity);
+                store(scores + r * kStripTokens + v * kLanes, score);
+            }
+        }
+    }
+
+    std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
+
+    // Scores to weights, in place of the running base; returns how the running state must shrink.
+    void weigh(const u8* const* tiles, int num_tiles, int rows, const std::int64_t* seen, const State& run, float* scores,
+               u32* weights, float* shrink) const {
+        for (int r = 0; r < rows; ++r) {
+            float* row = scores + r * kStripTokens;
+            f32x16 highest = load<f32x16>(row);
+            for (int t = 1; t < num_tiles; ++t) highest = larger(highest, load<f32x16>(row + t * kLanes));
+            float top = largest(highest), base = run.base[r] > top ? run.base[r] : top;
+            // Where nothing was seen yet, any finite base gives weights of 0.
+            float finite = base == kMinusInfinity ? 0.0f : base;
+            f32x16 sums[4] = {};  // chains, so that one does not wait for the other
+            for (int t = 0; t < num_tiles; ++t) {
+                f32x16 weight = exp2(load<f32x16>(row + t * kLanes) - finite);
+                sums[t % 4] += weight;
+                if constexpr (E::kScaled) {
+                    f32x16 scaled = weight * load_bf16(tiles[t] + scales_offset() + value_scales_offset());
+                    // The scale of a token that was never written may be anything.
+                    weight = lane_indices() + t * kLanes < clamp(seen[r]) ? scaled : f32x16{};
+                }
+                E::from_floats(weights + r * (kStripTokens / kStep) + t * (kLanes / kStep), weight);
+            }
+            shrink[r] = exp2(splat(run.base[r] - finite))[0];
+            run.sum[r] = run.sum[r] * shrink[r] + total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+            run.base[r] = base;
+        }
+    }
+
+    INLINE int clamp(std::int64_t seen) { return seen < kStripTokens ? static_cast<int>(seen) : kStripTokens; }
+
+    std::size_t value_scales_offset() const { return call.pool.shared ? 0 : kLanes * 2; }
+
+    // Adds weights times values to the state: R rows, V * 16 channels from `channel` on.
+    template <int R, int V, bool Ahead>
+    void add_values(const u8* const* values, const u8* const* next, int num_tiles, int channel, const u32* weights,
+                    const float* shrink, float* out) const {
+        f32x16 sums[R][V];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) {
+                sums[r][v] = load<f32x16>(out + static_cast<std::ptrdiff_t>(r) * value_size + channel + v * kLanes) * shrink[r];
+            }
+        }
+        std::size_t first = channel / kLanes * panel_bytes;
+        for (int t = 0; t < num_tiles; ++t) {
+            const u8* panels[V];
+            for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
+            const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
+            accumulate<E, R, V, Ahead>(sums, weights + t * (kLanes / kStep), kStripTokens / kStep, panels, kLanes / kStep,
+                                       ahead);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) {
+                store(out + static_cast<std::ptrdiff_t>(r) * value_size + channel + v * kLanes, sums[r][v]);
+            }
+        }
+    }
+
+    struct Strip {
+        const u8* tiles[kStripTiles];
+        const u8* values[kStripTiles];
+        // What to ask the memory for while a tile's keys, and its values, are read: the next strip, in the order of its
+        // addresses, half of it during the keys.
+        const u8* ahead_keys[kStripTiles];
+        const u8* ahead_values[kStripTiles];
+        int num_tiles;
+    };
+
+    // R rows from `row` of the block over one strip.
+    template <int R, bool Ahead>
+    void attend_rows(const RowBlock& block, const Strip& strip, std::int64_t start, int row, const Memory& memory) const {
+        // As many chains of sums as hide the latency of one, and no more than there are registers.
+        constexpr int kTiles = kRowTile < 12 ? 1 : R <= 4 ? 4 : 2;
+        constexpr int kPanels = kRowTile < 12 ? 1 : R <= 6 ? 4 : 2;
+        std::int64_t seen[R], most = 0;
+        for (int r = 0; r < R; ++r) {
+            seen[r] = limit(block, row + r) - start;
+            if (seen[r] < 0) seen[r] = 0;
+            if (seen[r] > most) most = seen[r];
+        }
+        if (most == 0) return;
+        int num_tiles = (clamp(most) + kLanes - 1) / kLanes;
+        const u32* q = memory.q + static_cast<std::ptrdiff_t>(row) * key_units;
+        int t = 0;
+        std::int64_t left[R];
+        auto rest = [&] {
+            for (int r = 0; r < R; ++r) left[r] = seen[r] > t * kLanes ? seen[r] - t * kLanes : 0;
+            return left;
+        };
+        auto score_tiles = [&]<int V>() {
+            const u8* tiles[V];
+            for (int v = 0; v < V; ++v) tiles[v] = strip.tiles[t + v];
+            const u8* middle = V > 1 ? strip.ahead_keys[t + V / 2] : strip.ahead_keys[t] + tile_bytes / 4;
+            const u8* ahead[2] = {strip.ahead_keys[t], middle};
+            score<R, V, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
+        };
+        for (; t + kTiles <= num_tiles; t += kTiles) score_tiles.template operator()<kTiles>();
+        if constexpr (kTiles > 1) {
+            for (; t < num_tiles; ++t) score_tiles.template operator()<1>();
+        }
+        State run{memory.run.base + row, memory.run.sum + row,
+                  memory.run.out + static_cast<std::ptrdiff_t>(row) * value_size};
+        float shrink[R];
+        weigh(strip.tiles, num_tiles, R, seen, run, memory.scores, memory.weights, shrink);
+        int channel = 0;
+        for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
+            add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
+        }
+        for (; channel < value_size; channel += kLanes) {
+            add_values<R, 1, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
+        }
+    }
+
+    void attend_strip(const RowBlock& block, std::int64_t start, std::int64_t stop, const Memory& memory) const {
+        Strip strip;
+        std::int64_t first = start / kLanes, last = (block.seen + kLanes - 1) / kLanes - 1;
+        strip.num_tiles = static_cast<int>((stop - start + kLanes - 1) / kLanes);
+        for (int t = 0; t < strip.num_tiles; ++t) {
+            strip.tiles[t] = tile(block, first + t);
+            strip.values[t] = strip.tiles[t] + key_bytes;
+            if (call.pool.shared) {
+                u8* turned = memory.turned + t * values_bytes();
+                turn(strip.tiles[t], turned);
+                strip.values[t] = turned;
+            }
+        }
+        std::size_t half = tile_bytes / 2;
+        for (int t = 0; t < strip.num_tiles; ++t) {
+            std::int64_t next = first + kStripTiles + t / 2;
+            strip.ahead_keys[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
+            next += kStripTiles / 2;
+            strip.ahead_values[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
+        }
+        if (stop == block.seen && stop % kLanes) {
+            // Tokens after the last one may hold anything, and 0 * NaN is NaN.
+            u8* values = memory.values;
+            int t = strip.num_tiles - 1;
+            std::memcpy(values, strip.values[t], values_bytes());
+            clear(values, static_cast<int>(stop % kLanes));
+            strip.values[t] = values;
+        }
+        int rows = block.num_rows, row = 0;
+        if constexpr (kRowTile == 12) {
+            // Whoever comes first asks for the next strip; for the others this one is in the cache.
+            if (rows > 12 && rows <= 16) {
+                attend_rows<8, true>(block, strip, start, 0, memory);
+                return attend_rows<8, false>(block, strip, start, 8, memory);
+            }
+            if (rows > 8) {
+                attend_rows<12, true>(block, strip, start, 0, memory);
+                for (row = 12; rows - row > 8; row += 12) attend_rows<12, false>(block, strip, start, row, memory);
+                if (rows <= row) return;
+            }
+            if (rows - row > 6) return attend_rows<8, true>(block, strip, start, row, memory);
+            if (rows - row > 4) return attend_rows<6, true>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+        }
+        for (; rows - row > 2; row += 4) attend_rows<4, true>(block, strip, start, row, memory);
+        if (rows - row == 2) return attend_rows<2, true>(block, strip, start, row, memory);
+        if (rows - row == 1) return attend_rows<1, true>(block, strip, start, row, memory);
+    }
+
+    // Zeros in place of the values of tokens from `token` on.
+    void clear(u8* values, int token) const {
+        for (int channel = 0; channel < value_size; ++channel) {
+            u8* panel = values + channel / kLanes * panel_bytes;
+            for (int t = token; t < kLanes; ++t) {
+                E::write(panel + E::offset(t / kStep, channel % kLanes, t % kStep), 0.0f, t / kStep);
+            }
+        }
+    }
+
+    // Values of a tile from its keys.
+    void turn(const u8* keys, u8* values) const {
+        for (std::size_t panel = 0; panel < values_bytes(); panel += panel_bytes) turn_panel<E>(keys + panel, values + panel);
+    }
+
+    // The state of one span, in memory.run.
+    void attend(const RowBlock& block, std::int64_t span, const Memory& memory) const {
+        reset_state(memory.run, padded_rows(block.num_rows), value_size);
+        std::int64_t stop = span_start(span + 1) < block.seen ? span_start(span + 1) : block.seen;
+        done.attended.fetch_add(block.num_rows * (stop - span_start(span)), std::memory_order_relaxed);
+        for (std::int64_t start = span_start(span); start < stop; start += kStripTokens) {
+            attend_strip(block, start, start + kStripTokens < stop ? start + kStripTokens : stop, memory);
+        }
+    }
+};
+
+}  // namespace longhelix::ISA
