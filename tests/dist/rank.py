@@ -4,7 +4,6 @@ Every rank runs the same deterministic scheduler, so no messages are needed; onl
 """
 
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
@@ -33,10 +31,11 @@ from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
 from longhelix.runner.graphed_layers import GraphedLayers
-from longhelix.runner.rank import load_model, new_pool
+from longhelix.runner.rank import load_model, meet, new_pool
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.step_cost import step_cost, step_cut
 
 
@@ -257,12 +256,12 @@ class mutation:  # noqa: N801 - reads as a statement
 
 
 def main():
-    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    started = StartedRank.from_command_line()
+    rank, size = started.rank, int(started.arguments[0])
     warnings.simplefilter("ignore")
     native.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+        meet(size, rank, started.directory)
     meshes, direct_rows = {}, DirectRows()
     for line in sys.stdin:
         try:

@@ -101,7 +101,7 @@ def _expand_latents(values, scales, up_qXZ, nope_size, blocks_J, first, count, k
     if scales is not None:
         latent_SC = latent_SC.to(up_qXZ.dtype) * scales[blocks_J[used], 0].flatten()[:count, None]
     k_SqC, v_SqC = reference.expand_latents(latent_SC, up_qXZ, nope_size)
-    filled = [pad(part, (0, made.key_size - part.shape[-1])) for part in (k_SqC, v_SqC)]
+    filled = [pad(made_SqC, (0, made.key_size - made_SqC.shape[-1])) for made_SqC in (k_SqC, v_SqC)]
     return torch.stack(filled).unsqueeze(0).to(made.torch_dtype)
 
 

@@ -1,7 +1,7 @@
 """Weights of matrix products, plain or packed for the native CPU kernels.
 
 A packed weight is a row of panels, one for every 16 outputs: [input][output], inputs in pairs where the numbers are
-bfloat16 or narrower. Narrow numbers come in scale blocks of 32 inputs: the block's part of the panel, then 16 float16
+bfloat16 or narrower. Narrow numbers come in scale blocks of 32 inputs: the block's rows of the panel, then 16 float16
 scales and 16 float16 offsets, one for each output; weight = scale * stored + offset (csrc/kernels.hpp).
 """
 
