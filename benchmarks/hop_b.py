@@ -158,8 +158,8 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from longhelix.bench.measure import interleave
     from longhelix.kernels import native
+    from longhelix.measure.timing import interleave
     from longhelix.parallel.mesh import Mesh
     from longhelix.request import Work
     from longhelix.runner.rank import load_model, new_runner
@@ -227,7 +227,7 @@ def _latency_s(mesh) -> float:
     """Of the smallest exchange: the first quartile of many, since what else the host does only adds to it."""
     import torch
 
-    from longhelix.bench.measure import interleave
+    from longhelix.measure.timing import interleave
 
     send = torch.zeros(len(RANKS), dtype=torch.uint8)
     call = {"": lambda: mesh.kvp.all_to_all(send, [1] * len(RANKS), [1] * len(RANKS))}
@@ -238,7 +238,7 @@ class Requests:
     """`batch` requests of `context` tokens each, whose keys and values are random numbers, on one rank."""
 
     def __init__(self, config, rank: int, batch: int, context: int) -> None:
-        from longhelix.bench.model import fill
+        from longhelix.measure.model import fill
         from longhelix.runner.rank import new_pool
 
         self.kvp, self.rank, self.batch, self.context = config.layout.kvp, rank, batch, context

@@ -16,6 +16,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.workers.started_rank import StartedRank
 
 SPEC = ModelSpec(
     architecture="llama",
@@ -81,12 +82,13 @@ def run_wave(loop, seed, first_id):
 
 
 def main():
-    rank, size, directory, *marks = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    mesh = toy.join(rank, size, directory)
+    started = StartedRank.from_command_line()
+    size, *marks = map(int, started.arguments)
+    mesh = toy.join(started, size)
     runner = toy.make_runner(SPEC, mesh, toy.Tensors(SPEC), "bfloat16", NUM_BLOCKS)
     scheduler = Scheduler(SchedulerConfig(kvp=size, num_blocks=NUM_BLOCKS, max_model_len=4096, chunk_tokens=256))
     loop, steps, wave = Loop(scheduler, toy.AtOnce(runner), lambda: 0.0), 0, 0
-    for mark in map(int, marks):
+    for mark in marks:
         while steps < mark:
             steps += run_wave(loop, wave, wave * len(REQUESTS))
             wave += 1

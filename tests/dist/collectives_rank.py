@@ -3,7 +3,6 @@
 import os
 import random
 import resource
-import sys
 import time
 
 import pytest
@@ -15,6 +14,8 @@ from longhelix.errors import PeerLostError
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import is_lost_peer
 from longhelix.parallel.mesh import Mesh
+from longhelix.runner.rank import meet
+from longhelix.workers.started_rank import StartedRank
 
 COUNTS = (1, 7, 576, 8193, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -171,9 +172,11 @@ def refusals(group, backend):
 
 
 def main():
-    case, backend, rank, size, rendezvous = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    started = StartedRank.from_command_line()
+    rank, (size, case, backend) = started.rank, started.arguments
+    size = int(size)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    meet(size, rank, started.directory)
     mesh = Mesh.build(Layout(kvp=size, tpa=1), rank, None if backend == "auto" else backend)
     assert dist.get_backend(mesh.kvp._handle) == ("shm" if backend == "auto" else backend)
     for name in case.split(","):

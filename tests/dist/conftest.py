@@ -8,7 +8,7 @@ def worlds():
     started = {}
 
     def world(size):
-        if size not in started or any(process.poll() is not None for process in started[size].processes):
+        if size not in started or not started[size].is_up:
             started[size] = World(size)
         return started[size]
 

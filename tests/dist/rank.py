@@ -4,7 +4,6 @@ Every rank runs the same deterministic scheduler, so no messages are needed; onl
 """
 
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -18,7 +17,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
@@ -36,12 +34,13 @@ from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
 from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.graphed_layers import GraphedLayers
-from longhelix.runner.rank import find, load_model, new_pool
+from longhelix.runner.rank import find, load_model, meet, new_pool
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.step_cost import step_cost
 
 
@@ -316,12 +315,12 @@ class mutation:  # noqa: N801 - reads as a statement
 
 
 def main():
-    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    started = StartedRank.from_command_line()
+    rank, size = started.rank, int(started.arguments[0])
     warnings.simplefilter("ignore")
     native.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
+        meet(size, rank, started.directory)
     meshes, direct_rows = {}, DirectRows()
     for line in sys.stdin:
         try:

@@ -34,6 +34,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.workers.started_rank import StartedRank
 from packed_pool import LARGEST, stored
 
 TOKENS = 10_000_000
@@ -415,8 +416,9 @@ def rest_of_model(tensors, tokens_T, out_TX):
 
 
 def main():
-    rank, size, directory, kv_dtype, placement = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    mesh = toy.join(rank, size, directory)
+    started = StartedRank.from_command_line()
+    size, kv_dtype, placement = started.arguments
+    mesh = toy.join(started, int(size))
     tensors, prompt = make_tensors(), make_prompt()
     run = run_engine(mesh, tensors, prompt, kv_dtype, placement)
     assert run.tokens == [*range(1, ROWS + 1)], run.tokens

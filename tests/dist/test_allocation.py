@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import toy
+from world import run_ranks
 
 from longhelix.kernels import native
 
@@ -24,9 +24,9 @@ MOST_GROWTH = {
 @pytest.mark.parametrize(
     "size", [1, pytest.param(2, marks=pytest.mark.skipif(native.module is None, reason="shared memory is native"))]
 )
-def test_ten_thousand_steps_hold_no_more_than_two_thousand(tmp_path, size):
+def test_ten_thousand_steps_hold_no_more_than_two_thousand(size):
     marks = [str(WARM), str(LAST)]
-    for output in toy.run_ranks("allocation_rank.py", marks, size, tmp_path, timeout_s=240):
+    for output in run_ranks("allocation_rank", marks, size, timeout_s=240):
         warm, last = map(json.loads, output.splitlines())
         assert warm["steps"] < 1.5 * WARM
         assert last["steps"] >= LAST

@@ -15,9 +15,11 @@ pytestmark = pytest.mark.dist
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from longhelix.workers import worker
+from longhelix.workers import started_rank, worker
+directory = Path(sys.argv[1])
+started_rank.end_with_parent(os.getppid(), directory)
 worker.HEARTBEAT_S = 0
-worker._Heart(Path(sys.argv[1]), 0, os.getppid())
+worker._Heart(directory, 0)
 time.sleep(600)
 """
 

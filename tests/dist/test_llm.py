@@ -23,8 +23,7 @@ from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
 from longhelix.request import Step
 from longhelix.runner.progress import Progress
-from longhelix.workers import pool as launch
-from longhelix.workers import watchdog
+from longhelix.workers import pool, ranks, watchdog
 from longhelix.workers.transport import Alive
 
 pytestmark = pytest.mark.dist
@@ -449,7 +448,7 @@ def test_one_refused_prompt_refuses_the_batch_and_leaves_no_request(llm):
 
 
 def children_and_sockets(llm):
-    return list(llm.process_ids.values()), Path(llm._core._pool._directory)
+    return list(llm.process_ids.values()), llm._core._pool._processes.directory
 
 
 def run_all(llm):
@@ -547,7 +546,7 @@ def test_ranks_may_take_long_before_they_can_give_a_sign(oracle, tmp_path, monke
     program = "import sys, time; time.sleep(8 * ('longhelix.workers.worker' in sys.orig_argv))"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(launch, "_LOADING_SILENCE_S", 4.0)
+    monkeypatch.setattr(pool, "_LOADING_SILENCE_S", 4.0)
     with LLM(str(oracle.path)) as llm:
         assert llm.generate("Hi", SamplingParams(max_new_tokens=1))[0].finish_reason == "length"
 
@@ -660,7 +659,7 @@ def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fa
         llm.close()
     else:
         monkeypatch.setattr(llm._core._pool._socket, "send", Mock())
-        monkeypatch.setattr(launch.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr(ranks.time, "sleep", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.close()
         monkeypatch.undo()
@@ -731,7 +730,7 @@ def test_workers_end_when_the_engine_is_killed(oracle):
     program = (
         "import sys\nfrom longhelix import LLM, Layout\n"
         f"llm = LLM({str(oracle.path)!r}, Layout(kvp=2))\n"
-        "print(*llm.process_ids.values(), llm._core._pool._directory, flush=True)\nsys.stdin.read()\n"
+        "print(*llm.process_ids.values(), llm._core._pool._processes.directory, flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         *process_ids, directory = engine.stdout.readline().decode().split()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-import toy
+from world import run_ranks
 
 from longhelix.kernels import native
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 280
 
 @pytest.mark.parametrize("placement", ["growing", "striped"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_ten_million_tokens_equal_float64(tmp_path, kv_dtype, placement):
-    for rank, output in enumerate(toy.run_ranks("ten_million_rank.py", [kv_dtype, placement], 2, tmp_path, TIMEOUT_S)):
+def test_ten_million_tokens_equal_float64(kv_dtype, placement):
+    for rank, output in enumerate(run_ranks("ten_million_rank", [kv_dtype, placement], 2, TIMEOUT_S)):
         for name, (difference, share) in json.loads(output).items():
             print(f"rank {rank}, {name}: {difference:.2g}, {share:.2g} of the tolerance")

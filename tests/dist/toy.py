@@ -1,10 +1,6 @@
 """Toy models straight from tensors, run by the engine's own scheduler and runner on every rank of a world."""
 
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,34 +20,12 @@ BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
 
 
-def run_ranks(program, arguments, size, directory, timeout_s):
-    """What each rank of `program` printed; they are gone when this returns, in `timeout_s` at the latest."""
-    deadline = time.monotonic() + timeout_s
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(program)), str(rank), str(size), str(directory), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=max(deadline - time.monotonic(), 0)) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert not any(rank.returncode for rank in ranks), "\n".join(errors for _, errors in outputs)
-    return [output for output, _ in outputs]
-
-
-def join(rank, size, directory):
+def join(started, size):
     """This rank's place in a world that shares its KV over all ranks, by shared memory."""
     native.set_num_threads(1)
     if size > 1:
-        meet(size, rank, Path(directory))
-    mesh = Mesh.build(Layout(kvp=size), rank)
+        meet(size, started.rank, started.directory)
+    mesh = Mesh.build(Layout(kvp=size), started.rank)
     assert size == 1 or dist.get_backend(mesh.kvp._handle) == "shm"
     return mesh
 

@@ -1,16 +1,17 @@
-"""Worlds of real processes that stay up for many cases; a case that does not end in time kills its world."""
+"""Worlds of real processes: for many cases, or for one program to its end. What does not end in time is killed."""
 
 import json
+import os
 import subprocess
-import sys
-import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
 
-RANK_PROGRAM = Path(__file__).with_name("rank.py")
+from longhelix.workers.ranks import Ranks
+
 CASE_TIMEOUT_S = 180
+_PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(_PATHS)}  # programs of ranks are modules of this folder
 
 
 class World:
@@ -21,49 +22,46 @@ class World:
 
     def __init__(self, size):
         self.size = size
-        self.directory = tempfile.TemporaryDirectory(prefix="longhelix-test-")
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(RANK_PROGRAM), str(rank), str(size), self.directory.name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+        self.ranks = Ranks()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.ranks.start("rank", range(size), str(size), environment=ENVIRONMENT, **pipes)
+
+    @property
+    def is_up(self):
+        return not self.ranks.statuses()
 
     def run(self, case, timeout_s=CASE_TIMEOUT_S):
-        line = json.dumps(case | {"out": self.directory.name}) + "\n"
-        watchdog = threading.Timer(timeout_s, self.kill)
-        watchdog.start()
-        try:
-            for process in self.processes:
+        directory, processes = self.ranks.directory, self.ranks.processes.values()
+        line = json.dumps(case | {"out": str(directory)}) + "\n"
+        with self.ranks.watched(timeout_s) as watch:
+            for process in processes:
                 process.stdin.write(line)
                 process.stdin.flush()
-            replies = [process.stdout.readline().strip() for process in self.processes]
-        finally:
-            watchdog.cancel()
+            replies = [process.stdout.readline().strip() for process in processes]
         if replies != ["ok"] * self.size:
-            self.kill()  # what a rank that failed left undone would be the next case's
-        assert replies == ["ok"] * self.size, f"ranks said {replies} for {case}"
-        found = [dict(np.load(Path(self.directory.name) / f"rank{rank}.npz")) for rank in range(self.size)]
+            self.ranks.kill()  # what a rank that failed left undone would be the next case's
+        assert replies == ["ok"] * self.size, f"ranks said {replies} for {case}: {watch.error}"
+        found = [dict(np.load(directory / f"rank{rank}.npz")) for rank in range(self.size)]
         for rank in found:
             assert rank["fingerprints"].tolist() == found[0]["fingerprints"].tolist(), f"collectives differ in {case}"
             assert self.size == 1 or rank["fingerprints"].any()
         return found
 
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-
     def close(self):
-        for process in self.processes:
+        for process in self.ranks.processes.values():
             process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        self.directory.cleanup()
+        self.ranks.wait(10)
+        self.ranks.close()
+
+
+def run_ranks(program, arguments, size, timeout_s):
+    """What each rank of `program`, a module of this folder, printed; they are gone when this returns, in `timeout_s` at
+    the latest."""
+    with Ranks() as ranks:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.start(program, range(size), str(size), *arguments, environment=ENVIRONMENT, **pipes)
+        with ranks.watched(timeout_s) as watch:
+            outputs = [process.communicate() for process in ranks.processes.values()]
+        assert watch.error is None, "\n".join([str(watch.error), *(errors for _, errors in outputs)])
+        assert not any(ranks.statuses().values()), "\n".join(errors for _, errors in outputs)
+    return [output for output, _ in outputs]

@@ -1,26 +1,12 @@
-"""Collectives between ranks of this host: shared memory and gloo, side by side."""
+"""The table of collectives: shared memory and gloo, side by side."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import msgspec
-import torch
-import torch.distributed as dist
-
-from longhelix.bench.measure import Timing
 from longhelix.bench.section import Column, Plot, Section
-from longhelix.bench.world import Row, collect
-from longhelix.errors import UserError
-from longhelix.kernels import native
-from longhelix.parallel import shared_memory
-from longhelix.runner.rank import meet
+from longhelix.measure import collectives
+from longhelix.measure.collectives import BURST_CALLS, SETTLING_CALLS
+from longhelix.measure.world import Row
 
-DTYPE = torch.bfloat16
-# A gloo call leaves threads at work behind it, which would slow the call of the other that follows: shm after a gloo
-# call took 18 us where it takes 5 after its own. So each has some calls in a row, of which the first do not count.
-BURST_CALLS = 12
-SETTLING_CALLS = 4
 COLUMNS = (
     Column("collective", "collective"),
     Column("ranks", "ranks", "d"),
@@ -38,87 +24,10 @@ NOTE = (
 )
 
 
-class CollectivesJob(msgspec.Struct, frozen=True, tag=True):
-    """What `ranks` processes measure: every collective at every size, in `repeats` turns."""
-
-    ranks: int
-    bytes: tuple[int, ...]
-    repeats: int
-
-    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        native.set_num_threads(1)
-        meet(self.ranks, rank, directory)
-        shared_memory.register()
-        groups = {name: dist.new_group(backend=name) for name in (shared_memory.NAME, "gloo")}
-        for name in COLLECTIVES:
-            for num_bytes in self.bytes:
-                conditions = {"collective": name, "ranks": self.ranks, "bytes": num_bytes}
-                yield conditions | self._point(groups, name, num_bytes)
-
-    def _point(self, groups: dict[str, dist.ProcessGroup], name: str, num_bytes: int) -> Row:
-        whole = torch.zeros(num_bytes // DTYPE.itemsize, dtype=DTYPE)
-        part = torch.zeros(len(whole) // self.ranks, dtype=DTYPE)
-        calls = {backend: COLLECTIVES[name](group, whole, part) for backend, group in groups.items()}
-        samples_s: dict[str, list[float]] = {backend: [] for backend in calls}
-        barrier = groups[shared_memory.NAME].barrier
-        for _ in range(self.repeats):
-            for backend, call in calls.items():
-                for number in range(BURST_CALLS):
-                    barrier()
-                    start = time.perf_counter()
-                    call().wait()
-                    if number >= SETTLING_CALLS:
-                        samples_s[backend].append(time.perf_counter() - start)
-        timings = {backend: Timing.of(samples) for backend, samples in samples_s.items()}
-        gloo_s, shm = timings["gloo"].median_s, timings[shared_memory.NAME]
-        return {**timings["gloo"].row("gloo_s"), **shm.row("shm_s"), "speedup": gloo_s / shm.median_s}
-
-
-def _all_reduce(group, whole, part) -> Callable:
-    return lambda: group.allreduce([whole])
-
-
-def _all_to_all(group, whole, part) -> Callable:
-    received = torch.empty_like(whole)
-    return lambda: group.alltoall_base(received, whole, [], [])
-
-
-def _all_gather(group, whole, part) -> Callable:
-    return lambda: group._allgather_base(whole, part)
-
-
-def _reduce_scatter(group, whole, part) -> Callable:
-    return lambda: group._reduce_scatter_base(part, whole)
-
-
-# Each makes a call that starts the collective and returns its work.
-COLLECTIVES = {
-    "all-reduce": _all_reduce,
-    "all-to-all": _all_to_all,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-}
-
-
 def section(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> Section:
-    """Worlds of each size, one after the other."""
-    for count in ranks:
-        _check(count, sizes_bytes)
-    rows = []
-    for count in ranks:
-        rows += [row[0] for row in collect(CollectivesJob(count, sizes_bytes, repeats), count, on_point)]
+    """Measure with each number of ranks, one after the other."""
+    rows = collectives.measure(ranks, sizes_bytes, repeats, on_point)
     plot = Plot(("shm_s", "gloo_s"), ("collective", "ranks"), x="bytes")
     return Section("collectives", "Collectives", NOTE, COLUMNS, rows, plot)
-
-
-def _check(ranks: int, sizes_bytes: tuple[int, ...]) -> None:
-    if ranks < 2:
-        raise UserError(f"{ranks} ranks exchange nothing: set --ranks to 2 or more")
-    for size_bytes in sizes_bytes:
-        if size_bytes % (ranks * DTYPE.itemsize):
-            raise UserError(
-                f"{size_bytes} bytes do not divide among {ranks} ranks of {DTYPE.itemsize}-byte numbers: "
-                f"give multiples of {ranks * DTYPE.itemsize}"
-            )

@@ -1,4 +1,4 @@
-"""The conditions of a run, which stand beside its numbers."""
+"""The conditions under which numbers were measured, which reports show beside them."""
 
 import importlib.metadata
 import os
@@ -21,7 +21,7 @@ def environment(date: str) -> dict[str, object]:
         "cpu": _cpu_model(),
         "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
         "cores": host.cores(),
-        "last_level_cache_bytes": last_level_cache_bytes(),
+        "last_level_cache_bytes": host.last_level_cache_bytes(),
         "memory_bytes": host.memory_bytes(),
         "available_memory_bytes": host.available_bytes(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -42,12 +42,6 @@ def _cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def last_level_cache_bytes() -> int | None:
-    """The largest cache of the first core, where the system tells."""
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((1024 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=None)
-
-
 def _commit() -> str | None:
     """The commit of the checkout that this package lies in, if it does, and whether files have changed since."""
     package = Path(__file__).parents[1]
@@ -58,7 +52,7 @@ def _commit() -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """What git says in a directory; nothing where it is not installed or it is no checkout."""
+    """The output of git in a directory; empty where git is not installed or the directory is no checkout."""
     try:
         done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longhelix.bench.section import Column, Plot, Section
-from longhelix.bench.world import Row
+from longhelix.measure.world import Row
 
 _THREADS = Column("threads", "threads", "d")
 _CONTEXT = Column("context", "context", ",d")

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
-from longhelix.bench import memory
-from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops
 from longhelix.bench.kernel_tables import sections_of
-from longhelix.bench.measure import Timing, interleave
-from longhelix.bench.model import fill
 from longhelix.bench.section import Section
-from longhelix.bench.world import Row, collect
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
 from longhelix.kernels import TILES, KVFormat, linear, make_weight, native, partial_attention
+from longhelix.measure import memory
+from longhelix.measure.formulas import attention_flops, causal_pairs, linear_flops
+from longhelix.measure.model import fill
+from longhelix.measure.timing import Timing, interleave
+from longhelix.measure.world import Row, collect
 
 BLOCK_TOKENS = 16
 NUM_KV_HEADS = 2
@@ -33,8 +33,8 @@ _CPU = torch.device("cpu")
 Calls = Mapping[str, Callable[[], object]]
 
 
-class KernelsJob(msgspec.Struct, frozen=True, tag=True):
-    """What one process measures, with each number of threads. `groups`: query heads of a KV head."""
+class KernelsJob(msgspec.Struct, frozen=True):
+    """The job of one process: every kernel with each number of threads. `groups`: query heads of a KV head."""
 
     context: int
     kv_dtypes: tuple[str, ...]
@@ -80,7 +80,7 @@ class KernelsJob(msgspec.Struct, frozen=True, tag=True):
         return {"part": "latent", **attention.row(), **bounded}
 
     def _product(self, read: Calls, dtype: str, outputs: int, depth: int) -> Row:
-        """One row: memory-bound, so it goes over as many copies of the weight as no cache holds."""
+        """The product of one row, bound by memory: it reads copies of the weight, more than any cache holds."""
         x_TX, weight_NK = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
         weight = make_weight(weight_NK, dtype)
         copies = [replace(weight, values=weight.values.clone()) for _ in range(_num_copies(weight.values))]
@@ -156,12 +156,12 @@ class Attention:
 
 
 def _num_copies(weight: Tensor) -> int:
-    """Enough that together they are as large as what measures memory."""
+    """How many copies of the weight are together as large as what `memory.reader` reads."""
     return -(-memory.READ_BYTES // weight.nbytes)
 
 
 def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
-    """The kernel against memory."""
+    """The rate at which the kernel reads, beside that of reading memory."""
     bytes_per_s = num_bytes / timings["kernel"].median_s
     memory_bytes_per_s = memory.READ_BYTES / timings["read"].median_s
     rates = {"read_bytes": num_bytes, "bytes_per_s": bytes_per_s, "memory_bytes_per_s": memory_bytes_per_s}
@@ -169,7 +169,7 @@ def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
 
 
 def _arithmetic(timings: Mapping[str, Timing], flops: int) -> Row:
-    """The kernel against matrix products."""
+    """The rate at which the kernel computes, beside those of torch's matrix products."""
     flops_per_s = flops / timings["kernel"].median_s
     peaks = {f"{name}_flops_per_s": memory.MULTIPLIER_FLOPS / timings[name].median_s for name in memory.DTYPES}
     row = timings["kernel"].row("time_s") | {"flops": flops, "flops_per_s": flops_per_s} | peaks

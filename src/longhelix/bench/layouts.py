@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from longhelix.bench.measure import interleave
-from longhelix.bench.model import LongRequests, RankModel
 from longhelix.bench.section import Column, Section
-from longhelix.bench.world import Row, collect
 from longhelix.layout import Layout
+from longhelix.measure.model import LongRequests, RankModel
+from longhelix.measure.timing import interleave
+from longhelix.measure.world import Row, collect
 from longhelix.request import Request, SamplingParams, Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.runner import ModelRunner
@@ -42,8 +42,11 @@ NOTE = (
 )
 
 
-class LayoutsJob(msgspec.Struct, frozen=True, tag=True):
-    """What every rank measures: `points` are requests and their context; `configs` are by strategy, Helix first."""
+class LayoutsJob(msgspec.Struct, frozen=True):
+    """Every rank's job: decode and prefill with each strategy in turn.
+
+    configs: by strategy, Helix first. points: how many requests, and the context of each in tokens.
+    """
 
     configs: dict[str, EngineConfig]
     points: tuple[tuple[int, int], ...]
@@ -82,7 +85,7 @@ class LayoutsJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Prefill:
-    """Runs prompts to their first tokens, through a scheduler that decides alike on every rank."""
+    """Runs prompts to their first tokens. Every rank has a scheduler of its own, and all of them decide the same."""
 
     def __init__(self, model: RankModel, prompts: list[list[int]]) -> None:
         self._config = model.config.scheduler
@@ -99,7 +102,7 @@ class _Prefill:
 
 
 class _Immediate:
-    """A runner of this rank alone: computes at `submit`."""
+    """The runner of this rank, which computes a step as soon as it is submitted."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.num_blocks = runner.pool.num_blocks

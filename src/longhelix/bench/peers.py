@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longhelix.bench.section import Column, Plot, Section
-from longhelix.bench.world import Row
 from longhelix.machine import host
+from longhelix.measure.world import Row
 from longhelix.runner.config import EngineConfig
 from longhelix.workers.environment import rank_environment
 
@@ -22,7 +22,7 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class Peer:
-    """A program, and where its Python is: a virtual environment's name, or None for the one that runs this."""
+    """A program. environment: the virtual environment that it runs in, by name; None: the one that runs this."""
 
     name: str
     program: str
@@ -75,7 +75,7 @@ SIDE_NOTE = (
 
 @dataclass
 class Peers:
-    """The peers found under `directory`; `remarks` collects sentences on those that are not, or that fail."""
+    """The peers that are installed under `directory`; `remarks` has a sentence on each that is missing or fails."""
 
     directory: Path
     remarks: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Peers:
         return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
 
     def points(self, peer: Peer, options: list[str]) -> list[Row]:
-        """The peer's points; none, and a sentence why, where it is missing or fails."""
+        """What the peer measured. Where it is missing or fails that is nothing, and `remarks` says why."""
         python = sys.executable if peer.environment is None else str(self.directory / peer.environment / "bin/python")
         program = PROGRAMS / peer.program
         missing = peer.environment is None and importlib.util.find_spec(peer.package) is None
@@ -139,7 +139,7 @@ class Peers:
 
 
 def peer_row(point: Row) -> Row:
-    """A peer's point, with the time of a step, or of the whole prompt."""
+    """A peer's point as a row: its time is that of a decode step, or of the whole prompt."""
     speed = point["prefill_tokens_per_s"]
     return {
         "program": point["peer"],
@@ -150,7 +150,7 @@ def peer_row(point: Row) -> Row:
 
 
 def own(row: Row) -> Row:
-    """A row of longhelix's decode or prefill, in the same words."""
+    """A row of longhelix's decode or prefill as a row of the peers' table."""
     is_decode = "step_s" in row
     return {
         "program": "longhelix",
@@ -164,7 +164,7 @@ def own(row: Row) -> Row:
 
 
 def beside(rows: Sequence[Row]) -> list[Row]:
-    """By context, each with its time relative to that of the first row there, which is longhelix's."""
+    """The rows sorted by context, each with its time relative to the first row of its context, which is longhelix's."""
     first: dict[int, Row] = {}
     for row in rows:
         first.setdefault(row["context"], row)
@@ -173,7 +173,7 @@ def beside(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fits(config: EngineConfig, context: int) -> bool:
-    """Whether a peer that holds this KV in bfloat16 more than once finds the memory for it."""
+    """Whether free memory holds _COPIES copies of this KV in bfloat16, as peers may make."""
     spec = config.spec
     kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
     return _COPIES * kv_bytes < host.available_bytes()

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from longhelix.bench.measure import Timing, seconds
 from longhelix.bench.peers import PLANNERS, Peers
 from longhelix.bench.section import Column, Section
-from longhelix.bench.world import Row
 from longhelix.errors import UserError
+from longhelix.measure.timing import Timing, seconds
+from longhelix.measure.world import Row
 from longhelix.workers.environment import rank_environment
 
 COLUMNS = (
@@ -64,7 +64,7 @@ print(json.dumps({"time_s": time.perf_counter() - start}))
 
 
 def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None]) -> list[Section]:
-    """Measure ours, and each peer that is there once."""
+    """Measure our planner `repeats` times, and each peer that is installed once."""
     rows = [_of("sweep", [_program(_SWEEP) for _ in range(repeats)])]
     rows.append(_of("plan", [_plan() for _ in range(repeats)]))
     rows.append(_of("import", [_program(_IMPORT) for _ in range(repeats)]))
@@ -78,7 +78,7 @@ def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None])
 
 
 def _of(what: str, samples: Sequence[Row]) -> Row:
-    """The median of repeated runs, with what they counted."""
+    """The median time of repeated runs, and what the last of them counted."""
     timing = Timing.of([row["time_s"] for row in samples])
     counted = {name: value for name, value in samples[-1].items() if name != "time_s"}
     row = {"what": what, **counted, **timing.row("time_s")}
@@ -88,14 +88,14 @@ def _of(what: str, samples: Sequence[Row]) -> Row:
 
 
 def _plan() -> Row:
-    """The whole command."""
+    """How long the command takes, start-up included."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command()))
     return {"time_s": took_s}
 
 
 def _own() -> Row:
-    """Our answer in the peers' words."""
+    """Our answer as a row of the peers' table."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command()))
     best = found["frontier"][-1]

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from longhelix.bench.section import Column, Section
-from longhelix.bench.world import Row
+from longhelix.measure.world import Row
 
 
 def available() -> bool:

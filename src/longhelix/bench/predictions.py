@@ -1,17 +1,17 @@
-"""Predicted beside measured: what a calibrated system says of runs, most of which its constants were not fitted to."""
+"""Predicted beside measured: what a calibrated system says of requests, most of which it was not fitted to."""
 
 from collections.abc import Sequence
 
-from longhelix.bench.calibration import Extent, run_of
 from longhelix.bench.section import Column, Section
-from longhelix.bench.world import Row
+from longhelix.calibrate.measurements import CalibrationScope, Measurements, measured_request
 from longhelix.layout import Layout
-from longhelix.perf.fit import run_seconds
+from longhelix.measure.world import Row
+from longhelix.perf.fit import request_seconds
 from longhelix.perf.setting import Setting
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import HardwareSpec
 
-EXTENT = Extent((2048, 4096, 8192, 16384, 32768), 21, (512, 1024, 2048, 4096, 8192), 2, 15, 25)
+SCOPE = CalibrationScope((2048, 4096, 8192, 16384, 32768), 21, (512, 1024, 2048, 4096, 8192), 2, 15, 25)
 LAYOUTS = (Layout(), Layout(kvp=2), Layout(tpa=2), Layout(kvp=2, tpa=2), Layout(kvp=4))
 COLUMNS = (
     Column("work", "work"),
@@ -32,20 +32,24 @@ NOTE = (
 )
 
 
-def predicted(system: HardwareSpec, config: EngineConfig, runs: Sequence[Row], fitted: Extent) -> list[Row]:
-    """The runs in the dtypes of `config`, with what the system predicts of each."""
+def predicted(
+    system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
+) -> list[Row]:
+    """The requests in the dtypes of `config`, with what the system predicts of each."""
     setting = Setting(config.spec, system, config.weight_dtype, config.kv_dtype)
-    own = [run for run in runs if (run["weight_dtype"], run["kv_dtype"]) == (config.weight_dtype, config.kv_dtype)]
+    dtypes = config.weight_dtype, config.kv_dtype
+    own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
+    predictions_s = request_seconds(setting, [measured_request(row) for row in own]).tolist()
     return [
-        run | {"predicted_s": seconds, "error": seconds / run["seconds"] - 1, "use": _use(run, fitted)}
-        for run, seconds in zip(own, run_seconds(setting, [run_of(run) for run in own]).tolist(), strict=True)
+        row | {"predicted_s": seconds, "error": seconds / row["seconds"] - 1, "use": _use(row, fitted)}
+        for row, seconds in zip(own, predictions_s, strict=True)
     ]
 
 
-def _use(run: Row, fitted: Extent) -> str:
-    if fitted.fits(run):
+def _use(row: Row, fitted: CalibrationScope) -> str:
+    if fitted.includes(row):
         return "fit"
-    return "test" if run["weight_dtype"] == run["kv_dtype"] == "bfloat16" else "extra"
+    return "test" if row["weight_dtype"] == row["kv_dtype"] == "bfloat16" else "extra"
 
 
 def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
@@ -64,8 +68,12 @@ PRODUCT_COLUMNS = (
 PRODUCT_NOTE = "The engine's own products with a square weight of 2,048, all threads, dtypes in turn."
 
 
-def sections(system: HardwareSpec, products: Sequence[Row], rows: Sequence[Row]) -> list[Section]:
-    """The constants, rates of products by dtype and size, and the predictions that the constants make."""
+def sections(
+    system: HardwareSpec, measured: Measurements, configs: Sequence[EngineConfig], fitted: CalibrationScope
+) -> list[Section]:
+    """The constants, rates of products by dtype and size, and the predictions that the constants make of what was
+    measured in the dtypes of each of `configs`; `fitted` is what the constants were fitted to."""
+    rows = [row for config in configs for row in predicted(system, config, measured.requests, fitted)]
     means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())
     constants = [
         {"constant": name, "value": value, "source": system.sources[name]} for name, value in system.constants.items()
@@ -73,6 +81,6 @@ def sections(system: HardwareSpec, products: Sequence[Row], rows: Sequence[Row])
     columns = (Column("constant", "constant"), Column("value", "value", ".4g"), Column("source", "source"))
     return [
         Section("constants", "The system local", "Seconds, bytes and operations, each a second.", columns, constants),
-        Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, products),
+        Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, measured.products),
         Section("predictions", "Predictions", f"{NOTE} Mean error: {means}.", COLUMNS, rows),
     ]

@@ -25,7 +25,7 @@ class Report:
 
     @property
     def sentences(self) -> list[str]:
-        """The remarks, and what the numbers say about the machine's quiet."""
+        """The remarks, and whether the machine was busy and the numbers noisy."""
         found = list(self.remarks)
         load = self.environment["load_average"][0]
         if load > IDLE_LOAD:
@@ -44,7 +44,7 @@ class Report:
         return json.dumps({"environment": self.environment, "remarks": self.sentences, **sections})
 
     def shown(self) -> list[Table | str]:
-        """What a terminal shows."""
+        """Tables and sentences, in the order in which a terminal shows them."""
         tables = []
         for section in self.sections:
             table = Table(title=section.title, title_justify="left", caption=section.note, caption_justify="left")
@@ -56,7 +56,7 @@ class Report:
         return [_conditions(self.environment), *tables, MEDIANS, *self.sentences]
 
     def as_markdown(self, images: dict[str, str]) -> str:
-        """`images`: section name to the image's file name."""
+        """The report in Markdown. `images`: a section's name to the file name of its image."""
         lines = [f"# longhelix bench, {self.environment['date']}", "", _conditions(self.environment), MEDIANS, ""]
         lines += [f"- {sentence}" for sentence in self.sentences] + [""] * bool(self.sentences)
         for section in self.sections:

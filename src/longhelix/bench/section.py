@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longhelix.bench.world import Row
+from longhelix.measure.world import Row
 
 
 @dataclass(frozen=True)

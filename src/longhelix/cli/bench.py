@@ -110,7 +110,7 @@ class BenchModelOptions:
     "Threads of a rank. [default: cores / ranks]"
 
     def config(self, lengths: Sequence[int], **settings: Any) -> "EngineConfig":
-        from longhelix.bench.suite import configure
+        from longhelix.measure.configuration import configure
 
         return configure(self.model, Layout(kvp=self.kvp, tpa=self.tpa), lengths, threads=self.threads, **settings)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longhelix.cli.bench import check_out, show
 from longhelix.cli.values import Flag
+from longhelix.layout import Layout
 from longhelix.presets import local_system_path, write_system
 
 
@@ -24,13 +25,22 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     """
     path = local_system_path() if out is None else out
     check_out(path, "TOML", "machine.toml")
-    from longhelix.bench.suite import Suite
+    from longhelix.bench.environment import environment
+    from longhelix.bench.predictions import sections
+    from longhelix.bench.report import Report
+    from longhelix.calibrate.measurements import FULL, SHORT, Measurements
+    from longhelix.calibrate.system import local_system
+    from longhelix.measure import progress
+    from longhelix.measure.memory import check_native
 
-    date = datetime.now().astimezone().isoformat(timespec="seconds")
-    suite = Suite(date, None, lambda line: print(line, file=sys.stderr))
-    system = suite.calibrate(short)
+    check_native()
+    conditions = environment(datetime.now().astimezone().isoformat(timespec="seconds"))
+    scope = SHORT if short else FULL
+    config = scope.config(Layout(), "bfloat16")
+    measured = Measurements.take(scope, [config], progress.by_name(lambda line: print(line, file=sys.stderr)))
+    system = local_system(measured, config, scope)
     write_system(system, path)
-    report = suite.finish()
+    report = Report(conditions, sections(system, measured, [config], scope))
     if json:
         print(json_module.dumps({"path": str(path)} | json_module.loads(report.as_json())))
         return

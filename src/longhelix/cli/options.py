@@ -26,7 +26,7 @@ stderr = Console(stderr=True)
 
 
 def _type(setting: Field) -> Any:
-    """What the command line takes for a setting; nothing where it is not given."""
+    """The type of a setting's flag, whose default is None: not given."""
     check, said = setting.metadata["check"], setting.metadata["documentation"]
     if setting.default is not None and setting.default is not False:
         said += f" [default: {setting.default}]"
@@ -41,7 +41,7 @@ def _type(setting: Field) -> Any:
 
 
 def _flags(name: str, settings: Iterable[Field]) -> type:
-    """A record of one flag for each setting, all None."""
+    """A record with one flag for each setting, None where it is not given."""
     flags = [(setting.name, _type(setting), None) for setting in settings]
     record = make_dataclass(name, flags, namespace={"__module__": __name__}, frozen=True, kw_only=True)
     return Parameter(name="*", group="Engine")(record)
@@ -53,7 +53,7 @@ BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) 
 
 
 def given(flags: Any) -> dict[str, Any]:
-    """The settings that are set."""
+    """The settings that were given, by name."""
     settings = {name: value for name, value in vars(flags).items() if value is not None}
     if "rope_scaling" in settings:
         settings["rope_scaling"] = _parsed(settings["rope_scaling"])

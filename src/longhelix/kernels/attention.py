@@ -29,7 +29,7 @@ def partial_attention(
     most_tokens: int | None = None,
     onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed rows over this rank's part of their KV, with the log-sum-exp that makes it mergeable.
+    """Attention of packed rows over this rank's shard of their KV, with the log-sum-exp that makes it mergeable.
 
     q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_X (int64): local KV blocks of all
     sequences, those of each in position order. extents_B2 (int64): where those of each begin and end in blocks_X.

@@ -101,7 +101,7 @@ def _expand_latents(values, scales, up_qXZ, nope_size, blocks_J, first, count, k
     used = slice(first // layer.format.block_tokens, -(-(first + count) // layer.format.block_tokens))
     latent_JDkC, _ = layer.decoded(blocks_J[used])
     k_SqC, v_SqC = reference.expand_latents(latent_JDkC.flatten(0, 2)[:count], up_qXZ, nope_size)
-    filled = [pad(part, (0, made.key_size - part.shape[-1])) for part in (k_SqC, v_SqC)]
+    filled = [pad(made_SqC, (0, made.key_size - made_SqC.shape[-1])) for made_SqC in (k_SqC, v_SqC)]
     return torch.stack(filled).unsqueeze(0).to(STORED[made.dtype].dtype)
 
 

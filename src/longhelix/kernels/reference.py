@@ -209,8 +209,8 @@ def run_experts(
         if not len(rows):
             continue
         inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, True, None, normed_TH.dtype)
-        part = linear(inner, down[index], None, None, 0.0, False, None, torch.float32)
-        out_TH.index_add_(0, rows, part * weights_X1)
+        out_XH = linear(inner, down[index], None, None, 0.0, False, None, torch.float32)
+        out_TH.index_add_(0, rows, out_XH * weights_X1)
     return out_TH.to(normed_TH.dtype)
 
 

@@ -31,6 +31,12 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits(root))]), 0)
 
 
+def last_level_cache_bytes(root: Path = _ROOT) -> int | None:
+    """The size of the first core's largest cache, None where the system does not tell."""
+    sizes = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((1024 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=None)
+
+
 def _quotas(root: Path) -> Iterator[float]:
     """Cores' worth of time of each group that this process is in, where that is limited."""
     for group in _groups(root, ""):

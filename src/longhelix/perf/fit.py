@@ -14,7 +14,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.spec import HardwareSpec
 
-RUN_CONSTANTS = ("memory_efficiency", "compute_efficiency", "attention_efficiency")
+REQUEST_CONSTANTS = ("memory_efficiency", "compute_efficiency", "attention_efficiency")
 COLLECTIVE_CONSTANTS = ("collective_s", "scale_up.latency_s", "scale_up.bytes_per_s")
 
 _COSTS = {
@@ -29,7 +29,7 @@ _CONVERGED = 1e-9
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRequest:
     """What was measured of one request: its prefill of `tokens` in chunks of `chunk`, or (None) one decode step.
 
     tokens: of the prompt, or of the KV that the step reads. seconds: what it took.
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Call:
+class MeasuredCollective:
     """A collective that was measured, by name: over `ranks`, of a tensor of `size_bytes`; it took `seconds`."""
 
     name: str
@@ -51,46 +51,46 @@ class Call:
     seconds: float
 
 
-def run_seconds(setting: Setting, runs: Sequence[Run]) -> Array:
-    """Predicted seconds of each run. Nothing overlaps: so the engine runs them."""
-    layouts = Layouts.of([run.layout for run in runs], hop_b=False)
-    tokens = np.array([run.tokens for run in runs], dtype=np.float64)
-    chunks = np.array([run.chunk or 0 for run in runs], dtype=np.float64)
+def request_seconds(setting: Setting, requests: Sequence[MeasuredRequest]) -> Array:
+    """Predicted seconds of each request. Nothing overlaps: so the engine runs them."""
+    layouts = Layouts.of([request.layout for request in requests], hop_b=False)
+    tokens = np.array([request.tokens for request in requests], dtype=np.float64)
+    chunks = np.array([request.chunk or 0 for request in requests], dtype=np.float64)
     step = chunks == 0
-    seconds = np.empty(len(runs))
+    seconds = np.empty(len(requests))
     seconds[step] = decode_seconds(setting, layouts.take(step), 1.0, tokens[step])
     seconds[~step] = prefill_seconds(setting, layouts.take(~step), tokens[~step], chunks[~step])
     return seconds
 
 
-def call_seconds(system: HardwareSpec, calls: Sequence[Call]) -> Array:
+def collective_seconds(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> Array:
     """Predicted seconds of each collective."""
     sent = [
-        _COSTS[call.name](system, Group(np.array([float(call.ranks)]), np.ones(1)), np.array([float(call.size_bytes)]))
-        for call in calls
+        _COSTS[each.name](system, Group(np.array([float(each.ranks)]), np.ones(1)), np.array([float(each.size_bytes)]))
+        for each in measured
     ]
     return np.concatenate([each.seconds for each in sent])
 
 
-def fit_runs(setting: Setting, runs: Sequence[Run]) -> HardwareSpec:
-    """The setting's system with the fractions of its peaks that the runs reach."""
+def fit_requests(setting: Setting, requests: Sequence[MeasuredRequest]) -> HardwareSpec:
+    """The setting's system with the fractions of its peaks that the requests reach."""
     return fit(
         setting.system,
-        RUN_CONSTANTS,
-        lambda system: run_seconds(replace(setting, system=system), runs),
-        np.array([run.seconds for run in runs]),
-        f"fitted: {len(runs)} decode steps and prefills",
+        REQUEST_CONSTANTS,
+        lambda system: request_seconds(replace(setting, system=system), requests),
+        np.array([request.seconds for request in requests]),
+        f"fitted: {len(requests)} decode steps and prefills",
     )
 
 
-def fit_calls(system: HardwareSpec, calls: Sequence[Call]) -> HardwareSpec:
+def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> HardwareSpec:
     """The system with what collectives cost in it."""
     return fit(
         system,
         COLLECTIVE_CONSTANTS,
-        lambda tried: call_seconds(tried, calls),
-        np.array([call.seconds for call in calls]),
-        f"fitted: {len(calls)} collectives",
+        lambda tried: collective_seconds(tried, measured),
+        np.array([each.seconds for each in measured]),
+        f"fitted: {len(measured)} collectives",
     )
 
 

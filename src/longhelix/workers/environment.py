@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def rank_environment() -> dict[str, str]:
-    """What a rank's process starts with: this one's environment, and what it leaves open."""
+    """The environment of a rank's process: that of this one, with defaults for variables that it does not have."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return {
         # OpenMP threads that wait for each other spin briefly, then sleep. With libgomp's own default (300,000 turns)

@@ -1,16 +1,9 @@
-"""The ranks as processes: started, watched, ended. To the loop they are one runner."""
+"""The ranks as one runner of the loop: told their steps, listened to, and ended together."""
 
 import math
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import zmq
 
@@ -21,19 +14,19 @@ from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.cut import Cut
 from longhelix.workers import torchrun
-from longhelix.workers.environment import rank_environment
+from longhelix.workers.ranks import Ranks
 from longhelix.workers.step_cost import step_cost
 from longhelix.workers.transport import (
     Alive,
     CountRows,
     Done,
     EngineSocket,
+    Execute,
     Failed,
     Joined,
     Loaded,
     Ready,
     RowCounts,
-    Run,
     Start,
     Stop,
     ToEngine,
@@ -69,7 +62,6 @@ class WorkerPool:
         self._ranks = range(config.layout.world_size)
         self._watchdog = Watchdog(config)
         self._results: dict[int, dict[int, StepResult]] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Quiet time counts while the engine listens, and a little between two times that it does, so that a suspended
         # engine blames nobody, and one that is polled without waiting sees who is silent.
         self._listened_at = time.monotonic()
@@ -79,19 +71,16 @@ class WorkerPool:
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0
         self._closed = False
-        self._ended = False
         self._on_traced = on_traced
-        self._directory = (
-            torchrun.make_directory() if torchrun.is_active() else Path(tempfile.mkdtemp(prefix="longhelix-"))
-        )
+        # torchrun has started the ranks but for the first, whose process it uses for the engine.
+        self._processes = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         try:
-            self._socket = EngineSocket(self._directory)
+            self._socket = EngineSocket(self._processes.directory)
         except BaseException:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._processes.close()
             raise
         try:
-            for rank in [0] if torchrun.is_active() else self._ranks:
-                self._processes[rank] = self._start_process(rank)
+            self._processes.start("longhelix.workers.worker", [0] if torchrun.is_active() else self._ranks)
             arrangements = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
@@ -104,13 +93,13 @@ class WorkerPool:
     @property
     def process_ids(self) -> dict[int, int]:
         """Rank to process id, of the processes that this pool started."""
-        return {rank: process.pid for rank, process in self._processes.items()}
+        return self._processes.process_ids
 
     def submit(self, step: Step) -> None:
         """Give a step to all ranks. A step that cannot be sent ends the engine: what it was to do is lost."""
         self._check_open()
         try:
-            self._socket.send(self._ranks, Run(step))
+            self._socket.send(self._ranks, Execute(step))
         except Exception as error:
             self.close(grace_s=0)
             raise EngineError(f"step {step.id} cannot be sent: {type(error).__name__}: {error}") from error
@@ -171,20 +160,14 @@ class WorkerPool:
     def close(self, grace_s: float = _STOP_S) -> None:
         """End every process that this pool started and remove its sockets, whatever interrupts the wait for them; does
         nothing once that is done."""
-        if self._ended:
-            return
         try:
             if not self._closed:
                 self._closed = True
                 self._stop(grace_s)
         finally:
-            for process in self._processes.values():
-                process.kill()
-            for process in self._processes.values():
-                process.wait()
+            self._processes.kill()
             self._socket.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._ended = True
+            self._processes.close()
 
     def _stop(self, grace_s: float) -> None:
         """Ask the ranks to end themselves, and give them some time."""
@@ -192,19 +175,11 @@ class WorkerPool:
             self._socket.send(self._ranks, Stop())
         except zmq.ZMQError:  # they are ended all the same
             return
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes.values()):
-            time.sleep(0.01)
+        self._processes.wait(grace_s)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine has ended: make a new one")
-
-    def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
-        arguments = ["--rank", str(rank), "--directory", str(self._directory), "--parent", str(os.getpid())]
-        # -P: a worker imports nothing from the directory that the user happens to stand in.
-        command = [sys.executable, "-P", "-m", "longhelix.workers.worker", *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=rank_environment())
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
@@ -262,13 +237,10 @@ class WorkerPool:
             self._consequences[rank] = message.cause
 
     def _check_processes(self) -> None:
-        for rank, process in self._processes.items():
-            status = process.poll()
-            if status is not None and status < 0:
-                raise EngineError(f"rank {rank} (process {process.pid}) was ended by {_signal_name(-status)}")
-        for rank, process in self._processes.items():
-            if process.poll() is not None and rank not in self._consequences and self._quiet_s[rank] > 1.0:
-                raise EngineError(f"rank {rank} (process {process.pid}) ended with status {process.returncode}")
+        self._processes.check_signals()
+        for rank, status in self._processes.statuses().items():
+            if rank not in self._consequences and self._quiet_s[rank] > 1.0:
+                raise EngineError(f"{self._processes.describe(rank)} ended with status {status}")
         for rank in self._ranks:
             if self._quiet_s[rank] > self._patience_s[rank] and rank not in self._consequences:
                 raise EngineError(
@@ -285,7 +257,3 @@ def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
     others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
     if others:
         raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank 0")
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -1,4 +1,4 @@
-"""What steps cost on the engine's machine: what its own decisions are made by."""
+"""The cost of steps on the engine's machine, by which the engine decides how to cut and place them."""
 
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
@@ -7,14 +7,15 @@ from longhelix.spec import HardwareSpec
 
 
 def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
-    """`overlaps`: what ranks send travels while they compute, because they do not share memory."""
+    """The cost of steps of this engine. `overlaps`: ranks do not share memory, so what they send travels while they
+    compute."""
     return StepCost(
         Setting(config.spec, _system(config, overlaps), config.weight_dtype, config.kv_dtype), config.layout
     )
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
-    """The engine's machine as its collectives meet it."""
+    """The engine's machine, with the links that its collectives go over."""
     system = config.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
     if config.device == "cpu" and overlaps:  # ranks that do not share memory meet as hosts do
         system = system.replaced({"scale_up.ranks": 1}, "ranks that do not share memory")

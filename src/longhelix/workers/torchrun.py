@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from longhelix.errors import EngineError, UserError
+from longhelix.workers.started_rank import end_with_parent
 
 _ENGINE_START_S = 120.0
 
@@ -36,7 +37,9 @@ def join(world_size: int) -> None:
     if rank:
         from longhelix.workers import worker  # brings torch, which the engine's own process does without
 
-        raise SystemExit(worker.serve(_await_directory(), rank, parent=os.getppid()))
+        directory = _await_directory()
+        end_with_parent(os.getppid(), directory)
+        raise SystemExit(worker.serve(directory, rank))
 
 
 def make_directory() -> Path:

@@ -30,7 +30,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     config: EngineConfig
 
 
-class Run(msgspec.Struct, tag=True, frozen=True):
+class Execute(msgspec.Struct, tag=True, frozen=True):
     """Engine: execute a step."""
 
     step: Step
@@ -104,7 +104,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Run | CountRows | Stop
+ToWorker = Start | Execute | CountRows | Stop
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Failed
 
 

@@ -1,9 +1,5 @@
 """A worker: one process, one rank. It does what the engine says and decides nothing."""
 
-import argparse
-import os
-import shutil
-import signal
 import sys
 import threading
 import time
@@ -20,16 +16,17 @@ from longhelix.runner.runner import ModelRunner
 from longhelix.runner.tracer import Tracer
 from longhelix.runner.warm_up import warm_up_steps
 from longhelix.spans import UNTRACED, Spans
+from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.transport import (
     Alive,
     CountRows,
     Done,
+    Execute,
     Failed,
     Joined,
     Loaded,
     Ready,
     RowCounts,
-    Run,
     Start,
     Stop,
     Traced,
@@ -42,22 +39,13 @@ HEARTBEAT_S = 1.0
 
 def main() -> int:
     """Entry of `python -m longhelix.workers.worker`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    arguments = parser.parse_args()
-    return serve(arguments.directory, arguments.rank, arguments.parent)
+    started = StartedRank.from_command_line()
+    return serve(started.directory, started.rank)
 
 
-def serve(directory: Path, rank: int, parent: int) -> int:
-    """Serve the engine behind `directory` until it says stop; returns the process's exit status.
-
-    `parent` is the id of the process that started this one. The worker is told it, because by the time that torch
-    is imported the parent may be gone, and the id that the system then gives is another's.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the engine's to handle
-    heart = _Heart(directory, rank, parent)
+def serve(directory: Path, rank: int) -> int:
+    """Serve the engine behind `directory` until it says stop; returns the process's exit status."""
+    heart = _Heart(directory, rank)
     socket = WorkerSocket(directory, rank)
     try:
         _serve(socket, directory, rank, heart)
@@ -87,7 +75,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
     socket.send(Ready(runner.arrangement))
     while True:
         match socket.receive():
-            case Run(step):
+            case Execute(step):
                 result = runner.execute(step)
                 if tracer is not None:
                     socket.send(Traced(tracer.take()))
@@ -142,18 +130,15 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
 class _Heart:
     """Tells the engine, from a thread of its own, that this process runs and how far it is."""
 
-    def __init__(self, directory: Path, rank: int, parent: int) -> None:
+    def __init__(self, directory: Path, rank: int) -> None:
         self.progress: Callable[[], Progress] = Progress
-        threading.Thread(target=self._beat, args=(directory, rank, parent), daemon=True).start()
+        threading.Thread(target=self._beat, args=(directory, rank), daemon=True).start()
 
-    def _beat(self, directory: Path, rank: int, parent: int) -> None:
-        """Until the parent is gone: then the process ends, so that no rank is left an orphan."""
+    def _beat(self, directory: Path, rank: int) -> None:
         socket = WorkerSocket(directory, rank, role="heartbeat")
-        while os.getppid() == parent:
+        while True:
             socket.offer(Alive(self.progress()))
             time.sleep(HEARTBEAT_S)
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,24 @@
-"""The benchmarks: formulas against hand-made numbers, reports, refusals; a tiny real run of each sub-command."""
+"""The benchmarks: reports, peers, refusals; a tiny real run of each sub-command."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from longhelix.bench import decode, model, peers, prefill
-from longhelix.bench.clock import PARTS, Clock
-from longhelix.bench.collectives import CollectivesJob
-from longhelix.bench.formulas import attention_flops, causal_pairs, linear_flops, prefill_flops
-from longhelix.bench.measure import Timing, interleave
-from longhelix.bench.model import LongRequests, RankModel, fill, prefill_steps
+from longhelix.bench import peers
 from longhelix.bench.peers import Peers, beside
 from longhelix.bench.report import Report
 from longhelix.bench.section import Column, Plot, Section
-from longhelix.bench.suite import configure
-from longhelix.bench.world import World
-from longhelix.cache.pool import KVPool
 from longhelix.cli.main import main
-from longhelix.errors import EngineError
-from longhelix.kernels import KVFormat, native, partial_attention
+from longhelix.kernels import native
 from longhelix.layout import Layout
-from longhelix.spec import KV_DTYPES
+from longhelix.measure.configuration import configure
 
 pytestmark = [
     pytest.mark.unit,
     pytest.mark.skipif(native.module is None, reason="bench measures the native kernels, which are not built here"),
 ]
 
-CPU = torch.device("cpu")
 ENVIRONMENT = {"date": "2000-01-01", "cpu": "a CPU", "instruction_set": "a set", "cores": 2, "commit": None}
 ENVIRONMENT |= {"memory_bytes": 8e9, "available_memory_bytes": 4e9, "load_average": [0.1, 0.0, 0.0]}
 ENVIRONMENT |= {"system": "a system", "python": "3", "torch": "2", "longhelix": "0"}
@@ -45,113 +27,6 @@ ENVIRONMENT |= {"system": "a system", "python": "3", "torch": "2", "longhelix": 
 @pytest.fixture(scope="module")
 def config():
     return configure("builtin", Layout(), [64], weight_dtype=None, kv_dtype=None)
-
-
-# What is counted
-
-
-def test_causal_pairs_are_those_counted_one_by_one():
-    for num_rows, context in ((1, 1), (1, 9), (4, 4), (3, 10)):
-        assert causal_pairs(num_rows, context) == sum(range(context - num_rows + 1, context + 1))
-
-
-def test_flops_are_two_for_each_multiplication():
-    assert linear_flops(3, 5, 7) == 2 * 3 * 5 * 7
-    assert attention_flops(3, 8, 4, 5) == 2 * (3 * 5 * 8 + 3 * 5 * 4)  # scores, then outputs
-
-
-def test_prefill_counts_every_weight_that_the_model_declares(config):
-    spec = config.spec
-    norms = spec.hidden_size * (2 * spec.num_layers + 1)
-    head = spec.hidden_size * spec.vocab_size
-    attention = 4 * spec.num_query_heads * spec.head_size * spec.num_layers * sum(range(1, 11))
-    layers = config.weight_elements(0) - norms - head
-    assert prefill_flops(spec, 10) == 2 * 10 * layers + 2 * head + attention
-
-
-def test_ranks_share_one_row_of_decode():
-    ranks = [
-        {"step_s": 0.5, "read_bytes": 10, "memory_bytes_per_s": 40, "peak_rss_bytes": 3, "formula_bytes": 2},
-        {"step_s": 9.9, "read_bytes": 30, "memory_bytes_per_s": 60, "peak_rss_bytes": 7, "formula_bytes": 5},
-    ]
-    row = decode.combine(ranks)
-    assert (row["step_s"], row["bytes_per_s"], row["fraction"]) == (0.5, 80, 0.8)
-    assert (row["peak_rss_bytes"], row["formula_bytes"]) == (7, 5)
-
-
-def test_ranks_share_one_row_of_prefill(config):
-    row = prefill.combine([{"prompt": 10, "prefill_s": 2.0, "matmul_flops_per_s": 3e9}] * 2, config)
-    assert row["tokens_per_s"] == 5
-    assert row["mfu"] == pytest.approx(prefill_flops(config.spec, 10) / 2.0 / 6e9)
-
-
-# How it is timed
-
-
-def test_calls_take_turns_and_the_warm_up_does_not_count():
-    order = []
-    calls = {"a": lambda: order.append("a"), "b": lambda: (order.append("b"), time.sleep(0.002))}
-    timings = interleave(calls, repeats=3, warm_up=1)
-    assert order == ["a", "b"] * 4
-    assert timings["b"].median_s >= 0.002
-
-
-def test_a_timing_is_a_median_with_quartiles():
-    timing = Timing.of([1.0, 100.0, 3.0, 2.0, 4.0])
-    assert (timing.median_s, timing.quartiles_s) == (3.0, (2.0, 4.0))
-    assert timing.over(2).row("a_s") == {"a_s": 1.5, "a_s_quartiles": [1.0, 2.0], "spread": pytest.approx(2 / 3)}
-    assert Timing.of([2.0]).row("a_s")["spread"] == 0
-
-
-def test_the_clock_sees_a_prefill_in_its_parts_and_a_decode_on_its_tape(config):
-    rank = RankModel(config, 0, Path())
-    runner = rank.runner(48)
-    with Clock() as clock:
-        for step in prefill_steps(rank, 0, (1,) * 48):
-            runner.execute(step)
-    assert clock.seconds["attention_s"] > 0 < clock.seconds["products_s"]
-    request = LongRequests(rank, 48)
-    request.step()
-    with Clock() as clock:
-        start = time.perf_counter()
-        request.step()
-        total_s = time.perf_counter() - start
-    parts = clock.parts(total_s, 1)
-    assert len(request.runner.layers._tapes) == 1
-    assert parts["attention_s"] > 0 < parts["products_s"]
-    assert parts["outside_s"] > 0
-    assert sum(parts.values()) == pytest.approx(total_s)
-    assert set(parts) == {*PARTS, "outside_s"}
-    request.step()
-    assert clock.parts(total_s, 1) == parts
-
-
-def test_a_long_request_takes_the_same_step_again_and_again(config):
-    rank = RankModel(config, 0, Path())
-    request = LongRequests(rank, 50)
-    sequence = request.runner.sequences[0]
-    tokens = set()
-    for _ in range(2):
-        request.step()
-        assert (sequence.length, sequence.local_length) == (50, 50)
-        tokens.add(sequence.last_token)
-    assert len(tokens) == 1  # greedy, from the same keys and values
-
-
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_filled_keys_and_values_are_finite_and_not_all_alike(dtype, monkeypatch):
-    monkeypatch.setattr(model, "_FILL_BLOCKS", 2)  # so that five blocks are copies of two
-    pool = KVPool({"kv": KVFormat.choose(dtype, 16, 2, 32, 32, CPU)}, 2, 5, CPU)
-    for layer in pool.entries():
-        layer.values.fill_(255)  # a NaN in every dtype that has one
-    fill(pool)
-    for layer in pool.entries():
-        q_TqC = torch.randn(1, 4, 32)
-        table = torch.arange(5), torch.tensor([[0, 5]]), torch.tensor([0, 1]), torch.tensor([80])
-        out_TqC, lse_Tq = partial_attention(q_TqC, layer, *table, 0.2)
-        assert out_TqC.isfinite().all()
-        assert lse_Tq.isfinite().all()
-        assert out_TqC.std() > 0.01
 
 
 # What is told
@@ -338,40 +213,3 @@ def test_layouts(capfd):
     assert rows["tied"]["exchanged_bytes"] == 2 * row_bytes + 2 * 30 * 9 * 64 * 2
     assert rows["Helix"]["over_helix"] == rows["Helix"]["prefill_over_helix"] == 1
     assert all(row["step_s"] > 0 < row["prefill_s"] for row in rows.values())
-
-
-ENDLESS = CollectivesJob(ranks=2, bytes=(2048,), repeats=10**9)
-
-
-@pytest.mark.dist
-def test_ranks_that_take_too_long_are_ended():
-    with World(ENDLESS, 2, timeout_s=1) as ranks, pytest.raises(EngineError, match="longer than 1 s"):
-        next(ranks.points())
-    assert not any(psutil.pid_exists(pid) for pid in ranks.process_ids)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("after_s", [0.1, 8], ids=["before it meets the others", "among them"])
-def test_a_rank_that_is_killed_is_named(after_s):
-    with World(ENDLESS, 2) as ranks:
-        threading.Timer(after_s, os.kill, (ranks.process_ids[1], signal.SIGKILL)).start()
-        with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
-            next(ranks.points())
-
-
-@pytest.mark.dist
-def test_ranks_end_with_the_process_that_started_them():
-    program = (
-        "from longhelix.bench.collectives import CollectivesJob\n"
-        "from longhelix.bench.world import World\n"
-        "ranks = World(CollectivesJob(2, (2048,), 10**9), 2)\n"
-        "print(*ranks.process_ids, flush=True)\n"
-        "next(ranks.points())\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
-    assert not alive

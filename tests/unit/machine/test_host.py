@@ -203,3 +203,12 @@ def test_a_process_in_a_real_group_finds_its_quota_and_its_limit(real_group):
     assert ask_inside(members, "host.cores()") == 1
     members = real_group("memory", {"memory.limit_in_bytes": GI})
     assert GI // 2 < ask_inside(members, "host.available_bytes()") < GI
+
+
+def test_the_last_level_cache_is_the_largest_of_the_first_core(tmp_path):
+    assert host.last_level_cache_bytes(tmp_path) is None
+    for index, size in enumerate(("48K", "32K", "2048K", "107520K")):
+        folder = tmp_path / "sys/devices/system/cpu/cpu0/cache" / f"index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(f"{size}\n")
+    assert host.last_level_cache_bytes(tmp_path) == 107520 * 1024

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from longhelix.bench.suite import configure
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.machine import system as machine_module
 from longhelix.machine.system import machine
+from longhelix.measure.configuration import configure
 from longhelix.presets import load_system, local_system_path, write_system
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import KV_DTYPES

@@ -7,7 +7,7 @@ import pytest
 
 from longhelix.layout import Layout
 from longhelix.perf import fit
-from longhelix.perf.fit import COLLECTIVE_CONSTANTS, RUN_CONSTANTS, Call, Run
+from longhelix.perf.fit import COLLECTIVE_CONSTANTS, REQUEST_CONSTANTS, MeasuredCollective, MeasuredRequest
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
 
@@ -32,12 +32,12 @@ TRUTH = load_system("h100").replaced(
     },
     "made up",
 )
-RUNS = [
-    *(Run(Layout(), context, None, 0.0) for context in (2048, 32768)),
-    *(Run(Layout(), prompt, 512, 0.0) for prompt in (512, 4096)),
+REQUESTS = [
+    *(MeasuredRequest(Layout(), context, None, 0.0) for context in (2048, 32768)),
+    *(MeasuredRequest(Layout(), prompt, 512, 0.0) for prompt in (512, 4096)),
 ]
-CALLS = [
-    Call(name, ranks, size_bytes, 0.0)
+COLLECTIVES = [
+    MeasuredCollective(name, ranks, size_bytes, 0.0)
     for name in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter")
     for ranks in (2, 4)
     for size_bytes in (2048, 32768, 524288)
@@ -63,41 +63,41 @@ def distance(found, names):
 
 
 def test_runs_give_back_the_fractions_that_they_were_made_with():
-    runs = timed(RUNS, fit.run_seconds(setting(), RUNS))
-    found = fit.fit_runs(setting(guessed(RUN_CONSTANTS)), runs)
-    assert distance(found, RUN_CONSTANTS) < 1e-3
+    requests = timed(REQUESTS, fit.request_seconds(setting(), REQUESTS))
+    found = fit.fit_requests(setting(guessed(REQUEST_CONSTANTS)), requests)
+    assert distance(found, REQUEST_CONSTANTS) < 1e-3
     assert found.sources["memory_efficiency"] == "fitted: 4 decode steps and prefills"
     assert found.sources["step_s"] == "made up"
 
 
 def test_calls_give_back_the_costs_that_they_were_made_with():
-    calls = timed(CALLS, fit.call_seconds(TRUTH, CALLS))
-    assert distance(fit.fit_calls(guessed(COLLECTIVE_CONSTANTS), calls), COLLECTIVE_CONSTANTS) < 1e-3
+    collectives = timed(COLLECTIVES, fit.collective_seconds(TRUTH, COLLECTIVES))
+    assert distance(fit.fit_collectives(guessed(COLLECTIVE_CONSTANTS), collectives), COLLECTIVE_CONSTANTS) < 1e-3
 
 
 def test_noise_moves_constants_no_further_than_itself():
-    runs = timed(RUNS, fit.run_seconds(setting(), RUNS), noise=0.03)
-    assert distance(fit.fit_runs(setting(guessed(RUN_CONSTANTS)), runs), RUN_CONSTANTS) < 0.1
-    calls = timed(CALLS, fit.call_seconds(TRUTH, CALLS), noise=0.03)
-    found = fit.fit_calls(guessed(COLLECTIVE_CONSTANTS), calls)
+    requests = timed(REQUESTS, fit.request_seconds(setting(), REQUESTS), noise=0.03)
+    assert distance(fit.fit_requests(setting(guessed(REQUEST_CONSTANTS)), requests), REQUEST_CONSTANTS) < 0.1
+    collectives = timed(COLLECTIVES, fit.collective_seconds(TRUTH, COLLECTIVES), noise=0.03)
+    found = fit.fit_collectives(guessed(COLLECTIVE_CONSTANTS), collectives)
     assert distance(found, ("scale_up.latency_s", "scale_up.bytes_per_s")) < 0.1
 
 
 def test_a_constant_on_which_nothing_depends_stays():
-    steps = [run for run in timed(RUNS, fit.run_seconds(setting(), RUNS)) if run.chunk is None]
-    found = fit.fit_runs(setting(guessed(RUN_CONSTANTS)), steps)
+    steps = [request for request in timed(REQUESTS, fit.request_seconds(setting(), REQUESTS)) if request.chunk is None]
+    found = fit.fit_requests(setting(guessed(REQUEST_CONSTANTS)), steps)
     assert distance(found, ("memory_efficiency",)) < 1e-3
     assert found.attention_efficiency == pytest.approx(TRUTH.attention_efficiency / 3)
 
 
 def test_no_fraction_goes_beyond_one():
-    runs = timed(RUNS, fit.run_seconds(setting(), RUNS) / 2)
-    found = fit.fit_runs(setting(), runs)
+    requests = timed(REQUESTS, fit.request_seconds(setting(), REQUESTS) / 2)
+    found = fit.fit_requests(setting(), requests)
     assert found.memory_efficiency == found.compute_efficiency == found.attention_efficiency == 1.0
 
 
-def test_runs_are_predicted_in_their_order_with_nothing_overlapped():
-    mixed = [RUNS[2], RUNS[0], Run(Layout(kvp=2), 2048, None, 0.0), RUNS[3]]
-    seconds = fit.run_seconds(setting(), mixed)
-    assert [fit.run_seconds(setting(), [run])[0] for run in mixed] == pytest.approx(list(seconds))
+def test_requests_are_predicted_in_their_order_with_nothing_overlapped():
+    mixed = [REQUESTS[2], REQUESTS[0], MeasuredRequest(Layout(kvp=2), 2048, None, 0.0), REQUESTS[3]]
+    seconds = fit.request_seconds(setting(), mixed)
+    assert [fit.request_seconds(setting(), [request])[0] for request in mixed] == pytest.approx(list(seconds))
     assert seconds[2] > seconds[1]  # the same bytes and more, and collectives

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.bench.suite import configure
 from longhelix.layout import Layout
+from longhelix.measure.configuration import configure
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds

@@ -1,4 +1,4 @@
-"""What work is done, counted from shapes alone and not from the code that does it. Pure."""
+"""How much work there is, counted from shapes alone and not from the code that does it."""
 
 from longhelix.spec import ModelSpec
 

@@ -5,16 +5,16 @@ from typing import Self
 
 from longhelix.kernels import native
 
-# What the native calls count as.
-PARTS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")
+# What native calls count as.
+KINDS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")
 
 
 class Clock:
-    """While it is entered, `seconds` counts the time in each of PARTS; a native call then takes a fraction of 1 us
+    """While it is entered, `seconds` counts the time in each of KINDS; a native call then takes a fraction of 1 us
     longer. Needs the native kernels."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(KINDS, 0.0)
 
     def __enter__(self) -> Self:
         self._before = native.module.seconds()
@@ -28,7 +28,7 @@ class Clock:
         for name, seconds in native.module.seconds().items():
             self.seconds[f"{name}_s"] += seconds - self._before[name]
 
-    def parts(self, total_s: float, runs: int) -> dict[str, float]:
-        """Mean seconds of each part in one of `runs` runs that took `total_s` together; `outside_s` is the rest."""
-        parts = {part: seconds / runs for part, seconds in self.seconds.items()}
-        return parts | {"outside_s": total_s / runs - sum(parts.values())}
+    def mean(self, total_s: float, runs: int) -> dict[str, float]:
+        """Mean seconds of each kind in one of `runs` runs that took `total_s` together; `outside_s` is the rest."""
+        kinds = {kind: seconds / runs for kind, seconds in self.seconds.items()}
+        return kinds | {"outside_s": total_s / runs - sum(kinds.values())}

@@ -25,7 +25,7 @@ class Timing:
         return cls(median, (first, third))
 
     def over(self, count: int) -> "Timing":
-        """Of one, where `count` were timed together."""
+        """The timing of one call, where `count` calls were timed together."""
         first, third = self.quartiles_s
         return Timing(self.median_s / count, (first / count, third / count))
 

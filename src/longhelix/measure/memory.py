@@ -1,4 +1,4 @@
-"""What memory and matrix products can do at best on this machine, to measure beside everything else."""
+"""The peaks of this machine, which are measured beside everything else: reading memory, multiplying matrices."""
 
 from collections.abc import Callable
 

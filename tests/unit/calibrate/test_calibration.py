@@ -4,13 +4,15 @@ import json
 
 import pytest
 
-from longhelix.bench import calibration, predictions
-from longhelix.bench.calibration import SHORT, Measured
-from longhelix.bench.suite import configure
-from longhelix.bench.world import collect
+from longhelix.bench import predictions
+from longhelix.calibrate.machine import MachineJob
+from longhelix.calibrate.measurements import SHORT, Measurements
+from longhelix.calibrate.system import local_system
 from longhelix.cli.main import main
 from longhelix.kernels import native
 from longhelix.layout import Layout
+from longhelix.measure.configuration import configure
+from longhelix.measure.world import collect
 from longhelix.presets import load_system
 
 pytestmark = [
@@ -33,7 +35,7 @@ CALLS = [
 ]
 
 
-def run(work, tokens, seconds, ranks=1, dtype="bfloat16"):
+def request(work, tokens, seconds, ranks=1, dtype="bfloat16"):
     layout = {"layout": f"{ranks} x 1", "ranks": ranks, "weight_dtype": dtype, "kv_dtype": dtype}
     chunk = 512 if work == "prefill" else None
     peaks = {"memory_bytes_per_s": 35e9, "outside_s": 1e-3} if chunk is None else {"matmul_flops_per_s": 4e11}
@@ -50,15 +52,24 @@ def run(work, tokens, seconds, ranks=1, dtype="bfloat16"):
     )
 
 
-FITTED = [run("decode", 2048, 0.012), run("decode", 16384, 0.024), run("prefill", 512, 0.35), run("prefill", 2048, 1.7)]
-OTHERS = [run("decode", 2048, 0.013, ranks=2), run("decode", 4096, 0.014), run("decode", 2048, 0.008, dtype="int8")]
+FITTED = [
+    request("decode", 2048, 0.012),
+    request("decode", 16384, 0.024),
+    request("prefill", 512, 0.35),
+    request("prefill", 2048, 1.7),
+]
+OTHERS = [
+    request("decode", 2048, 0.013, ranks=2),
+    request("decode", 4096, 0.014),
+    request("decode", 2048, 0.008, dtype="int8"),
+]
 
 
 @pytest.fixture
 def measured(monkeypatch):
     """Times of a real machine, in place of measuring this one."""
-    found = Measured(MACHINE, PRODUCTS, CALLS, FITTED)
-    monkeypatch.setattr(Measured, "by", lambda extent, configs, on_point: found)
+    found = Measurements(MACHINE, PRODUCTS, CALLS, FITTED)
+    monkeypatch.setattr(Measurements, "take", lambda scope, configs, on_point: found)
     return found
 
 
@@ -91,13 +102,13 @@ def test_tables_show_the_constants_and_how_well_they_fit(measured, tmp_path, cap
 
 
 def test_points_are_told_by_what_they_are_used_for(measured):
-    everything = Measured(MACHINE, PRODUCTS, CALLS, FITTED + OTHERS)
+    everything = Measurements(MACHINE, PRODUCTS, CALLS, FITTED + OTHERS)
     configs = [
         configure("builtin", Layout(), [64], weight_dtype=dtype, kv_dtype=dtype) for dtype in ("bfloat16", "int8")
     ]
-    system = everything.system(configs[0], SHORT)
-    assert system == measured.system(configs[0], SHORT)  # the others have no part in it
-    rows = [row for config in configs for row in predictions.predicted(system, config, everything.runs, SHORT)]
+    system = local_system(everything, configs[0], SHORT)
+    assert system == local_system(measured, configs[0], SHORT)  # the others have no part in it
+    rows = [row for config in configs for row in predictions.predicted(system, config, everything.requests, SHORT)]
     assert [row["use"] for row in rows] == ["fit"] * 4 + ["test"] * 2 + ["extra"]
     assert all(row["error"] == pytest.approx(row["predicted_s"] / row["seconds"] - 1) for row in rows)
     means = predictions.mean_errors(rows)
@@ -109,14 +120,14 @@ def test_points_are_told_by_what_they_are_used_for(measured):
     ("out", "sentence"), [("local.json", "give the name of a TOML file"), ("/proc/nowhere/x.toml", "cannot be made")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_all_work(out, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(Measured, "by", None)
+    monkeypatch.setattr(Measurements, "take", None)
     assert main(["calibrate", "--out", out, "--json"]) == 2
     assert sentence in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.dist
 def test_the_machine_is_measured():
-    ((machine,),) = collect(calibration.MachineJob(repeats=2), 1, lambda row: None)
+    ((machine,),) = collect(MachineJob(repeats=2), 1, lambda row: None)
     assert set(machine) == set(MACHINE)
     assert 0 < machine["kernel_s"] < 1e-2
     assert machine["flops_per_s.float32"] > 1e9

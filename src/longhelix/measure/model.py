@@ -1,4 +1,4 @@
-"""The model on one rank, as a worker builds it, and a request that is as long as it should be without its prefill."""
+"""The model on one rank, as a worker builds it, and long requests that were never prefilled."""
 
 from array import array
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class RankModel:
         return self.config.layout.kvp_rank(self.mesh.rank)
 
     def place(self, context: int, index: int = 0) -> Placement:
-        """The placement of a request of `context` tokens, the `index`-th that runs: they begin on ranks in turn."""
+        """The placement of a request of `context` tokens. `index`: requests begin on the ranks in turn."""
         return self.config.scheduler.place(context, context, start=index % self.config.layout.kvp)
 
     def local_length(self, context: int, index: int = 0) -> int:
@@ -50,7 +50,7 @@ class RankModel:
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
-        """The KV blocks of requests of `contexts` tokens that have the ranks to themselves: on each from 0 on."""
+        """The KV blocks of requests of `contexts` tokens, which take the blocks of each rank from 0 on."""
         used = [0] * self.config.layout.kvp
         requests = []
         for index, context in enumerate(contexts):
@@ -87,7 +87,7 @@ class LongRequests:
         self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:
-        """Write the KV of the last of each one's tokens and sample the next one; always the same step."""
+        """Run one decode step of all requests. It is always the same step: the previous one is undone first."""
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
             seq.length, seq.local_length, seq.last_token = length, local_length, 1

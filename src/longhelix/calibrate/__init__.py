@@ -1,0 +1,1 @@
+"""Calibration: this machine measured, and the system "local" made of it."""

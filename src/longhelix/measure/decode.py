@@ -1,0 +1,88 @@
+"""Decode: one step of one long request, its KV filled with random numbers instead of by a prefill."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from longhelix.measure import memory
+from longhelix.measure.clock import Clock
+from longhelix.measure.model import LongRequests, RankModel
+from longhelix.measure.timing import forget_peak, interleave, resident_bytes, seconds
+from longhelix.measure.world import Row, collect
+from longhelix.runner.config import EngineConfig
+from longhelix.spec import number_format
+
+
+class DecodeJob(msgspec.Struct, frozen=True):
+    """Every rank's job: a step at each context, ascending."""
+
+    config: EngineConfig
+    contexts: tuple[int, ...]
+    repeats: int
+
+    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
+        start_bytes = resident_bytes()
+        model = RankModel(self.config, rank, directory)
+        for context in self.contexts:
+            yield self._point(model, context, start_bytes)
+
+    def _point(self, model: RankModel, context: int, start_bytes: int) -> Row:
+        config, rank = self.config, model.mesh.rank
+        forget_peak()
+        request = LongRequests(model, context)
+        request.step()
+        peak_rss_bytes = resident_bytes(peak=True) - start_bytes
+        buffer_bytes = memory.READ_BYTES // config.layout.world_size
+        timings = interleave({"step": request.step, "read": memory.reader(buffer_bytes)}, self.repeats)
+        with Clock() as clock:
+            total_s = sum(seconds(request.step) for _ in range(self.repeats))
+        kinds = clock.mean(total_s, self.repeats)
+        kv_bytes = model.local_length(context) * config.kv_bytes_per_token(rank)
+        weights_bytes = config.weight_elements(rank) * number_format(config.weight_dtype).weight_bytes
+        return {
+            "context": context,
+            **timings["step"].row("step_s"),
+            **kinds,
+            "native_s": total_s / self.repeats - kinds["outside_s"],
+            "read_bytes": config.weight_bytes_read(rank) + kv_bytes,
+            "memory_bytes_per_s": buffer_bytes / timings["read"].median_s,
+            "peak_rss_bytes": peak_rss_bytes,
+            "formula_bytes": int(weights_bytes) + kv_bytes,
+        }
+
+
+def measure(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> list[Row]:
+    """Run each job on ranks of its own; a row for each of its points."""
+    rows = []
+    for job in jobs:
+        points = collect(job, job.config.layout.world_size, on_point)
+        rows += [conditions(job.config) | combine(ranks) for ranks in points]
+    return rows
+
+
+def conditions(config: EngineConfig) -> Row:
+    """The columns that say with which configuration a row was measured."""
+    return {
+        "weight_dtype": config.weight_dtype,
+        "kv_dtype": config.kv_dtype,
+        "layout": f"{config.layout.kvp} x {config.layout.tpa}",
+        "ranks": config.layout.world_size,
+        "threads": config.threads_per_rank,
+        "execution": config.execution,
+    }
+
+
+def combine(ranks: list[Row]) -> Row:
+    """The ranks' rows of one point as one: times of rank 0, bytes of all ranks together, memory of the fullest."""
+    total = {name: sum(row[name] for row in ranks) for name in ("read_bytes", "memory_bytes_per_s")}
+    fullest = max(ranks, key=lambda row: row["peak_rss_bytes"])
+    bytes_per_s = total["read_bytes"] / ranks[0]["step_s"]
+    return {
+        **ranks[0],
+        **total,
+        "bytes_per_s": bytes_per_s,
+        "fraction": bytes_per_s / total["memory_bytes_per_s"],
+        "peak_rss_bytes": fullest["peak_rss_bytes"],
+        "formula_bytes": fullest["formula_bytes"],
+    }

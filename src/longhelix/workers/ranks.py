@@ -1,0 +1,158 @@
+"""The processes of ranks, seen from the process that starts them: started, watched, and surely ended."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from longhelix.errors import EngineError
+from longhelix.workers.environment import rank_environment
+
+_POLL_S = 0.1
+
+
+class Ranks:
+    """Processes that run one module, a rank each, and the directory in which they meet.
+
+    directory: only this user can enter it. processes: by rank. Both are gone after `close`, which a `with` statement
+    calls, and also when the process that started the ranks is gone (`StartedRank`).
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """Make the directory, or take over one that was made for these ranks."""
+        self.directory = Path(tempfile.mkdtemp(prefix="longhelix-")) if directory is None else directory
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Rank to process id."""
+        return {rank: process.pid for rank, process in self.processes.items()}
+
+    def start(
+        self,
+        module: str,
+        ranks: Iterable[int],
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int = 2,
+        stderr: int | None = None,
+    ) -> None:
+        """Start each of `ranks` as `python -m module`, which finds itself by `StartedRank.from_command_line`.
+
+        arguments: of the module. environment: variables beside those of `rank_environment`. Ranks read nothing and
+        print to standard error, unless `stdin`, `stdout` or `stderr` (as subprocess.Popen has them) say otherwise.
+        """
+        for rank in ranks:
+            place = ["--rank", str(rank), "--directory", str(self.directory), "--parent", str(os.getpid())]
+            # -P: a rank imports nothing from the directory that the user happens to stand in.
+            self.processes[rank] = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *place, *arguments],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                env=rank_environment() | (environment or {}),
+            )
+
+    def statuses(self) -> dict[int, int]:
+        """The exit statuses of the ranks that have ended; of one that a signal ended, minus the signal's number."""
+        found = {rank: process.poll() for rank, process in self.processes.items()}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    def check_signals(self) -> None:
+        """Raise EngineError, which names rank and signal, if a rank was ended by one."""
+        for rank, status in self.statuses().items():
+            if status < 0:
+                raise EngineError(f"{self.describe(rank)} was ended by {_signal_name(-status)}")
+
+    def describe(self, rank: int) -> str:
+        """`rank 3 (process 4711)`."""
+        return f"rank {rank} (process {self.processes[rank].pid})"
+
+    def watched(self, timeout_s: float) -> "Watch":
+        """Watch the ranks in a `with` statement, whose body may wait for them without a limit of its own."""
+        return Watch(self, timeout_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all ranks have ended by themselves, for at most `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.statuses()) < len(self.processes) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """End all ranks, and return once they are gone."""
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+    def close(self) -> None:
+        """End all ranks and remove the directory. What was interrupted goes on with the next call; what is done is not
+        done again."""
+        if self._closed:
+            return
+        self.kill()
+        for process in self.processes.values():
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._closed = True
+
+
+class Watch:
+    """Ends ranks that take too long, or of which one was ended by a signal, for which others may wait forever.
+
+    error: why the ranks were ended; None as long as they run, or have ended by themselves.
+    """
+
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
+        self.error: EngineError | None = None
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while not self._over.wait(_POLL_S):
+            try:
+                self._ranks.check_signals()
+                if time.monotonic() > deadline_s:
+                    raise EngineError(f"the ranks took longer than {self._timeout_s:.0f} s and were ended")
+            except EngineError as error:
+                self.error = error
+                self._ranks.kill()
+                return
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

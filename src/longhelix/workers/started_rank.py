@@ -1,0 +1,55 @@
+"""The process of a rank, seen from itself: who started it, as which rank, and that it ends with its parent."""
+
+import argparse
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    """This process, as `Ranks` has started it.
+
+    rank: its number. directory: where the ranks meet. arguments: those of its module.
+    """
+
+    rank: int
+    directory: Path
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def from_command_line(cls) -> Self:
+        """Read the command line; from now on this process ends with its parent."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--rank", type=int, required=True)
+        parser.add_argument("--directory", type=Path, required=True)
+        parser.add_argument("--parent", type=int, required=True)
+        parser.add_argument("arguments", nargs="*")
+        found = parser.parse_args()
+        end_with_parent(found.parent, found.directory)
+        return cls(found.rank, found.directory, tuple(found.arguments))
+
+
+def end_with_parent(parent: int, directory: Path) -> None:
+    """From now on, leave interrupts to the process `parent`, and end this one, whatever its main thread does, once
+    `parent` is gone; `directory` is removed.
+
+    A rank is told its parent's id, because by the time that torch is imported the parent may be gone, and the id that
+    the system then gives is another's.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_await_end, args=(parent, directory), daemon=True).start()
+
+
+def _await_end(parent: int, directory: Path) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)

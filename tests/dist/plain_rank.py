@@ -1,0 +1,26 @@
+"""One rank of test_ranks: says how it was started and does what it is told; without torch, so at once."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from longhelix.workers.started_rank import StartedRank
+
+
+def main():
+    started = StartedRank.from_command_line()
+    task = started.arguments[started.rank]
+    found = {"rank": started.rank, "directory": str(started.directory), "arguments": started.arguments}
+    found |= {"stdin": sys.stdin.read(), "spins": os.environ["GOMP_SPINCOUNT"]}
+    print(json.dumps(found), flush=True)
+    if task == "stay":
+        time.sleep(600)
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(task))
+
+
+if __name__ == "__main__":
+    main()
