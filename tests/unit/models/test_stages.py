@@ -106,11 +106,13 @@ def make_stage(spec, layout, rank):
     """The decoder of a stage of one rank, and its pool."""
     group = Group((rank,), rank, None)
     decoder = make_decoder(spec, Mesh(layout, rank, group, group, group))
-    mla = spec.mla
-    sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
-    heads = spec.num_kv_heads
-    format = KVFormat.choose("float32", BLOCK_TOKENS, heads, *sizes, CPU, shared_values=mla is not None)
-    return decoder, KVPool(format, len(layout.layers(spec.num_layers, rank)), 1, CPU)
+    formats = {
+        entry.name: KVFormat.choose(
+            "float32", BLOCK_TOKENS, spec.num_kv_heads, entry.key_size, entry.value_size, CPU, entry.shared_values
+        )
+        for entry in spec.cache_entries
+    }
+    return decoder, KVPool(formats, len(layout.layers(spec.num_layers, rank)), 1, CPU)
 
 
 def prompt(spec):

@@ -66,7 +66,7 @@ def make_runner(compile, replay, spans=UNTRACED, graphs=False):
     weights = load(Random(), declare(SPEC, Layout(), 0), torch.float32, CPU, lambda elements: None)
     mesh = Mesh.build(Layout(), 0, spans=spans)
     model = Decoder(SPEC, mesh, weights, "float32", UNTRACED if compile else spans)
-    pool = KVPool(KVFormat.choose("float32", 16, 1, 16, 16, CPU), LAYERS, 16, CPU)
+    pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, CPU)}, LAYERS, 16, CPU)
     arrangement = Arrangement.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
     runner = ModelRunner(SPEC, mesh, model, pool, arrangement, spans=spans)
     if graphs:

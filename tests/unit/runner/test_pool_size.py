@@ -33,20 +33,20 @@ def weights_bytes(layout, ranks):
 
 
 def affordable(layout, memory_bytes, ranks, block_tokens=16):
-    return affordable_blocks(SPEC, layout, "bfloat16", "bfloat16", block_tokens, memory_bytes, ranks)
+    return affordable_blocks(SPEC, layout, "bfloat16", "bfloat16", "cpu", block_tokens, memory_bytes, ranks)
 
 
 def test_a_token_takes_the_keys_and_values_of_the_ranks_own_heads():
-    assert kv_bytes_per_token(SPEC, Layout(), "bfloat16", 0) == TOKEN_BYTES
-    assert kv_bytes_per_token(SPEC, Layout(kvp=4), "bfloat16", 3) == TOKEN_BYTES  # KVP shares tokens, not heads
-    halves = [kv_bytes_per_token(SPEC, Layout(tpa=2), "bfloat16", rank) for rank in range(2)]
+    assert kv_bytes_per_token(SPEC, Layout(), "bfloat16", "cpu", 0) == TOKEN_BYTES
+    assert kv_bytes_per_token(SPEC, Layout(kvp=4), "bfloat16", "cpu", 3) == TOKEN_BYTES  # KVP shares tokens, not heads
+    halves = [kv_bytes_per_token(SPEC, Layout(tpa=2), "bfloat16", "cpu", rank) for rank in range(2)]
     assert halves == [TOKEN_BYTES * 2 // 3, TOKEN_BYTES // 3]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kvp=2), Layout(kvp=2, tpa=2)], ids=str)
 def test_ranks_take_four_fifths_of_what_their_weights_leave_of_the_memory_that_they_share(layout):
     ranks = range(layout.world_size)
-    token_bytes = sum(kv_bytes_per_token(SPEC, layout, "bfloat16", rank) for rank in ranks)
+    token_bytes = sum(kv_bytes_per_token(SPEC, layout, "bfloat16", "cpu", rank) for rank in ranks)
     left_bytes = 10 * 16 * token_bytes * 5 // 4  # of which four fifths are ten blocks of each rank
     held_bytes = weights_bytes(layout, ranks)
     assert affordable(layout, held_bytes + left_bytes, ranks) == 10
@@ -56,7 +56,7 @@ def test_ranks_take_four_fifths_of_what_their_weights_leave_of_the_memory_that_t
 def test_a_rank_with_a_memory_of_its_own_counts_alone():
     layout = Layout(tpa=2)
     for rank in range(2):
-        token_bytes = kv_bytes_per_token(SPEC, layout, "bfloat16", rank)
+        token_bytes = kv_bytes_per_token(SPEC, layout, "bfloat16", "cpu", rank)
         memory_bytes = weights_bytes(layout, [rank]) + 2 * 7 * 16 * token_bytes
         assert affordable(layout, memory_bytes, range(rank, rank + 1)) == int(2 * 7 * 0.8)
 
