@@ -10,6 +10,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.request import Step, StepResult
+from longhelix.runner.arrangement import Arrangement, Found
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
 from longhelix.workers.transport import (
@@ -32,12 +33,13 @@ from longhelix.workers.transport import (
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(60)]
 
+FOUND = Found("cpu", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
 FROM_WORKERS = [
     Joined(),
     Alive(Progress(3, 5, "all-reduce 5", 2)),
     Loaded(2**40),
     Warmed(0.25),
-    Ready(overlaps=True, packed=False),
+    Ready(Arrangement.resolve(compile=False, replay=True, whole=False, found=FOUND)),
     Done(StepResult(7, (), 1, 0, fingerprint=2**64 - 1)),
     Traced([TraceEvent("attention", "compute", 1.5, 2.5, {"layer": 3})]),
     RowCounts([[1, 2], []]),
