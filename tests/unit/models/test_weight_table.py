@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.layout import Layout
-from longhelix.models.parameters import check, declare
+from longhelix.models.parameters import declare
 from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_system
 from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
-from longhelix.spec import family as families
-from longhelix.spec.family import Family
 from longhelix.spec.weights import Split, embedding, head, last_norm, layer_weights
 
 pytestmark = pytest.mark.unit
@@ -144,21 +142,3 @@ def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
         total += weight.num_elements * weight.experts.count * (1 if is_shared else layout.num_ranks)
     declared = [sum(p.num_elements for p in declare(spec, layout, rank)) for rank in range(layout.num_ranks)]
     assert sum(declared) == total
-
-
-def test_a_family_with_other_names_and_norms_is_one_entry(monkeypatch):
-    """Made up: biased queries, normed heads, and tensors of its own names."""
-    tensors = {"input_layernorm.weight": "ln_1.weight", "mlp.up_proj.weight": "mlp.w_in.weight"}
-    monkeypatch.setitem(families.FAMILIES, "madeup", Family(qkv_bias=True, qk_norm=True, head_size=4, tensors=tensors))
-    config = {"model_type": "madeup", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 30, "max_position_embeddings": 64}
-    spec = ModelSpec.from_hf_config(config)
-    assert (spec.qkv_bias, spec.qk_norm, spec.head_size) == (True, True, 4)
-    qwen = replace(spec, architecture="qwen3")
-    shapes = {source.name: source.shape for p in declare(qwen, Layout(), 0) for source in p.sources}
-    for usual, own in tensors.items():
-        for layer in range(2):
-            shapes[f"model.layers.{layer}.{own}"] = shapes.pop(f"model.layers.{layer}.{usual}")
-    check(spec, {name: (shape, "float32") for name, shape in shapes.items()}, quantised=False)
-    assert [p.name for p in declare(spec, Layout(), 0)] == [p.name for p in declare(qwen, Layout(), 0)]
-    assert spec.num_parameters == qwen.num_parameters

@@ -1,0 +1,32 @@
+"""A newcomer's walk: a model family is an entry of spec/family.py. A new kind of weight is declared in spec/weights.py,
+and used by a layer of models/."""
+
+from dataclasses import replace
+
+import pytest
+
+from longhelix.layout import Layout
+from longhelix.models.parameters import check, declare
+from longhelix.spec import ModelSpec
+from longhelix.spec import family as families
+from longhelix.spec.family import Family
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_family_with_other_names_and_norms_is_one_entry(monkeypatch):
+    """Made up: biased queries, normed heads, and tensors of its own names."""
+    tensors = {"input_layernorm.weight": "ln_1.weight", "mlp.up_proj.weight": "mlp.w_in.weight"}
+    monkeypatch.setitem(families.FAMILIES, "madeup", Family(qkv_bias=True, qk_norm=True, head_size=4, tensors=tensors))
+    config = {"model_type": "madeup", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 30, "max_position_embeddings": 64}
+    spec = ModelSpec.from_hf_config(config)
+    assert (spec.qkv_bias, spec.qk_norm, spec.head_size) == (True, True, 4)
+    qwen = replace(spec, architecture="qwen3")
+    shapes = {source.name: source.shape for p in declare(qwen, Layout(), 0) for source in p.sources}
+    for usual, own in tensors.items():
+        for layer in range(2):
+            shapes[f"model.layers.{layer}.{own}"] = shapes.pop(f"model.layers.{layer}.{usual}")
+    check(spec, {name: (shape, "float32") for name, shape in shapes.items()}, quantised=False)
+    assert [p.name for p in declare(spec, Layout(), 0)] == [p.name for p in declare(qwen, Layout(), 0)]
+    assert spec.num_parameters == qwen.num_parameters
