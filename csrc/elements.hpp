@@ -26,7 +26,7 @@ struct FloatUnits {
 
 struct PairUnits {
     static constexpr int kStep = 2;
-#if defined(__AVX512BF16__)
+#if defined(LONGHELIX_AVX512)
     using Operand = __m512bh;
     INLINE Operand operand(u32x16 raw) { return (__m512bh)raw; }
     INLINE void fma(f32x16& sum, Operand panel, u32 unit) {
@@ -85,7 +85,7 @@ INLINE std::size_t byte_offset(int row, int lane, int position) {
     return row / 2 * 64 + lane / 4 * 16 + row % 2 * 8 + lane % 4 * 2 + position;
 }
 
-#if defined(__AVX512BF16__)
+#if defined(LONGHELIX_AVX512)
 // Codes of up to 7 bits as bfloat16, low and high bytes apart, for look-ups of bytes. Bit 7 of a code is its sign.
 struct Table {
     alignas(64) u8 low[128];
@@ -189,7 +189,7 @@ struct Byte : PairUnits {
 struct Int8Code {
     static constexpr float kLargest = 127.0f;
     static constexpr float value(int code) { return static_cast<float>(code); }
-#if !defined(__AVX512BF16__)
+#if !defined(LONGHELIX_AVX512)
     // Sign and magnitude to two's complement.
     INLINE Bytes stored(Bytes codes) {
         Bytes negative = (Bytes)(codes > 127);
@@ -214,9 +214,10 @@ struct Float8Code {
         for (int i = exponent; i > 10; --i) value *= 2;
         return value;
     }
-#if !defined(__AVX512BF16__)
+#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes; }
-    // Exponent and mantissa where float32 has them; its exponents are larger by 120. No pool holds a NaN.
+    // Exponent and mantissa where float32 has them, whose exponents are larger by 120: the smallest codes are subnormal
+    // on the way. No pool holds code 127, the NaN.
     INLINE Floats number(Words high_bytes) {
         return (Floats)((Words)((Ints)high_bytes >> 4) & 0x87ffffffu) * 0x1p120f;
     }
@@ -236,7 +237,7 @@ using Float8 = Byte<Float8Code>;
 
 struct Int4Code {
     static constexpr float value(int code) { return static_cast<float>(code - 8); }
-#if !defined(__AVX512BF16__)
+#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes - 8; }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
 #endif

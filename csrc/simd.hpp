@@ -15,6 +15,11 @@
 
 #include "kernels.hpp"
 
+// All that the widest form uses; a compiler that was told less takes the one of AVX2.
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define LONGHELIX_AVX512
+#endif
+
 #define INLINE [[gnu::always_inline]] static inline
 
 namespace longhelix::ISA {
@@ -23,7 +28,7 @@ using u8 = std::uint8_t;
 using u32 = std::uint32_t;
 
 constexpr int kLanes = 16;
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
 constexpr int kRegisterLanes = 16, kRegisters = 32;
 #elif defined(__AVX2__)
 constexpr int kRegisterLanes = 8, kRegisters = 16;
@@ -162,7 +167,7 @@ INLINE auto first(V lanes) {
 // Of a number and a NaN, the second.
 template <typename V>
 INLINE V larger(V a, V b) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
     return (V)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return choose(a > b, a, b);
@@ -171,7 +176,7 @@ INLINE V larger(V a, V b) {
 
 template <typename V>
 INLINE float largest(V lanes) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
     return _mm512_reduce_max_ps((__m512)lanes);
 #else
     if constexpr (is_halves<V>) {
@@ -187,7 +192,7 @@ INLINE float largest(V lanes) {
 // Halves are added until one lane is left: the same order for every instruction set.
 template <typename V>
 INLINE float total(V lanes) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
     return _mm512_reduce_add_ps((__m512)lanes);
 #else
     if constexpr (is_halves<V>) {
@@ -206,7 +211,7 @@ INLINE V multiply_add(V a, V b, V c) {
     if constexpr (is_halves<V>) {
         return {multiply_add(a.low, b.low, c.low), multiply_add(a.high, b.high, c.high)};
     } else {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
         return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
         return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -229,7 +234,7 @@ INLINE f32x16 exp2_fraction(f32x16 f) {
 
 // 2^x for x <= 0, to 2 units in the last place; exactly 0 for -inf; NaN stays.
 INLINE f32x16 exp2(f32x16 x) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
     // Scaling by 2^-200 gives 0, and spares -inf, whose difference from itself is not a number.
     __m512 bounded = (__m512)larger(splat(-200.0f), x);
     __m512 whole = _mm512_roundscale_ps(bounded, 0);
@@ -282,7 +287,7 @@ INLINE void narrow(void* to, V lanes, Register of_register) {
 // As bfloat16, to nearest even, in order; values are finite.
 INLINE void store_bf16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
-#if defined(__AVX512BF16__)
+#if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtneps_pbh((__m512)lanes);
 #else
         Words wide = (Words)lanes;
@@ -300,7 +305,7 @@ INLINE f32x16 load_bf16(const void* from) { return as<f32x16>(load_shorts(from) 
 
 INLINE f32x16 load_f16(const void* from) {
     return widen<f32x16>(from, [](Shorts bits) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
         return (Floats)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__AVX2__)
         return (Floats)_mm256_cvtph_ps((__m128i)bits);
@@ -314,7 +319,7 @@ INLINE f32x16 load_f16(const void* from) {
 
 INLINE void store_f16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
-#if defined(__AVX512F__)
+#if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtps_ph((__m512)lanes, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__AVX2__)
         return (Shorts)_mm256_cvtps_ph((__m256)lanes, _MM_FROUND_TO_NEAREST_INT);

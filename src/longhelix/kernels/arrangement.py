@@ -36,9 +36,9 @@ class Arrangement(Protocol):
 
 
 class Rows:
-    """A tensor (P, A, D, k, C) of numbers; A is [keys, values], or [keys] alone where values are the first channels of
-    the keys (MLA, absorbed). Narrow numbers have float32 scales (P, A, D, k) beside them. GPUs and the reference read
-    them."""
+    """A tensor (P, A, D, k, C) of numbers; A is [keys, values], both of C channels, or [keys] alone where values are the
+    first channels of the keys (MLA, absorbed). Narrow numbers have float32 scales (P, A, D, k) beside them. GPUs and
+    the reference read them."""
 
     name = "rows"
 
@@ -46,7 +46,7 @@ class Rows:
         kv = format.number.kv
         # What is narrow to be fast is not left to the reference kernels of a CPU.
         slow = device.type == "cpu" and TILES.name in kv and kv[TILES.name].bits > 0
-        return self.name in kv and not slow
+        return self.name in kv and not slow and len({*format.vector_sizes}) == 1
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         arrays, stored = len(format.vector_sizes), STORED[format.dtype]

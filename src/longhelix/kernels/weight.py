@@ -134,7 +134,7 @@ def _pack(weight_NK: Tensor, dtype: str) -> Tensor:
 def _pack_narrow(lanes_NLK: Tensor, dtype: str) -> Tensor:
     blocks = lanes_NLK.unflatten(2, (-1, FORMATS[dtype].weight_scales.numbers))  # (panels, lanes, blocks, 32)
     codes, scales, offsets = _quantise(blocks, dtype)
-    # The order that csrc/simd.hpp's byte_offset and Int4 define: unit rows in pairs, or in fours.
+    # The order that csrc/elements.hpp's byte_offset and Int4 define: unit rows in pairs, or in fours.
     rows = blocks.shape[3] // 2
     if dtype == "int8":
         split = codes.view(*codes.shape[:1], 4, 4, codes.shape[2], rows // 2, 2, 2)

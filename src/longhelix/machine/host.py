@@ -33,8 +33,9 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 def last_level_cache_bytes(root: Path = _ROOT) -> int | None:
     """The size of the first core's largest cache, None where the system does not tell."""
-    sizes = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((1024 * int(size.read_text().strip().removesuffix("K")) for size in sizes), default=None)
+    paths = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = (_read(path).strip().removesuffix("K") for path in paths)
+    return max((1024 * int(size) for size in sizes if size.isdigit()), default=None)
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -64,20 +64,16 @@ class World:
                         process.wait()
             rows = [json.loads(line) if line else {} for line in lines]
             _check_user_errors(rows)
+            _check_failures(rows, lost_peer=False)
             if watch.error is not None:
                 raise watch.error
             if ended:
                 self._ranks.check_signals()
-            _check_failures(rows)
+            _check_failures(rows, lost_peer=True)
             if ended:
-                self._check_statuses()
+                self._ranks.check_statuses()
                 return
             yield rows
-
-    def _check_statuses(self) -> None:
-        for rank, status in self._ranks.statuses().items():
-            if status:
-                raise EngineError(f"{self._ranks.describe(rank)} ended with status {status}")
 
     def close(self) -> None:
         """End every process and remove the directory. May be called more than once."""
@@ -100,8 +96,8 @@ def _check_user_errors(rows: list[Row]) -> None:
             raise UserError(row["failed"], row["user_error_code"])
 
 
-def _check_failures(rows: list[Row]) -> None:
-    """Raise EngineError for the rank that went first: those that lost a peer come last."""
-    failures = [(rank, row) for rank, row in enumerate(rows) if "failed" in row]
-    for rank, row in sorted(failures, key=lambda failure: failure[1]["lost_peer"]):
-        raise EngineError(f"rank {rank} failed: {row['failed']}")
+def _check_failures(rows: list[Row], lost_peer: bool) -> None:
+    """Raise EngineError for the first rank that failed by itself, or that failed because another one had gone."""
+    for rank, row in enumerate(rows):
+        if "failed" in row and row["lost_peer"] == lost_peer:
+            raise EngineError(f"rank {rank} failed: {row['failed']}")

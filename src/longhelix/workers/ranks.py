@@ -17,6 +17,7 @@ from longhelix.errors import EngineError
 from longhelix.workers.environment import rank_environment
 
 _POLL_S = 0.1
+_ALONE_S = 5.0  # that ranks run on after one of them has failed
 
 
 class Ranks:
@@ -70,6 +71,8 @@ class Ranks:
                 stderr=stderr,
                 text=True,
                 env=rank_environment() | (environment or {}),
+                # A signal to the group of the process that starts them is that one's alone: they clean up after it.
+                process_group=0,
             )
 
     def statuses(self) -> dict[int, int]:
@@ -82,6 +85,12 @@ class Ranks:
         for rank, status in self.statuses().items():
             if status < 0:
                 raise EngineError(f"{self.describe(rank)} was ended by {_signal_name(-status)}")
+
+    def check_statuses(self) -> None:
+        """Raise EngineError, which names rank and status, if a rank has ended with another one than 0."""
+        for rank, status in self.statuses().items():
+            if status:
+                raise EngineError(f"{self.describe(rank)} ended with status {status}")
 
     def describe(self, rank: int) -> str:
         """`rank 3 (process 4711)`."""
@@ -119,7 +128,8 @@ class Ranks:
 
 
 class Watch:
-    """Ends ranks that take too long, or of which one was ended by a signal, for which others may wait forever.
+    """Ends ranks that take too long, or of which one has gone by a signal or with an error, for which the others may wait
+    forever.
 
     error: why the ranks were ended; None as long as they run, or have ended by themselves.
     """
@@ -142,10 +152,15 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s, failed_s = time.monotonic() + self._timeout_s, 0.0
         while not self._over.wait(_POLL_S):
             try:
                 self._ranks.check_signals()
+                if any(self._ranks.statuses().values()):
+                    # The others mostly notice by themselves, and say more.
+                    failed_s = failed_s or time.monotonic()
+                    if time.monotonic() > failed_s + _ALONE_S:
+                        self._ranks.check_statuses()
                 if time.monotonic() > deadline_s:
                     raise EngineError(f"the ranks took longer than {self._timeout_s:.0f} s and were ended")
             except EngineError as error:

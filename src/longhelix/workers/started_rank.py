@@ -1,6 +1,7 @@
 """The process of a rank, seen from itself: who started it, as which rank, and that it ends with its parent."""
 
 import argparse
+import atexit
 import os
 import shutil
 import signal
@@ -45,11 +46,18 @@ def end_with_parent(parent: int, directory: Path) -> None:
     the system then gives is another's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit.register(_clean_up_after, parent, directory)
     threading.Thread(target=_await_end, args=(parent, directory), daemon=True).start()
 
 
 def _await_end(parent: int, directory: Path) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    shutil.rmtree(directory, ignore_errors=True)
+    _clean_up_after(parent, directory)
     os._exit(1)
+
+
+def _clean_up_after(parent: int, directory: Path) -> None:
+    """Also of a rank that ends by itself before it has noticed."""
+    if os.getppid() != parent:
+        shutil.rmtree(directory, ignore_errors=True)
