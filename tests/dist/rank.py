@@ -32,7 +32,7 @@ from longhelix.parallel.collectives import SharedMemoryRanks
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
 from longhelix.runner.runner import ModelRunner
@@ -175,9 +175,9 @@ def build(case, rank, meshes):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
-    arrangement = Arrangement.resolve(config.compile, config.replay, False, find(mesh, model, pool))
-    runner = RecordingRunner(config.spec, mesh, model, pool, arrangement)
-    runner.cut = Cut(step_cost(config, arrangement.overlaps), config.hop_b) if arrangement.parts else None
+    execution = Execution.resolve(config.compile, config.replay, False, find(mesh, model, pool))
+    runner = RecordingRunner(config.spec, mesh, model, pool, execution)
+    runner.cut = Cut(step_cost(config, execution.overlaps), config.hop_b) if execution.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)

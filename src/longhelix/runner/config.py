@@ -37,7 +37,7 @@ class EngineConfig:
 
     @property
     def execution(self) -> str:
-        """`compile` and `replay` as the option of this name says them."""
+        """`compile` and `replay` as the value of the option --execution."""
         return "compiled" if self.compile else "recorded" if self.replay else "eager"
 
     @property

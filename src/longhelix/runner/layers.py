@@ -1,4 +1,4 @@
-"""How a rank runs the decoder's layers: as its arrangement says."""
+"""The decoder's layers as one function, made as a rank's `Execution` says."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from longhelix.kernels.flashinfer import Planner
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.taped_layers import TapedLayers
 from longhelix.spans import UNTRACED, Spans
@@ -23,7 +23,7 @@ Layers = Callable[[Tensor, Batch], Tensor]
 
 
 def make_layers(
-    arrangement: Arrangement, model: Decoder, pool: KVPool, planner: Planner | None = None, spans: Spans = UNTRACED
+    execution: Execution, model: Decoder, pool: KVPool, planner: Planner | None = None, spans: Spans = UNTRACED
 ) -> Layers:
     """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
 
@@ -31,14 +31,14 @@ def make_layers(
     compiled, of which it is told as a whole.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
-    if arrangement.compiled:
+    if execution.compiled:
         _check_compiler()
         layers = _Compiled(model, pool)
-    if arrangement.tapes:
+    if execution.tapes:
         layers = TapedLayers(layers, spans)
-    if arrangement.graphs:
+    if execution.graphs:
         layers = GraphedLayers(layers, model.mesh, planner)
-    return _as_one_span(layers, spans) if arrangement.compiled else layers
+    return _as_one_span(layers, spans) if execution.compiled else layers
 
 
 def _as_one_span(layers: Layers, spans: Spans) -> Layers:

@@ -18,8 +18,8 @@ from longhelix.models.model_files import open_checkpoint
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
-from longhelix.runner.arrangement import Arrangement, Found
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution, Found
 from longhelix.runner.runner import ModelRunner
 from longhelix.spans import UNTRACED, Spans
 
@@ -103,12 +103,12 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
     """What executes this rank's steps. `spans` as the model has them."""
     whole = config.attention == "flashinfer"
-    arrangement = Arrangement.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
-    return ModelRunner(config.spec, mesh, model, pool, arrangement, new_planner(config, mesh.rank, pool), spans)
+    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
+    return ModelRunner(config.spec, mesh, model, pool, execution, new_planner(config, mesh.rank, pool), spans)
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
-    """What there is to arrange."""
+    """What `Execution.resolve` needs to know of this rank."""
     return Found(
         device=pool.device.type,
         native=native.module is not None,

@@ -18,8 +18,8 @@ from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.copies import copy_blocks
+from longhelix.runner.execution import Execution
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
 from longhelix.runner.sequence_state import SequenceState
@@ -44,15 +44,15 @@ class ModelRunner:
         mesh: Mesh,
         model: Decoder,
         pool: KVPool,
-        arrangement: Arrangement,
+        execution: Execution,
         planner: Planner | None = None,
         spans: Spans = UNTRACED,
     ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
-        self.arrangement = arrangement
-        self.layers = make_layers(arrangement, model, pool, planner, spans)
+        self.execution = execution
+        self.layers = make_layers(execution, model, pool, planner, spans)
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.device = pool.device
@@ -81,7 +81,7 @@ class ModelRunner:
             self._spans.end(span)
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
-        exposed_s = waited_s if self.arrangement.sees_waits else None
+        exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
 

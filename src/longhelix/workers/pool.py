@@ -9,8 +9,8 @@ import zmq
 
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.cut import Cut
 from longhelix.workers import torchrun
@@ -81,13 +81,13 @@ class WorkerPool:
             raise
         try:
             self._processes.start("longhelix.workers.worker", [0] if torchrun.is_active() else self._ranks)
-            arrangements = self._await_ready(config, on_loaded, on_warmed)
+            executions = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in arrangements))
-        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in arrangements) else None
-        packed, compiles = all(rank.packed for rank in arrangements), any(rank.compiles for rank in arrangements)
+        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in executions))
+        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in executions) else None
+        packed, compiles = all(rank.packed for rank in executions), any(rank.compiles for rank in executions)
         self._watchdog.ready(self.cost, packed, compiles)
 
     @property
@@ -183,9 +183,9 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> list[Arrangement]:
+    ) -> list[Execution]:
         """How the ranks run steps, once all of them take some."""
-        ready: dict[int, Arrangement] = {}
+        ready: dict[int, Execution] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             self._watchdog.check_start(set(ready))
@@ -197,8 +197,8 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready(arrangement):
-                    ready[rank] = arrangement
+                case Ready(execution):
+                    ready[rank] = execution
                     self._patience_s[rank] = SILENCE_S
         return list(ready.values())
 

@@ -14,8 +14,8 @@ import zmq
 
 from longhelix.errors import UserError
 from longhelix.request import Step, StepResult
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
 
@@ -72,7 +72,7 @@ class Warmed(msgspec.Struct, tag=True, frozen=True):
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Worker: I take steps, and this is how I run them."""
 
-    arrangement: Arrangement
+    execution: Execution
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):

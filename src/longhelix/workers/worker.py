@@ -72,7 +72,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             return
     if tracer is not None:
         tracer.take()  # what the warm-up did
-    socket.send(Ready(runner.arrangement))
+    socket.send(Ready(runner.execution))
     while True:
         match socket.receive():
             case Execute(step):
@@ -97,7 +97,7 @@ def _load(
     if config.scheduler.batch_invariant:
         _check_batch_invariant(runner)
     heart.progress = runner.progress
-    if runner.arrangement.compiles:
+    if runner.execution.compiles:
         longest_tokens = config.scheduler.longest_local_tokens
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
         steps = warm_up_steps(config.scheduler, lengths)
@@ -112,12 +112,12 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
     """Packed kernels and shared memory sum in one order whatever the batch; torch's products and gloo do not."""
     wanted = "the native CPU kernels, ranks of one host, "
     pool = runner.pool
-    if not runner.arrangement.sums_in_rank_order:
+    if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
         found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
-    elif not runner.arrangement.packed:
+    elif not runner.execution.packed:
         found = "the model has products whose inputs are not a multiple of 16"
     else:
         return

@@ -21,7 +21,7 @@ from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, Step
 from longhelix.runner import runner as runner_module
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement, Found
+from longhelix.runner.execution import Execution, Found
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.unit
 
 VOCAB, CPU = 11, torch.device("cpu")
 FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
-OP_BY_OP = Arrangement.resolve(compile=False, replay=False, whole=False, found=FOUND)
+OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
 SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB)
 
 
