@@ -88,8 +88,8 @@ def test_estimate_equals_the_sweep(llama):
         one = estimate(LLAMA, Layout(**degrees), context=10**6, batch=candidate.batch, chunk=1, hop_b=hop_b)
         assert one.tokens_per_s_per_user == pytest.approx(candidate.tokens_per_s_per_user, rel=1e-12)
         assert one.tokens_per_s_per_gpu == pytest.approx(candidate.tokens_per_s_per_gpu, rel=1e-12)
-        assert one.ttl_s == pytest.approx(sum(part.seconds for part in one.parts), rel=1e-12)
-        assert all(part.source for part in one.parts)
+        assert one.ttl_s == pytest.approx(sum(item.seconds for item in one.items), rel=1e-12)
+        assert all(item.source for item in one.items)
 
 
 def test_batches_are_every_small_one_and_go_on_in_small_steps():
