@@ -28,7 +28,7 @@ from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
 from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
-from longhelix.parallel.collectives import SharedMemoryRanks
+from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
@@ -257,8 +257,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            SharedMemoryRanks.merges,
-            SharedMemoryRanks.exchange_states,
+            SharedMemoryRankGroup.merges,
+            SharedMemoryRankGroup.exchange_states,
             sampler.sample,
         )
         decode_rows, chunk_rows, owners_of, _, _, exchange_states, sample = self.saved
@@ -283,7 +283,7 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._owners = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
-            SharedMemoryRanks.merges = lambda group, head_size: False
+            SharedMemoryRankGroup.merges = lambda group, head_size: False
         if self.kind == "exchange":
 
             def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank, places_NT):
@@ -292,7 +292,7 @@ class mutation:  # noqa: N801 - reads as a statement
                 first = sum(heads_per_rank[: group.index])
                 return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
 
-            SharedMemoryRanks.exchange_states = keep_to_oneself
+            SharedMemoryRankGroup.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
             def broken_for_short_sequences(logits_V, params, seed, position, seen_V):
@@ -308,8 +308,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            SharedMemoryRanks.merges,
-            SharedMemoryRanks.exchange_states,
+            SharedMemoryRankGroup.merges,
+            SharedMemoryRankGroup.exchange_states,
             sampler.sample,
         ) = self.saved
 

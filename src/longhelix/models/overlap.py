@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longhelix.kernels import KVLayer
 from longhelix.models.batch import Batch
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.exchange import exchange, start_exchange
 from longhelix.spans import UNTRACED, Spans
 
@@ -17,7 +17,7 @@ def attend_and_exchange(
     layer: KVLayer,
     batch: Batch,
     scale: float,
-    group: Group,
+    group: RankGroup,
     heads_per_rank: list[int],
     attend: Callable[..., tuple[Tensor, Tensor]],
     spans: Spans = UNTRACED,

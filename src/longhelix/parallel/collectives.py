@@ -1,4 +1,4 @@
-"""Collectives of one group of ranks, counting them and what they send."""
+"""The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
 
 import time
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
-    """In a graph that is compiled `form` takes the place of the method. A compiled engine runs some steps op by op, so
-    that both are called."""
+    """The decorated method, with `form` in its place inside of compiled graphs. A compiled engine also runs some steps
+    op by op, so both are called."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
@@ -35,22 +35,22 @@ def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _functional_all_reduce(group: "Group", values: Tensor) -> Tensor:
+def _functional_all_reduce(group: "RankGroup", values: Tensor) -> Tensor:
     return values if group.size == 1 else functional.all_reduce(values, "sum", group._handle)
 
 
 def _functional_all_to_all(
-    group: "Group", send: Tensor, send_sizes: list[int], receive_sizes: list[int]
+    group: "RankGroup", send: Tensor, send_sizes: list[int], receive_sizes: list[int]
 ) -> Callable[[], Tensor]:
     received = functional.all_to_all_single(send, receive_sizes, send_sizes, group._handle)
     return lambda: received
 
 
-class Group:
-    """The ranks of one group, in its order. A group of one does nothing and sends nothing.
+class RankGroup:
+    """A group of ranks, as one of them sees it. A group of one rank does nothing and sends nothing.
 
-    A peer that is gone is a PeerLostError. `traffic` must be the same on all ranks, bytes apart. `spans` are told of
-    all collectives but those in compiled graphs.
+    ranks: in the order of the group. A peer that is gone raises PeerLostError. `traffic` must be the same on all ranks,
+    except for its bytes. `spans` are told of all collectives outside of compiled graphs.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def traffic(self) -> Traffic:
-        """All collectives so far, but for those in graphs of the compiler over gloo and NCCL, which nobody counts."""
+        """All collectives so far. Those that compiled graphs run over gloo or NCCL are not counted."""
         return self._own
 
     @property
@@ -164,11 +164,11 @@ class Group:
         return current and f"{current} over ranks {self.ranks}"
 
 
-class SharedMemoryRanks(Group):
-    """A group whose ranks share memory: they copy through their own cores, and merge straight from the others' memory.
+class SharedMemoryRankGroup(RankGroup):
+    """A group whose ranks share memory: each reads what it needs from the others' memory, and merges as it reads.
 
-    They notice if they are in different collectives of the same group, which is a CollectivesDifferError, and their
-    channel counts.
+    Ranks that are in different collectives of one group notice it, and raise CollectivesDifferError. The native channel
+    counts the collectives.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
@@ -185,7 +185,7 @@ class SharedMemoryRanks(Group):
         begun, current = self._channel.progress()
         return begun, self._named(current)
 
-    @_in_graphs(Group.all_reduce_add)
+    @_in_graphs(RankGroup.all_reduce_add)
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         total = torch.empty_like(values)
         span = self._spans.begin("all-reduce", "collective")
@@ -194,7 +194,7 @@ class SharedMemoryRanks(Group):
         self._spans.end(span)
         return total
 
-    @_in_graphs(Group.merges)  # there the exchange and the merge are seen apart
+    @_in_graphs(RankGroup.merges)  # there the exchange and the merge are seen apart
     def merges(self, head_size: int) -> bool:
         return head_size <= native.LONGEST_HEAD
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.kernels import merge_states
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 
 _LSE_BYTES = 4
 
@@ -53,7 +53,7 @@ class Holders:
         return self.of(self.held_NT[:, part.start : part.stop], self.index, self.rows_t.device)
 
 
-def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
+def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -> Tensor:
     """All heads of the group, out_TqC, from the slices that its ranks hold whole: the tied layout's second exchange."""
     if group.size == 1:
         return out_TnC
@@ -66,7 +66,7 @@ def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Te
 
 
 def exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_tqC`.
 
@@ -82,7 +82,7 @@ def exchange(
 
 
 def start_exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
 ) -> Callable[[], Tensor]:
     """The exchange under way: call what it returns for its result. For groups that overlap."""
     rows, _, head_size = out_tqC.shape

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from longhelix.kernels import native
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import Group, SharedMemoryRanks
+from longhelix.parallel.collectives import RankGroup, SharedMemoryRankGroup
 from longhelix.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
 
@@ -23,9 +23,9 @@ class Mesh:
 
     layout: Layout
     rank: int
-    stage: Group
-    kvp: Group
-    ffn: Group
+    stage: RankGroup
+    kvp: RankGroup
+    ffn: RankGroup
 
     @classmethod
     def build(cls, layout: Layout, rank: int, backend: str | None = None, spans: Spans = UNTRACED) -> "Mesh":
@@ -47,7 +47,7 @@ class Mesh:
         return cls(layout, rank, stage, kvp, ffn)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[RankGroup, ...]:
         """Each once."""
         return (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
 
@@ -67,10 +67,10 @@ class Mesh:
         return sum(begun), next(filter(None, current), "")
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> Group:
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> RankGroup:
     handles = {ranks: dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in groups}
     ranks = next(ranks for ranks in groups if rank in ranks)
-    kind = SharedMemoryRanks if backend == "shm" and len(ranks) > 1 else Group
+    kind = SharedMemoryRankGroup if backend == "shm" and len(ranks) > 1 else RankGroup
     return kind(ranks, rank, handles[ranks], spans)
 
 

@@ -16,7 +16,7 @@ from longhelix.kernels import native
 NAME = "shm"
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryProcessGroup(dist.ProcessGroup):
     """A process group over `native.module.Channel`. Every call has completed when it returns; its Work is done already.
 
     A peer that ends, or takes no part for `timeout`, is a PeerLostError that names it; one that is in another
@@ -116,7 +116,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 def register() -> None:
     """Make `dist.new_group(ranks, backend=NAME)` known to this process. May be called more than once."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
+        dist.Backend.register_backend(NAME, SharedMemoryProcessGroup, devices=["cpu"])
 
 
 def _join(store: dist.Store, rank: int, size: int, timeout_s: float):

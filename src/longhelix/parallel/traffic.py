@@ -12,7 +12,7 @@ class Traffic:
 
     The fingerprint is a polynomial in a fixed factor, modulo 2^64, of a number for each collective: its kind, and its
     size where all ranks of the stage agree on that. So the fingerprint of two runs, or of the later one, follows from
-    those of the others. exchanged_bytes: see `Group.exchanged_bytes`.
+    those of the others. exchanged_bytes: see `RankGroup.exchanged_bytes`.
     """
 
     collectives: int = 0

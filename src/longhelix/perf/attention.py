@@ -3,7 +3,7 @@
 import numpy as np
 
 from longhelix.perf import collectives, weights
-from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.collectives import RankGroups, Sent
 from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
@@ -18,7 +18,7 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work) -> list[Cost
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_group(layouts), hidden_bytes + layouts.zeros)
+    summed = collectives.all_reduce(setting.system, _sum_groups(layouts), hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
         attention,
@@ -170,12 +170,12 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
-    group = Group(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
+    groups = RankGroups(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
     rows_heads = own.rows * layouts.query_heads(setting.heads)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
-    shared = collectives.all_to_all(setting.system, group, partial_bytes)
-    gathered = collectives.all_gather(setting.system, group, rows_heads * channels * ACTIVATION_BYTES)
-    at_once = collectives.all_gather(setting.system, group, partial_bytes * layouts.kvp)
+    shared = collectives.all_to_all(setting.system, groups, partial_bytes)
+    gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
+    at_once = collectives.all_gather(setting.system, groups, partial_bytes * layouts.kvp)
     return (shared + gathered).or_cheaper(at_once).where(layouts.ffn_replicas > 1, shared)
 
 
@@ -196,5 +196,5 @@ def _merge(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
 
 
-def _sum_group(layouts: Layouts) -> Group:
-    return Group(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)
+def _sum_groups(layouts: Layouts) -> RankGroups:
+    return RankGroups(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)

@@ -4,7 +4,7 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.attention import product
-from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.collectives import RankGroups, Sent
 from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
@@ -88,12 +88,12 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     system, ones = setting.system, layouts.ones
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
     gathered = collectives.all_gather(
-        system, Group(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
+        system, RankGroups(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
     )
-    scattered = collectives.all_gather(system, Group(layouts.num_ranks, ones), hidden_bytes)
+    scattered = collectives.all_gather(system, RankGroups(layouts.num_ranks, ones), hidden_bytes)
     # Where several ranks share a request, each needs its rows whole.
-    regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
-    summed = collectives.all_reduce(system, Group(layouts.ffn_ranks, ones), hidden_bytes)
+    regathered = collectives.all_gather(system, RankGroups(layouts.tpa, ones), hidden_bytes / layouts.kvp)
+    summed = collectives.all_reduce(system, RankGroups(layouts.ffn_ranks, ones), hidden_bytes)
     after = (scattered + regathered).where(layouts.local, summed)
     return gathered, after
 
@@ -104,8 +104,8 @@ def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Sent:
     assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
-    group = Group(layouts.ep, layouts.ones)
-    return collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets)
+    groups = RankGroups(layouts.ep, layouts.ones)
+    return collectives.all_to_all(setting.system, groups, own.rows * row_bytes * targets)
 
 
 def _sent(name: str, sent: Sent) -> CostItem:

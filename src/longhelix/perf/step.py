@@ -7,7 +7,7 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.attention import attention_items, product
-from longhelix.perf.collectives import Group
+from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
@@ -66,7 +66,7 @@ def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
 
 def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
-    summed = collectives.all_reduce(setting.system, Group(layouts.ffn_ranks, layouts.ones), hidden_bytes)
+    summed = collectives.all_reduce(setting.system, RankGroups(layouts.ffn_ranks, layouts.ones), hidden_bytes)
     return [
         kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.ffn_ranks),
         sends("embedding", summed.seconds, summed.net_bytes, summed.fixed_s),
@@ -85,7 +85,7 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES + zeros
-    gathered = collectives.all_gather(system, Group(layouts.ffn_ranks, zeros + 1), logit_bytes)
+    gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), logit_bytes)
     wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),

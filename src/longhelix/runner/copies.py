@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from longhelix.cache.pool import KVPool
 from longhelix.kv.blocks import Block
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 
 
-def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: Group) -> None:
+def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
     """Copy KV blocks, (source, target) each, in all layers. Every rank of the KVP group gets the same `copies`.
 
     What goes from rank to rank goes in one all-to-all, in which all ranks take part where there is any. No block is

@@ -18,7 +18,7 @@ from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.experts import _make_experts
 from longhelix.models.parameters import declare
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec, MoE
 
@@ -293,7 +293,7 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
         )
         for parameter in declare(spec, Layout(), 0)
     }
-    group = Group((0,), 0, None)
+    group = RankGroup((0,), 0, None)
     decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights, "float32")
     assert decoder.expert_rows() == [[], [0] * 6]
     decoder.layers[1].ffn(inputs(5, 32, torch.float32, 22))

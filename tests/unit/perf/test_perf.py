@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longhelix import Layout, UserError
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
-from longhelix.perf.collectives import Group
+from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import total_seconds
 from longhelix.perf.flops import attention_flops, model_flops
 from longhelix.perf.hop_b import Overlap, pipelined_s
@@ -246,7 +246,7 @@ SMALL, LARGE = np.array([4e3]), np.array([1e9])
 
 
 def group(size, stride=1):
-    return Group(np.array([float(size)]), np.array([float(stride)]))
+    return RankGroups(np.array([float(size)]), np.array([float(stride)]))
 
 
 def test_collectives_of_one_rank_cost_nothing():
