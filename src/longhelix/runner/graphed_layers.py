@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.splits import length_bucket
 from longhelix.models.batch import Batch
 from longhelix.parallel.mesh import Mesh
@@ -112,19 +112,19 @@ class GraphedLayers:
     Steps of which ranks have different rows run as they are: what ranks send each other differs from step to step.
 
     `mesh`: its groups count collectives; a replay runs those of its capture, which nobody sees.
-    `planner`: FlashInfer's, which wants to see a batch before its capture and before every replay.
+    `page_lists`: of FlashInfer, made before a capture and before every replay.
     """
 
     def __init__(
         self,
         layers: Callable[[Tensor, Batch], Tensor],
         mesh: Mesh,
-        planner: Planner | None = None,
+        page_lists: PageLists | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._layers = layers
         self._mesh = mesh
-        self._planner = planner
+        self._page_lists = page_lists
         self._capture = capture or _CudaCapture()
         # Of all ranks alike, since they use the same: the one used last comes last, and the first goes first.
         self._graphs: dict[Bucket, _Graph] = {}
@@ -148,8 +148,8 @@ class GraphedLayers:
     def _new_graph(self, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> _Graph:
         if len(self._graphs) == _MOST_GRAPHS:
             unused = self._graphs.pop(next(iter(self._graphs)))
-            if self._planner is not None:
-                self._planner.forget(unused.inputs.batch.limits_t)
+            if self._page_lists is not None:
+                self._page_lists.forget(unused.inputs.batch.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         traffic: list[Traffic] = []
@@ -165,9 +165,9 @@ class GraphedLayers:
 
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
-        if self._planner is not None:
+        if self._page_lists is not None:
             own = inputs.batch
-            self._planner.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
+            self._page_lists.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
 
 
 class _CudaCapture:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
@@ -23,12 +23,12 @@ Layers = Callable[[Tensor, Batch], Tensor]
 
 
 def make_layers(
-    execution: Execution, model: Decoder, pool: KVPool, planner: Planner | None = None, spans: Spans = UNTRACED
+    execution: Execution, model: Decoder, pool: KVPool, page_lists: PageLists | None = None, spans: Spans = UNTRACED
 ) -> Layers:
     """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
 
-    `planner`: FlashInfer's, for the attention of CUDA graphs. `spans`: the model's own, but for layers that are
-    compiled, of which it is told as a whole.
+    `page_lists`: for FlashInfer's attention in CUDA graphs. `spans`: those of the model; of compiled layers they are
+    told as a whole.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution.compiled:
@@ -37,7 +37,7 @@ def make_layers(
     if execution.tapes:
         layers = TapedLayers(layers, spans)
     if execution.graphs:
-        layers = GraphedLayers(layers, model.mesh, planner)
+        layers = GraphedLayers(layers, model.mesh, page_lists)
     return _as_one_span(layers, spans) if execution.compiled else layers
 
 
@@ -63,7 +63,7 @@ class _Compiled:
             return self._layers(hidden_TH, batch)
         try:
             return self._graph(hidden_TH, batch)
-        except RuntimeError as error:  # of collectives in the graph, which no Group sees
+        except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
             if not is_lost_peer(error):
                 raise
             raise PeerLostError(f"a compiled graph: {error}") from error

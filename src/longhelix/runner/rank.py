@@ -11,7 +11,7 @@ import torch.distributed as dist
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
 from longhelix.kernels import PANELS, KVFormat, flashinfer, native
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.machine import host
 from longhelix.models.decoder import Decoder
 from longhelix.models.model_files import open_checkpoint
@@ -104,7 +104,7 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     """What executes this rank's steps. `spans` as the model has them."""
     whole = config.attention == "flashinfer"
     execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
-    return ModelRunner(config.spec, mesh, model, pool, execution, new_planner(config, mesh.rank, pool), spans)
+    return ModelRunner(config.spec, mesh, model, pool, execution, new_page_lists(config, mesh.rank, pool), spans)
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
@@ -118,14 +118,14 @@ def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
     )
 
 
-def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:
-    """FlashInfer's planner, where it was asked for. Raises UserError if it cannot read this pool."""
+def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
+    """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
     num_query_heads = len(config.layout.query_heads(config.heads, rank))
     if config.attention != "flashinfer" or not num_query_heads:
         return None
     (format,) = pool.formats.values()
     flashinfer.check(format, config.dtype)
-    return Planner(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
+    return PageLists(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
@@ -45,14 +45,14 @@ class ModelRunner:
         model: Decoder,
         pool: KVPool,
         execution: Execution,
-        planner: Planner | None = None,
+        page_lists: PageLists | None = None,
         spans: Spans = UNTRACED,
     ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
         self.execution = execution
-        self.layers = make_layers(execution, model, pool, planner, spans)
+        self.layers = make_layers(execution, model, pool, page_lists, spans)
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.device = pool.device
