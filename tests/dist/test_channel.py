@@ -131,7 +131,7 @@ def start_peer(fd):
         os.read(read, 1)
         channel = native.module.Channel(fd, 1, [own, os.getpid()], RANKS, 60.0)
         while True:
-            channel.all_reduce(values.data_ptr(), 16, native.NUMBERS[torch.float32])
+            channel.all_reduce(values.data_ptr(), 16, native.NUMBER_BY_DTYPE[torch.float32])
     finally:
         os._exit(1)
 

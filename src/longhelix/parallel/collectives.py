@@ -190,7 +190,7 @@ class SharedMemoryRankGroup(RankGroup):
         total = torch.empty_like(values)
         span = self._spans.begin("all-reduce", "collective")
         addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
-        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBERS[values.dtype])
+        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBER_BY_DTYPE[values.dtype])
         self._spans.end(span)
         return total
 
@@ -213,7 +213,7 @@ class SharedMemoryRankGroup(RankGroup):
             0 if places_NT is None else places_NT.data_ptr(),
             heads_per_rank,
             head_size,
-            native.NUMBERS[out_tqC.dtype],
+            native.NUMBER_BY_DTYPE[out_tqC.dtype],
             merged_TnC.data_ptr(),
         )
         self._spans.end(span)

@@ -148,8 +148,8 @@ def _check_sum(options) -> None:
 
 
 def _number(values: Tensor):
-    number = native.NUMBERS.get(values.dtype)
+    number = native.NUMBER_BY_DTYPE.get(values.dtype)
     if number is None:
-        known = ", ".join(map(str, native.NUMBERS))
+        known = ", ".join(map(str, native.NUMBER_BY_DTYPE))
         raise ValueError(f"the {NAME} backend does not sum {values.dtype}: use one of {known}")
     return number
