@@ -193,8 +193,8 @@ class Scheduler:
 
     def _start(self, request: Request) -> int:
         """The KVP rank with most free: short requests, and the tails of long ones, spread over the ranks."""
-        policy = self.config.policy(len(request.prompt_token_ids), request.capacity_tokens)
-        if self.config.batch_invariant and policy != "local":
+        name = self.config.placement_of(len(request.prompt_token_ids), request.capacity_tokens)
+        if self.config.batch_invariant and name != "local":
             return 0
         return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
 
