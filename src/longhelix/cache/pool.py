@@ -48,11 +48,11 @@ class KVPool:
     def read(self, blocks: Sequence[int]) -> Tensor:
         """The bytes of KV blocks, of all layers, one block after the other: flat, uint8, on the pool's device. Ranks of
         one KVP group can write what another one of them has read."""
-        bytes_BX = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
-        for block, bytes_X in zip(blocks, bytes_BX, strict=True):
+        bytes_JX = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
+        for block, bytes_X in zip(blocks, bytes_JX, strict=True):
             for own, given in self._parts(block, bytes_X):
                 given.copy_(own)
-        return bytes_BX.view(-1)
+        return bytes_JX.view(-1)
 
     def write(self, blocks: Sequence[int], bytes_X: Tensor) -> None:
         """Fill KV blocks with what `read` gave."""

@@ -112,5 +112,5 @@ class Decoder(nn.Module):
         return self.mesh.ffn.all_reduce(hidden_TH)
 
 
-def _plain(weight_NK: Tensor | None, dtype: str) -> Weight | None:
-    return None if weight_NK is None else Weight(weight_NK, dtype, *weight_NK.shape, PLAIN)
+def _plain(weight_OI: Tensor | None, dtype: str) -> Weight | None:
+    return None if weight_OI is None else Weight(weight_OI, dtype, *weight_OI.shape, PLAIN)

@@ -65,8 +65,8 @@ def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: s
     panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)
 
     def make(name: str, halves: int) -> Weight:
-        weight_NK = weights.pop(name)
-        return make_weight(weight_NK, dtype, halves) if panels else PLAIN.new_weight(weight_NK, dtype, halves)
+        weight_OI = weights.pop(name)
+        return make_weight(weight_OI, dtype, halves) if panels else PLAIN.new_weight(weight_OI, dtype, halves)
 
     gate_up, down = [], []
     for stem in stems.values():

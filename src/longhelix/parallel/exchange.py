@@ -105,18 +105,18 @@ def _merged(
     """The states that came from all ranks, in their order, as one: out_TnC."""
     head_size = out_tqC.shape[2]
     out_bytes = head_size * out_tqC.element_size()
-    received_RX = received.view(-1, out_bytes + _LSE_BYTES)
-    out_RC = received_RX[:, :out_bytes].contiguous().view(out_tqC.dtype)
-    lse_R = received_RX[:, out_bytes:].contiguous().view(torch.float32).squeeze(-1)
+    received_UX = received.view(-1, out_bytes + _LSE_BYTES)
+    out_UC = received_UX[:, :out_bytes].contiguous().view(out_tqC.dtype)
+    lse_U = received_UX[:, out_bytes:].contiguous().view(torch.float32).squeeze(-1)
     if holders is None:
-        out_NnTC = out_RC.view(len(counts), own_heads, counts[0], head_size)
-        lse_NnT = lse_R.view(len(counts), own_heads, counts[0])
+        out_NnTC = out_UC.view(len(counts), own_heads, counts[0], head_size)
+        lse_NnT = lse_U.view(len(counts), own_heads, counts[0])
     else:
         rows = holders.places_NT.shape[1]
-        out_NnTC = out_RC.new_zeros(len(counts), own_heads, rows, head_size)
-        lse_NnT = lse_R.new_full((len(counts), own_heads, rows), -torch.inf)
+        out_NnTC = out_UC.new_zeros(len(counts), own_heads, rows, head_size)
+        lse_NnT = lse_U.new_full((len(counts), own_heads, rows), -torch.inf)
         sizes = [own_heads * count for count in counts]
-        for rank, (out, lse) in enumerate(zip(out_RC.split(sizes), lse_R.split(sizes), strict=True)):
+        for rank, (out, lse) in enumerate(zip(out_UC.split(sizes), lse_U.split(sizes), strict=True)):
             held_T = holders.places_NT[rank] >= 0
             out_NnTC[rank, :, held_T] = out.view(own_heads, counts[rank], head_size)
             lse_NnT[rank, :, held_T] = lse.view(own_heads, counts[rank])

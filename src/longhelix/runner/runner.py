@@ -156,8 +156,8 @@ class ModelRunner:
             return logits_Sv
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
         widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.ffn.ranks]
-        padded_SW = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
-        parts = self.mesh.ffn.gather(padded_SW)
+        padded_Sv = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
+        parts = self.mesh.ffn.gather(padded_Sv)
         trimmed = [part[:, :width] for part, width in zip(parts, widths, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 

@@ -117,10 +117,10 @@ def make_experts(columns: dict[int, int], hidden: int, dtype: torch.dtype, weigh
     """An expert of each number, with so many columns; `weight_dtype` "plain" keeps rows of `dtype`."""
 
     def make(outputs: int, depth: int, seed: int, halves: int) -> Weight:
-        weight_NK = matrix(outputs, depth, seed, dtype) if outputs and depth else torch.zeros(outputs, depth)
+        weight_OI = matrix(outputs, depth, seed, dtype) if outputs and depth else torch.zeros(outputs, depth)
         if weight_dtype == "plain":
-            return Weight(weight_NK.to(dtype), name(dtype), outputs, depth, PLAIN)
-        return make_weight(weight_NK, weight_dtype, halves)
+            return Weight(weight_OI.to(dtype), name(dtype), outputs, depth, PLAIN)
+        return make_weight(weight_OI, weight_dtype, halves)
 
     gate_up = [make(2 * width, hidden, seed + id, 2) for id, width in columns.items()]
     down = [make(hidden, width, seed + 100 + id, 1) for id, width in columns.items()]
