@@ -49,7 +49,7 @@ class Plain:
 class Panels:
     """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
     in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
-    part of the panel, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
+    numbers, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
     offset (csrc/kernels.hpp)."""
 
     name = "panels"

@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """This rank's part of the model: the layers of its stage, the embedding on the first stage, the head on the last.
+    """This rank's shard of the model: the layers of its stage, the embedding on the first stage, the head on the last.
 
     `weights` are those of `parameters.declare` for the same layout and rank; they are taken out of the dict one by one
     as they are packed, so that no second copy of all of them ever exists. `spans` are told of what layers do.

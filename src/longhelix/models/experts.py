@@ -13,9 +13,9 @@ from longhelix.spec import FORMATS, ModelSpec
 class ExpertFFN(nn.Module):
     """Experts over EP, the columns of each over TPF, shared experts over all ranks; one all-reduce adds up everything.
 
-    Every rank has all rows and routes all of them, the same way, so no row travels: a rank computes its experts' part
-    of the rows that take them (Helix, arXiv 2507.07120, section 2.2; its all-reduce inside an expert group and the sum
-    over groups are one sum here).
+    Every rank has all rows, and routes all of them the same way, so no row travels. A rank computes its experts'
+    outputs for the rows that take them (Helix, arXiv 2507.07120, section 2.2; the paper's all-reduce inside an expert
+    group and its sum over groups are one sum here).
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:

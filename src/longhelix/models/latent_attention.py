@@ -33,12 +33,12 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 class LatentAttention(nn.Module):
     """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
 
-    Queries are turned into latents by the key part of the up-projection (absorbed), so that all heads attend to the
+    Queries are turned into latents by the key half of the up-projection (absorbed), so that all heads attend to the
     cache entries as they are; TPA > 1 shares heads and duplicates the entries. Sequences with `MLA.direct_rows` rows
     and more attend to keys and values that are made of the entries (direct), but not on GPUs and in graphs, whose
     launches are the same for all lengths.
 
-    The value part comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
+    The value half comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
     value_size times fewer bytes than latents, for KVP times the arithmetic, 2 kv_lora_rank value_size FLOP against
     2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes: little
     for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case, and
@@ -179,7 +179,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("tqz,qcz->tqc", out_tqZ, self.value_up_qCZ).contiguous(), lse_tq
 
     def _absorb(self, q_tqC: Tensor) -> Tensor:
-        """Queries for the cache entries: a latent and a rotated part."""
+        """Queries for the cache entries: a latent and rotated channels."""
         plain_tqC, rotated_TqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 

@@ -14,7 +14,7 @@ class Source:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(len(part) for part in self.slices)
+        return tuple(len(items) for items in self.slices)
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,13 @@ def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str,
 
 
 def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
-    parts = ((held(dim), dim.unit) for dim in weight.dims)
-    slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in parts)
+    pieces = ((held(dim), dim.unit) for dim in weight.dims)
+    slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in pieces)
     return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices)
 
 
 def _of_expert(template: Parameter, expert: int) -> Parameter:
-    sources = tuple(Source(part.name.format(expert), part.shape, part.slices) for part in template.sources)
+    sources = tuple(Source(source.name.format(expert), source.shape, source.slices) for source in template.sources)
     return Parameter(template.name.format(expert), sources, template.exact)
 
 

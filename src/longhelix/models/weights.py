@@ -20,7 +20,7 @@ def load(
     weights = {}
     for parameter in parameters:
         pieces = [
-            checkpoint.read(source.name, tuple(slice(part.start, part.stop) for part in source.slices))
+            checkpoint.read(source.name, tuple(slice(items.start, items.stop) for items in source.slices))
             for source in parameter.sources
         ]
         if not parameter.exact:

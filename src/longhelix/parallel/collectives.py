@@ -127,10 +127,10 @@ class RankGroup:
         """Equal shapes from every rank, in order, on the group's first rank; an empty list on the others."""
         if self.size == 1:
             return [values]
-        parts = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
-        receivers = [parts] if parts else []
+        gathered = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
+        receivers = [gathered] if gathered else []
         self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
-        return parts
+        return gathered
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's values, in place, on all."""

@@ -62,7 +62,7 @@ def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -
     received = group.all_to_all(
         out_TnC.reshape(-1).repeat(group.size), send_sizes=[out_TnC.numel()] * group.size, receive_sizes=sizes
     )
-    return torch.cat([part.view(rows, -1, head_size) for part in received.split(sizes) if part.numel()], dim=1)
+    return torch.cat([heads.view(rows, -1, head_size) for heads in received.split(sizes) if heads.numel()], dim=1)
 
 
 def exchange(

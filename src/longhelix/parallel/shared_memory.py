@@ -63,9 +63,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done([gathered])
 
     def allgather(self, gathered, values, options=None):
-        for parts, value in zip(gathered, values, strict=True):
-            for part, received in zip(parts, self._gathered(value), strict=True):
-                part.copy_(received)
+        for shards, value in zip(gathered, values, strict=True):
+            for shard, received in zip(shards, self._gathered(value), strict=True):
+                shard.copy_(received)
         return _done(gathered)
 
     def gather(self, gathered, values, options):
@@ -73,8 +73,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         for index, value in enumerate(values):
             whole = self._gathered(value)
             if self.rank() == options.rootRank:
-                for part, received in zip(gathered[index], whole, strict=True):
-                    part.copy_(received)
+                for shard, received in zip(gathered[index], whole, strict=True):
+                    shard.copy_(received)
         return _done(values)
 
     def _gathered(self, value: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(gathered)
 
     def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):
-        for part, value in zip(reduced, values, strict=True):
-            self._reduce_scatter_base(part, value, options)
+        for shard, value in zip(reduced, values, strict=True):
+            self._reduce_scatter_base(shard, value, options)
         return _done(reduced)
 
     def broadcast(self, tensors, options=None):

@@ -1,4 +1,4 @@
-"""The parts of one rank, made from the configuration: its place in the world, its model, its pool."""
+"""What one rank consists of, made from the configuration: its place in the world, its model, its pool."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from longhelix.runner.execution import Execution, Found
 from longhelix.runner.runner import ModelRunner
 from longhelix.spans import UNTRACED, Spans
 
-# Small beside what is left free beside a pool: ranks that are done with theirs do not take their part again.
+# Small beside what is left free beside a pool: ranks that are done with theirs do not take their share again.
 _PARTS_OF_LAYER = 8
 
 
@@ -50,7 +50,7 @@ def load_model(
     progress: Callable[[int], None] = lambda elements: None,
     spans: Spans = UNTRACED,
 ) -> Decoder:
-    """This rank's part of the model. `progress` is told the elements of each parameter as it is in. `spans`: are told
+    """This rank's shard of the model. `progress` is told the elements of each parameter as it is in. `spans`: are told
     of what layers do, but for compiled ones, in which nobody can be told anything."""
     weights = load(
         open_checkpoint(config.model_path),
@@ -82,22 +82,22 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
-    """Write to all of a pool now, part by part: what the system has only promised, another engine may be promised as
+    """Write to all of a pool now, piece by piece: what the system has only promised, another engine may be promised as
     well. `sharers` ranks do so at the same time."""
     left_bytes = pool.num_bytes
-    for part in chain.from_iterable(
+    for piece in chain.from_iterable(
         tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
     ):
         free_bytes = host.available_bytes()
-        if free_bytes < sharers * part.nbytes:
+        if free_bytes < sharers * piece.nbytes:
             raise UserError(
                 f"the KV cache needs {left_bytes} bytes more on a rank, but {free_bytes} are free for {sharers}: other "
                 "processes have taken memory since the engine started; end some, or lower --kv-cache-tokens or "
                 "--max-model-len",
                 "out_of_memory",
             )
-        part.zero_()
-        left_bytes -= part.nbytes
+        piece.zero_()
+        left_bytes -= piece.nbytes
 
 
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:

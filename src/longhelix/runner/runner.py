@@ -157,8 +157,8 @@ class ModelRunner:
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
         widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.ffn.ranks]
         padded_Sv = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
-        parts = self.mesh.ffn.gather(padded_Sv)
-        trimmed = [part[:, :width] for part, width in zip(parts, widths, strict=False)]
+        shards = self.mesh.ffn.gather(padded_Sv)
+        trimmed = [shard_Sv[:, :width] for shard_Sv, width in zip(shards, widths, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 
     def _batch(self, step: Step) -> Batch:
@@ -170,9 +170,9 @@ class ModelRunner:
         sequences = decodes + prompts
         held = [self.kvp_rank in seq.holders for seq in sequences]
         extents = [(seq.extent.begin, seq.extent.end) for seq in compress(sequences, held)]
-        counts_B = torch.tensor([*held[: len(decodes)], *(len(part.positions) for part in rows[1:])], dtype=torch.int64)
+        counts_B = torch.tensor([*held[: len(decodes)], *(len(some.positions) for some in rows[1:])], dtype=torch.int64)
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
-        positions_t = _join(part.positions for part in rows)
+        positions_t = _join(some.positions for some in rows)
         cos_tR, sin_tR = rotation(
             positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
         )
@@ -181,8 +181,8 @@ class ModelRunner:
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
-            slots_t=_join(part.slots for part in rows).to(self.device),
-            limits_t=_join(part.limits for part in rows).to(self.device),
+            slots_t=_join(some.slots for some in rows).to(self.device),
+            limits_t=_join(some.limits for some in rows).to(self.device),
             row_starts_b=nn.functional.pad(counts_B[torch.tensor(held)].cumsum(0), (1, 0)).to(self.device),
             blocks_X=self.arena.blocks_X,
             extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
@@ -280,5 +280,5 @@ def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
     return SampledToken(seq.new.id, token_id, found)
 
 
-def _join(parts: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
+def _join(pieces: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))

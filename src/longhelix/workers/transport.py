@@ -25,7 +25,7 @@ _UNREAD = 4
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Engine: load your part of the model."""
+    """Engine: load your shard of the model."""
 
     config: EngineConfig
 

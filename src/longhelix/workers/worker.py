@@ -89,7 +89,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
 def _load(
     config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
 ) -> ModelRunner:
-    """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
+    """Join the other ranks, build this one's shard of the model, and run what must not wait for the first request."""
     mesh = join(config, rank, directory, spans)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
