@@ -27,7 +27,7 @@ from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
 from longhelix.request import Chunk, NewSequence, SamplingParams, Step
 from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import new_pool
+from longhelix.runner.rank import new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
 
@@ -113,7 +113,7 @@ def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
         for parameter in declare(TINY, Layout(), 0)
     }
     model = Decoder(TINY, Mesh(Layout(), 0, group, group, group), weights, "float32")
-    runner = ModelRunner(TINY, model.mesh, model, new_pool(config, 0, 4))
+    runner = new_runner(config, model.mesh, model, new_pool(config, 0, 4))
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=40, blocks_per_rank=(3,), spread=True)
     tokens = array("i", [5, 3, 8, 1] * 5).tobytes()
     runner.execute(Step(1, (new,), chunks=(Chunk(0, tokens, (Block(0, 0), Block(0, 2)), sample=False),)))
