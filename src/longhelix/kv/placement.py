@@ -158,7 +158,7 @@ class Continued:
 
     @property
     def tokens(self) -> int:
-        """Those that the blocks with `owners` hold when all of them are full."""
+        """How many tokens the blocks with `owners` hold when all of them are full."""
         return len(self.owners) * self.block_tokens
 
     def follows(self, placement: Placement) -> bool:
@@ -167,7 +167,7 @@ class Continued:
 
     @cached_property
     def _turn(self) -> int:
-        """How many ranks after the one that `base` itself would choose the next block goes."""
+        """How many ranks lie between the next owner and the one that `base` would choose without these blocks."""
         return self.base.next_owner(self.owners[-1], len(self.owners)) - self.base.owner(self.tokens)
 
     def next_owner(self, last: int, count: int) -> int:

@@ -59,7 +59,8 @@ class ExpertFFN(nn.Module):
 
 
 def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: str) -> Experts:
-    """The experts whose weights' names begin with `stems`, by number, taken out of `weights` as they are laid out."""
+    """The experts with the weights whose names begin with `stems`, by number. Weights are taken out of `weights` as
+    they are laid out."""
     # Where one cannot lie in panels, none does; of narrow numbers make_weight then says why.
     found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
     panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)

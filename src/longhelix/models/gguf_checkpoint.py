@@ -94,7 +94,7 @@ class GgufCheckpoint:
 
 
 class _BoundedReader(GGUFReader):
-    """Refuses to read past the file's end, where GGUFReader loops on or goes on with an empty array."""
+    """Refuses to read past the file's end, where GGUFReader would loop forever or go on with an empty array."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
         end = int(offset) + int(count) * np.dtype(dtype).itemsize

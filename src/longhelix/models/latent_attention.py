@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         return hidden_TH
 
     def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """latent_tX: the token's latent and key, raw; q_tqC: queries, their last channels rotated."""
+        """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated."""
         if self.mla.q_lora_rank is None:
             latent_tX = down_tX
             q_tX = linear(own_tH, self.query_up, norm=self.norm, norm_eps=self.eps)
@@ -135,7 +135,8 @@ class LatentAttention(nn.Module):
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
 
     def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
-        """Partial outputs to exchange, and their LSEs: values, or latents where queries are absorbed already."""
+        """Partial outputs to exchange, and their LSEs. The outputs are values, or latents if the queries are absorbed
+        already."""
         return self._attend_to_values(q_tqC, *rows) if values else partial_attention(q_tqC, *rows)
 
     def _attend_to_values(
@@ -150,7 +151,8 @@ class LatentAttention(nn.Module):
         max_rows: int,
         most_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        """out_tqC (values) and lse_tq of all held heads: sequences of many rows direct, the others absorbed."""
+        """out_tqC (values) and lse_tq of all held heads. Sequences of many rows attend directly, the others
+        absorbed."""
         if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
             table = blocks_X, extents_b2, row_starts_b, limits_t
             return self._attend_absorbed(q_tqC, layer, *table, scale, max_rows, most_tokens)
@@ -179,7 +181,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("tqz,qcz->tqc", out_tqZ, self.value_up_qCZ).contiguous(), lse_tq
 
     def _absorb(self, q_tqC: Tensor) -> Tensor:
-        """Queries for the cache entries: a latent and rotated channels."""
+        """Queries that match the cache entries: latents, then rotated channels."""
         plain_tqC, rotated_TqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 

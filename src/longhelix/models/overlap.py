@@ -24,8 +24,8 @@ def attend_and_exchange(
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
-    In the batch's parts: where there are more than one, their exchanges run one after the other, while later parts
-    attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
+    If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
+    `partial_attention`, or another function of the same arguments that gives other channels to exchange.
     """
     if batch.parts == 1:
         table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t

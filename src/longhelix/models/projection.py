@@ -1,4 +1,4 @@
-"""The projection that ends a block: back to the hidden size, summed over the ranks, added to the residual."""
+"""The projection that ends a block: back to the hidden size, summed over ranks, added to the residual."""
 
 from torch import Tensor
 

@@ -16,7 +16,8 @@ def load(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """The parameters by name, in `dtype` on `device`. `progress` is told the elements of each one as it is done."""
+    """The parameters by name, in `dtype` on `device`. `progress` is called with the elements of each one once it is
+    loaded."""
     weights = {}
     for parameter in parameters:
         pieces = [

@@ -17,7 +17,7 @@ from longhelix.spans import UNTRACED, Spans
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether gloo or NCCL says by `error` that a peer is gone, and not that a call was wrong."""
+    """Whether this error of gloo or NCCL means that a peer is gone, not that a call was wrong."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
@@ -75,26 +75,26 @@ class RankGroup:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
+        """Bytes that this rank has given to the transport for other ranks, in `all_to_all` and `exchange_states`."""
         return self.traffic.exchanged_bytes
 
     def count(self, traffic: Traffic) -> None:
-        """Add what a CUDA graph did, which no call here has seen."""
+        """Add the collectives of a CUDA graph, which made no call here."""
         self._own = self._own.then(traffic)
 
     def progress(self) -> tuple[int, str]:
-        """How many collectives have begun, and which of them runs, in words, or "". For any thread."""
+        """How many collectives have begun, and the one that runs now, in words, or "". Any thread may ask."""
         return self._own.collectives, self._named(self._current)
 
     @_in_graphs(_functional_all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
+        """Sum over the group, in place; in a compiled graph, as a new tensor."""
         if self.size > 1:
             self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
-        """residual + the sum of `values` over the group; uses up `values`."""
+        """residual + the sum of `values` over the group. May overwrite `values`."""
         return residual + self.all_reduce(values)
 
     def merges(self, head_size: int) -> bool:
@@ -102,12 +102,13 @@ class RankGroup:
         return False
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-        """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
+        """Send consecutive pieces of a flat tensor to the ranks of the group. Returns what came from them, in their
+        order."""
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
     @_in_graphs(_functional_all_to_all)
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
-        """`all_to_all` under way: call what it returns to wait for what comes."""
+        """Begin an `all_to_all`. Call what it returns to wait for the result."""
         # Sizes differ by rank, and are not counted.
         title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
         span = self._spans.begin("exchange", "exchange")
@@ -133,7 +134,7 @@ class RankGroup:
         return gathered
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """The first rank's values, in place, on all."""
+        """Overwrite `values` on all ranks by the first rank's."""
         if self.size > 1:
             self._run("broadcast", values.nbytes, self._handle.broadcast, [values], dist.BroadcastOptions())
         return values
@@ -145,7 +146,7 @@ class RankGroup:
         self._spans.end(span)
 
     def _begin(self, kind: str, size_bytes: int) -> str:
-        """Count a collective; its name in words."""
+        """Count a collective, and return its name in words."""
         self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
         return f"{kind} {self._own.collectives}"
 
@@ -201,7 +202,7 @@ class SharedMemoryRankGroup(RankGroup):
     def exchange_states(
         self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
     ) -> Tensor:
-        """The exchange and the merge as one call, where `merges` says so. `places_NT` as in `exchange.Holders`."""
+        """The exchange and the merge as one call, where `merges` is true. `places_NT`: as in `exchange.Holders`."""
         rows, _, head_size = out_tqC.shape
         rows = rows if places_NT is None else places_NT.shape[1]
         merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)

@@ -17,11 +17,11 @@ NAME = "shm"
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
-    """A process group over `native.module.Channel`. Every call has completed when it returns; its Work is done already.
+    """A process group over `native.module.Channel`. Every call is complete when it returns, and so is its Work.
 
-    A peer that ends, or takes no part for `timeout`, is a PeerLostError that names it; one that is in another
-    collective is a CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks and
-    on every run.
+    A peer that ends, or takes no part for `timeout`, raises PeerLostError, which names it. A peer that is in another
+    collective raises CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks
+    and in every run.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -46,7 +46,7 @@ class Execution:
 
     @classmethod
     def resolve(cls, compile: bool, replay: bool, whole: bool, found: Found) -> Self:
-        """compile, replay: as in EngineConfig. whole: attention is planned for whole batches, as FlashInfer's is."""
+        """compile, replay: as in EngineConfig. whole: attention must see whole batches, as FlashInfer does."""
         on_gpu = found.device == "cuda"
         return cls(
             compiled=compile,

@@ -1,4 +1,4 @@
-"""The decoder's layers on CUDA graphs: one for each bucket of step shapes."""
+"""The decoder's layers as CUDA graphs: one graph for each bucket of step shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,10 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class Bucket(NamedTuple):
-    """A shape that steps are padded to.
+    """A shape that steps are padded to: how many rows, sequences and rows per sequence, `most_tokens` and `parts`.
 
-    A new one is captured, and to capture runs the layers once more, with all their collectives: every rank must come to
-    the same one. So it is made of what the step alone decides, for steps of which all ranks have all rows: how many
-    rows each sequence has, `most_tokens` and `parts`.
+    Capturing a new bucket runs the layers once more, with all their collectives, so all ranks must come to the same
+    bucket. It therefore depends on the step alone, and serves only steps of which all ranks have all rows.
     """
 
     rows: int
@@ -35,8 +34,8 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """Decode steps have a row for each sequence, in the padding too; in others one more sequence takes all rows of
-        the padding."""
+        """In decode steps every sequence has one row, and so has the padding. In other steps one more sequence takes
+        all rows of the padding."""
         most_tokens = length_bucket(batch.most_tokens)
         if batch.max_rows == 1:
             rows = padded(batch.num_sequences)
@@ -46,7 +45,7 @@ class Bucket(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """The next power of two, or three quarters of it: at most a third is padding."""
+    """The next power of two, or three quarters of it, so that at most a third is padding."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
@@ -79,7 +78,7 @@ class _Inputs:
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
-        """A step, then padding: rows that write no KV and see no token."""
+        """Write a step, then padding: rows that write no KV and see no token."""
         rows, sequences, own = len(hidden_TH), batch.num_sequences, self.batch
         self.hidden_TH[:rows] = hidden_TH
         own.cos_tR[:rows] = batch.cos_tR
@@ -107,12 +106,14 @@ class _Graph:
 
 
 class GraphedLayers:
-    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay that on their inputs.
+    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay it with their own
+    inputs.
 
-    Steps of which ranks have different rows run as they are: what ranks send each other differs from step to step.
+    Steps of which ranks have different rows run without a graph, because what ranks send each other differs from step
+    to step.
 
-    `mesh`: its groups count collectives; a replay runs those of its capture, which nobody sees.
-    `page_lists`: of FlashInfer, made before a capture and before every replay.
+    `mesh`: its groups count the collectives of a replay, which are those of its capture. `page_lists`: FlashInfer's,
+    prepared before a capture and before every replay.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class GraphedLayers:
 
 
 class _CudaCapture:
-    """Captures into graphs that share one pool of memory: only one of them runs at a time."""
+    """Captures into graphs that share one pool of memory, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -25,10 +25,10 @@ Layers = Callable[[Tensor, Batch], Tensor]
 def make_layers(
     execution: Execution, model: Decoder, pool: KVPool, page_lists: PageLists | None = None, spans: Spans = UNTRACED
 ) -> Layers:
-    """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
+    """`Decoder.run_layers` over `pool`, run as `execution` says. What it returns may be overwritten by the next call.
 
-    `page_lists`: for FlashInfer's attention in CUDA graphs. `spans`: those of the model; of compiled layers they are
-    told as a whole.
+    `page_lists`: for FlashInfer's attention in CUDA graphs. `spans`: those of the model; they see compiled layers as
+    one span.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution.compiled:
@@ -52,7 +52,8 @@ def _as_one_span(layers: Layers, spans: Spans) -> Layers:
 
 
 class _Compiled:
-    """All layers as one graph; op by op for steps of which ranks have different rows, which would be many graphs."""
+    """All layers as one graph. Steps of which ranks have different rows run op by op: each would need a graph of its
+    own."""
 
     def __init__(self, model: Decoder, pool: KVPool) -> None:
         self._layers = partial(model.run_layers, pool=pool)

@@ -1,4 +1,4 @@
-"""What one rank consists of, made from the configuration: its place in the world, its model, its pool."""
+"""What a rank is made of, from the configuration: its place in the world, its model, its pool, its runner."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _PARTS_OF_LAYER = 8
 
 
 def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
-    """Meet the other ranks, in a directory that all of them know; those that have met make the layout's groups."""
+    """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
     native.set_num_threads(config.threads_per_rank)
     device = device_of(config, rank)
     if device.type == "cuda":
@@ -39,7 +39,7 @@ def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRAC
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> None:
-    """Make the world of ranks, all on this host; nothing listens beyond it."""
+    """Make the world of ranks, all on this host. Nothing listens on the network."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
 
@@ -50,8 +50,8 @@ def load_model(
     progress: Callable[[int], None] = lambda elements: None,
     spans: Spans = UNTRACED,
 ) -> Decoder:
-    """This rank's shard of the model. `progress` is told the elements of each parameter as it is in. `spans`: are told
-    of what layers do, but for compiled ones, in which nobody can be told anything."""
+    """This rank's shard of the model. `progress` is called with the elements of each parameter once it is loaded.
+    `spans` are told of what layers do, except in compiled graphs, which cannot tell."""
     weights = load(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
@@ -63,8 +63,8 @@ def load_model(
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
-    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started is
-    not any more."""
+    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started no
+    longer is."""
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
     num_layers = len(config.layout.layers(spec.num_layers, rank))
@@ -82,8 +82,8 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
-    """Write to all of a pool now, piece by piece: what the system has only promised, another engine may be promised as
-    well. `sharers` ranks do so at the same time."""
+    """Write to all of a pool now, piece by piece. Otherwise the system has only promised the memory, perhaps to another
+    engine too. `sharers` ranks do so at the same time."""
     left_bytes = pool.num_bytes
     for piece in chain.from_iterable(
         tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
@@ -101,7 +101,7 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 
 
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
-    """What executes this rank's steps. `spans` as the model has them."""
+    """The runner of this rank's steps. `spans`: those of the model."""
     whole = config.attention == "flashinfer"
     execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
     return ModelRunner(config.spec, mesh, model, pool, execution, new_page_lists(config, mesh.rank, pool), spans)

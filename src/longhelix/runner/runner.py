@@ -1,4 +1,4 @@
-"""The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
+"""The runner of one rank: a Step becomes tensors, the model runs, rank 0 samples, and all ranks get the tokens."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, islice
@@ -65,7 +65,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step; every rank knows the sampled tokens then, the stage's first one returns them."""
+        """Run a step. Afterwards every rank knows the sampled tokens; the stage's first rank returns them."""
         kvp, traffic_before = self.mesh.kvp, self.mesh.traffic
         self._step_id = step.id
         self.admit(step)
@@ -86,11 +86,11 @@ class ModelRunner:
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
 
     def progress(self) -> Progress:
-        """How far it is; may be asked by another thread."""
+        """How far it has come. Any thread may ask."""
         return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun)
 
     def admit(self, step: Step) -> None:
-        """Forget ended sequences, then take in new ones; and those that decode from here on."""
+        """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
         for sequence_id in step.ended:
             self.arena.close(self.sequences.pop(sequence_id).extent)
             self.decoding.pop(sequence_id, None)
@@ -123,7 +123,7 @@ class ModelRunner:
         return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""
+        """Next tokens of the sequences that want one, chosen once, on the stage's first rank, and broadcast."""
         sequences = self._sampled(step)
         if not sequences:
             return ()
@@ -141,7 +141,7 @@ class ModelRunner:
         return sampled
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
-        """The next tokens that the step just run chose, as every rank knows them: without logprobs and errors."""
+        """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""
         return tuple(SampledToken(seq.new.id, seq.last_token) for seq in self._sampled(step))
 
     def _sampled(self, step: Step) -> list[SequenceState]:
@@ -193,7 +193,7 @@ class ModelRunner:
         )
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
-        """Which KVP ranks hold KV for the rows of the step; None where all do for all."""
+        """Which KVP ranks hold KV for the rows of the step. None if all ranks hold KV for all rows."""
         kvp = self.mesh.layout.kvp
         if all(len(seq.holders) == kvp for seq in sequences):
             return None
@@ -203,8 +203,11 @@ class ModelRunner:
         return Holders.of(held_NT, self.kvp_rank, self.device)
 
     def _decode_rows(self, decodes: list[SequenceState]) -> _Rows:
-        """The next row of each that keeps KV here. It sees the local tokens up to its own position: the whole causal
-        mask. It is stored where the last KV block lies."""
+        """The next row of each sequence that keeps KV here.
+
+        A row sees the local tokens up to its own position; that is the whole causal mask. Its KV goes into the last KV
+        block.
+        """
         positions, slots, limits = [], [], []
         for seq in decodes:
             if self.kvp_rank in seq.holders:
@@ -217,12 +220,12 @@ class ModelRunner:
         return _Rows(positions, slots, limits)
 
     def _slot(self, seq: SequenceState) -> int:
-        """Of the next local token."""
+        """The slot of the next local token."""
         block, offset = divmod(seq.local_length, self.block_tokens)
         return int(self.arena.ids(seq.extent)[block]) * self.block_tokens + offset
 
     def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
-        """The next rows of a prompt, each as above; none where it keeps no KV here."""
+        """The next rows of a prompt, which see and are stored as above. None if the sequence keeps no KV here."""
         start, stop = seq.length, seq.length + chunk.num_tokens
         owners = self._owners(seq, chunk)
         seq.add_blocks(chunk.new_blocks, self.kvp_rank, self.arena)
@@ -242,14 +245,15 @@ class ModelRunner:
         return _Rows(positions, slots, limits)
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
-        """Whose blocks the next rows of a prompt fall into: new ones, and before them perhaps the last one."""
+        """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
+        last old one."""
         stop_block = -(-(seq.length + chunk.num_tokens) // self.block_tokens)
         num_old = stop_block - seq.length // self.block_tokens - len(chunk.new_blocks)
         return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
 
 
 def _last_tokens(decodes: list[SequenceState]) -> list[int]:
-    """What decode rows are made of, from here on seen."""
+    """The tokens that decode rows are made of. They count as seen from here on."""
     for seq in decodes:
         if seq.seen_V is not None:
             seq.seen_V[seq.last_token] = True
@@ -257,7 +261,7 @@ def _last_tokens(decodes: list[SequenceState]) -> list[int]:
 
 
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
-    """The tokens of a chunk, from here on seen."""
+    """The tokens of a chunk. They count as seen from here on."""
     ids = _token_ids(chunk.token_ids)
     if seq.seen_V is not None:
         seq.seen_V[torch.from_numpy(ids)] = True
@@ -269,8 +273,8 @@ def _token_ids(message: bytes) -> np.ndarray:
 
 
 def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
-    """The next token. What goes wrong here is this sequence's alone: other requests, and ranks that wait for the
-    tokens, go on."""
+    """The next token. An error here ends only this sequence: other requests go on, and so do the ranks that wait for
+    tokens."""
     sampling = seq.new.sampling
     try:
         token_id = sampler.sample(logits_V, sampling, seq.new.seed, seq.length, seq.seen_V)

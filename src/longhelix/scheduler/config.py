@@ -1,4 +1,4 @@
-"""What the scheduler is told once."""
+"""The settings of the scheduler."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class SchedulerConfig:
 
     @property
     def longest_local_tokens(self) -> int:
-        """The most tokens of one request that a KVP rank may have to hold."""
+        """The most tokens of one request that one KVP rank may have to hold."""
         longest, short = self.max_model_len, min(self.kvp_threshold_tokens, self.max_model_len)
         requests = [(1, longest), (longest, longest), (min(1, short), short)]
         places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
