@@ -27,7 +27,7 @@ from longhelix.kernels import ROWS, KVFormat
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.rank import find
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
@@ -70,7 +70,7 @@ def make_runner(num_blocks: int) -> ModelRunner:
     format = KVFormat("bfloat16", BLOCK_TOKENS, 1, 16, 16, ROWS)
     pool = KVPool({"kv": format}, num_layers=0, num_blocks=num_blocks, device=torch.device("cpu"))
     model = NoLayers(mesh)
-    op_by_op = Arrangement.resolve(compile=False, replay=False, whole=False, found=find(mesh, model, pool))
+    op_by_op = Execution.resolve(compile=False, replay=False, whole=False, found=find(mesh, model, pool))
     return ModelRunner(SPEC, mesh, model, pool, op_by_op)
 
 

@@ -42,7 +42,7 @@ def _spec(architecture, hidden_size, num_query_heads, num_kv_heads, head_size, m
 
 
 class ThreadGroup:
-    """What attention asks of `parallel.collectives.Group`, between threads; `meeting` is the same for all ranks."""
+    """What attention asks of `parallel.collectives.RankGroup`, between threads; `meeting` is the same for all ranks."""
 
     def __init__(self, index: int, size: int, meeting: tuple[list, threading.Barrier]) -> None:
         self.index, self.size, self.ranks = index, size, tuple(range(size))

@@ -13,14 +13,14 @@ from longhelix.values import items, whole
 _MOST_RANKS = 2**20
 
 
-def split(total: int, parts: int) -> tuple[range, ...]:
-    """Cut `total` consecutive items into `parts` ranges whose sizes differ by one at most, larger ones first."""
-    return tuple(part_of(total, parts, index) for index in range(parts))
+def split(total: int, pieces: int) -> tuple[range, ...]:
+    """Cut `total` consecutive items into `pieces` ranges whose sizes differ by one at most, larger ones first."""
+    return tuple(piece_of(total, pieces, index) for index in range(pieces))
 
 
-def part_of(total: int, parts: int, index: int) -> range:
+def piece_of(total: int, pieces: int, index: int) -> range:
     """One of `split`'s ranges, at the same cost however many there are."""
-    small, larger = divmod(total, parts)
+    small, larger = divmod(total, pieces)
     return range(index * small + min(index, larger), (index + 1) * small + min(index + 1, larger))
 
 
@@ -29,8 +29,8 @@ def widest_ep(num_ranks: int, num_experts: int) -> int:
     return max(ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and num_experts % ep == 0)
 
 
-def _part(of: range, parts: int, index: int) -> range:
-    piece = part_of(len(of), parts, index)
+def _piece(of: range, pieces: int, index: int) -> range:
+    piece = piece_of(len(of), pieces, index)
     return range(of.start + piece.start, of.start + piece.stop)
 
 
@@ -185,7 +185,7 @@ class Layout:
         """The model's layers that this rank's stage has: even shares, or those of `stage_layers`."""
         stage = self.stage(rank)
         if self.stage_layers is None:
-            return part_of(num_layers, self.pp, stage)
+            return piece_of(num_layers, self.pp, stage)
         start = sum(self.stage_layers[:stage])
         return range(start, start + self.stage_layers[stage])
 
@@ -205,12 +205,12 @@ class Layout:
         """KV heads whose keys and values this rank keeps: its share, or, where TPA > K, the one it shares."""
         tpa_rank = self.tpa_rank(rank)
         if not self.duplicates_kv(heads):
-            return part_of(heads.num_kv_heads, self.tpa, tpa_rank)
+            return piece_of(heads.num_kv_heads, self.tpa, tpa_rank)
         kv_head = next(head for head, ranks in enumerate(split(self.tpa, heads.num_kv_heads)) if tpa_rank in ranks)
         return range(kv_head, kv_head + 1)
 
     def query_heads(self, heads: HeadShape, rank: int) -> range:
-        """Query heads of this rank's attention: those of its KV heads, or its part of a shared group.
+        """Query heads of this rank's attention: those of its KV heads, or its share of a shared group.
 
         Splitting by KV head keeps one group size on a rank, and a rank reads no KV head that it could avoid.
         """
@@ -218,12 +218,12 @@ class Layout:
         group = range(kv_heads.start * heads.group_size, kv_heads.stop * heads.group_size)
         if not self.duplicates_kv(heads):
             return group
-        sharers = part_of(self.tpa, heads.num_kv_heads, kv_heads.start)
-        return _part(group, len(sharers), self.tpa_rank(rank) - sharers.start)
+        sharers = piece_of(self.tpa, heads.num_kv_heads, kv_heads.start)
+        return _piece(group, len(sharers), self.tpa_rank(rank) - sharers.start)
 
     def merged_query_heads(self, heads: HeadShape, rank: int) -> range:
         """Query heads that this rank holds whole after the exchange: its rows of Wo."""
-        return _part(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
+        return _piece(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
     def output_heads(self, heads: HeadShape, rank: int) -> range:
         """Query heads of this rank's rows of Wo: those it holds whole, or, beside a copy of the FFN, all of its own."""
@@ -233,14 +233,14 @@ class Layout:
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
-        return part_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
+        return piece_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
     def expert_columns(self, expert_size: int, rank: int) -> range:
         """Columns of each of this rank's experts."""
-        return part_of(expert_size, self.tpf, self.tpf_rank(rank))
+        return piece_of(expert_size, self.tpf, self.tpf_rank(rank))
 
     def experts(self, num_experts: int, rank: int) -> range:
-        return part_of(num_experts, self.ep, self.ep_rank(rank))
+        return piece_of(num_experts, self.ep, self.ep_rank(rank))
 
     def expert_group_leaders(self) -> range:
         """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
@@ -248,7 +248,7 @@ class Layout:
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
         """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""
-        return part_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
+        return piece_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
 
 def _degree(name: str, degree: object) -> int:

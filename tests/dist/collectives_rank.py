@@ -136,7 +136,7 @@ def death(group, backend):
 
 
 def death_in_a_graph(group, backend):
-    """As above, for a graph of the compiler, whose collectives no Group sees: it can be told from other errors."""
+    """As above, for a graph of the compiler, whose collectives no RankGroup sees: it can be told from other errors."""
     graph = torch.compile(lambda values: group.all_reduce(values) * 1, backend="aot_eager", fullgraph=True)
     graph(torch.ones(4))
     if group.index == group.size - 1:

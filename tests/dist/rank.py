@@ -28,11 +28,11 @@ from longhelix.models import experts as experts_module
 from longhelix.models import latent_attention
 from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
-from longhelix.parallel.collectives import SharedMemoryRanks
+from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
 from longhelix.runner.runner import ModelRunner
@@ -175,9 +175,9 @@ def build(case, rank, meshes):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
-    arrangement = Arrangement.resolve(config.compile, config.replay, False, find(mesh, model, pool))
-    runner = RecordingRunner(config.spec, mesh, model, pool, arrangement)
-    runner.cut = Cut(step_cost(config, arrangement.overlaps), config.hop_b) if arrangement.parts else None
+    execution = Execution.resolve(config.compile, config.replay, False, find(mesh, model, pool))
+    runner = RecordingRunner(config.spec, mesh, model, pool, execution)
+    runner.cut = Cut(step_cost(config, execution.overlaps), config.hop_b) if execution.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
@@ -257,8 +257,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            SharedMemoryRanks.merges,
-            SharedMemoryRanks.exchange_states,
+            SharedMemoryRankGroup.merges,
+            SharedMemoryRankGroup.exchange_states,
             sampler.sample,
         )
         decode_rows, chunk_rows, owners_of, _, _, exchange_states, sample = self.saved
@@ -283,7 +283,7 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._owners = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
-            SharedMemoryRanks.merges = lambda group, head_size: False
+            SharedMemoryRankGroup.merges = lambda group, head_size: False
         if self.kind == "exchange":
 
             def keep_to_oneself(group, out_TqC, lse_Tq, heads_per_rank, places_NT):
@@ -292,7 +292,7 @@ class mutation:  # noqa: N801 - reads as a statement
                 first = sum(heads_per_rank[: group.index])
                 return out_TqC[:, first : first + heads_per_rank[group.index]].contiguous()
 
-            SharedMemoryRanks.exchange_states = keep_to_oneself
+            SharedMemoryRankGroup.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
             def broken_for_short_sequences(logits_V, params, seed, position, seen_V):
@@ -308,8 +308,8 @@ class mutation:  # noqa: N801 - reads as a statement
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
-            SharedMemoryRanks.merges,
-            SharedMemoryRanks.exchange_states,
+            SharedMemoryRankGroup.merges,
+            SharedMemoryRankGroup.exchange_states,
             sampler.sample,
         ) = self.saved
 

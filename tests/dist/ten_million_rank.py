@@ -196,7 +196,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     for allocator in scheduler._allocators:
         ids = list(range(num_blocks))
         random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
-        allocator._runs[0].ids = array("q", ids)
+        allocator._free[0].ids = array("q", ids)
     at_once = Recorded(runner)
     loop, watch, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), Watch(runner.model), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
@@ -327,9 +327,9 @@ def own_tokens(run, rank, length):
 
 def check_places(run, rank, at_T, placement):
     """Owners, and what each row may see here, against the placement's closed form; neither is a round number."""
-    policy = make_placement(placement, KVP, toy.BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, int(run.owners[0]))
-    assert run.owners.tolist() == [policy.owner(first) for first in range(0, at_T[-1] + 1, toy.BLOCK_TOKENS)]
-    limits = [policy.local_length(rank, position + 1) for position in at_T]
+    placed = make_placement(placement, KVP, toy.BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, int(run.owners[0]))
+    assert run.owners.tolist() == [placed.owner(first) for first in range(0, at_T[-1] + 1, toy.BLOCK_TOKENS)]
+    limits = [placed.local_length(rank, position + 1) for position in at_T]
     assert run.watch.rows("limits").tolist() == limits
     assert any(limit % toy.BLOCK_TOKENS for limit in limits)
 

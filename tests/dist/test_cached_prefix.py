@@ -115,7 +115,7 @@ def test_a_request_goes_on_from_blocks_that_were_moved(worlds, oracles, model, k
 
 @pytest.mark.parametrize(("placement", "kvp", "first_tokens"), [("growing", 3, 41), ("local", 3, 41), ("auto", 2, 36)])
 @pytest.mark.parametrize("moved", [False, True], ids=["left", "moved"])
-def test_a_request_goes_on_by_its_own_policy(worlds, oracles, placement, kvp, first_tokens, moved):
+def test_a_request_goes_on_by_its_own_placement(worlds, oracles, placement, kvp, first_tokens, moved):
     """Ranks that keep KV of it and write none, ranks that are added; with auto the first request is growing, on one
     rank so far, and the other one striped."""
     model, oracle = "gqa-rows", oracles("gqa-rows")

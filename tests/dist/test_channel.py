@@ -12,7 +12,7 @@ import torch
 from longhelix.errors import CollectivesDifferError, PeerLostError
 from longhelix.kernels import native
 from longhelix.kernels.tape import Tape
-from longhelix.parallel.collectives import SharedMemoryRanks
+from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.traffic import Traffic
 
 pytestmark = [
@@ -25,7 +25,7 @@ KILLS = 30
 
 
 class Handle:
-    """As much of a process group as a Group asks for."""
+    """As much of a process group as a RankGroup asks for."""
 
     def __init__(self, channel):
         self.channel = channel
@@ -41,7 +41,7 @@ def threads_ends():
     """Both ends in this process, for two threads."""
     fd, pids = segment(), [os.getpid()] * 2
     ends = [
-        SharedMemoryRanks(RANKS, RANKS[index], Handle(native.module.Channel(fd, index, pids, RANKS, 60.0)))
+        SharedMemoryRankGroup(RANKS, RANKS[index], Handle(native.module.Channel(fd, index, pids, RANKS, 60.0)))
         for index in (0, 1)
     ]
     os.close(fd)
@@ -131,7 +131,7 @@ def start_peer(fd):
         os.read(read, 1)
         channel = native.module.Channel(fd, 1, [own, os.getpid()], RANKS, 60.0)
         while True:
-            channel.all_reduce(values.data_ptr(), 16, native.NUMBERS[torch.float32])
+            channel.all_reduce(values.data_ptr(), 16, native.NUMBER_BY_DTYPE[torch.float32])
     finally:
         os._exit(1)
 
@@ -175,7 +175,7 @@ def test_a_peer_that_ends_while_a_tape_runs_is_a_lost_peer():
     for index in range(KILLS):
         fd = segment()
         peer = start_peer(fd)
-        group = SharedMemoryRanks(
+        group = SharedMemoryRankGroup(
             RANKS, RANKS[0], Handle(native.module.Channel(fd, 0, [os.getpid(), peer], RANKS, 60.0))
         )
         os.close(fd)

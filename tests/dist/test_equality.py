@@ -418,19 +418,19 @@ def test_steps_in_flight_change_nothing(worlds, oracles, depth):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_ranks_hold_what_the_closed_form_says(worlds, oracles, placement):
-    """Local lengths counted by the ranks, and the scheduler's count, against the policy's formula."""
+    """Local lengths counted by the ranks, and the scheduler's count, against the placement's formula."""
     oracle, kvp = oracles("llama"), 3
     ranks = worlds(kvp).run(make_case(oracle, kvp, 1, 16, placement))
     for index, prompt in enumerate(oracle.prompts):
         held = ranks[0][f"held_{index}"].tolist()
         assert [int(rank["local_lengths"][index]) for rank in ranks] == held
         length = len(prompt) + NEW_TOKENS - 1
-        policies = {
+        closed_forms = {
             "striped": lambda start: Striped(kvp, BLOCK_TOKENS, start),
             "growing": lambda start: Growing(kvp, BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, start),
             "local": lambda start: Local(kvp, BLOCK_TOKENS, start),
         }
-        forms = [[policies[placement](start).local_length(r, length) for r in range(kvp)] for start in range(kvp)]
+        forms = [[closed_forms[placement](start).local_length(r, length) for r in range(kvp)] for start in range(kvp)]
         assert held in forms
     assert all(int(rank["sequences_left"]) == 0 for rank in ranks)
 

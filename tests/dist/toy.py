@@ -12,7 +12,7 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.rank import find, meet
 from longhelix.runner.runner import ModelRunner
 
@@ -57,8 +57,8 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
     model = Decoder(spec, mesh, weights, "float32")
-    arrangement = Arrangement.resolve(compile=False, replay=True, whole=False, found=find(mesh, model, pool))
-    return ModelRunner(spec, mesh, model, pool, arrangement)
+    execution = Execution.resolve(compile=False, replay=True, whole=False, found=find(mesh, model, pool))
+    return ModelRunner(spec, mesh, model, pool, execution)
 
 
 class AtOnce:

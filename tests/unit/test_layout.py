@@ -28,12 +28,12 @@ def ffn_layouts(num_ranks: int) -> list[Layout]:
     return [Layout(kvp=num_ranks, tpf=num_ranks // ep, ep=ep) for ep in divisors]
 
 
-@given(total=sizes, parts=st.integers(1, 300))
-def test_split_is_consecutive_complete_and_even_to_one(total, parts):
-    pieces = split(total, parts)
+@given(total=sizes, count=st.integers(1, 300))
+def test_split_is_consecutive_complete_and_even_to_one(total, count):
+    pieces = split(total, count)
     lengths = [len(piece) for piece in pieces]
     assert flat(pieces) == list(range(total))
-    assert len(pieces) == parts
+    assert len(pieces) == count
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
 
@@ -41,9 +41,9 @@ def test_split_is_consecutive_complete_and_even_to_one(total, parts):
 def test_what_a_rank_owns_costs_the_same_however_many_ranks_there_are(monkeypatch):
     cut = []
 
-    def counted(total, parts):
-        cut.append(parts)
-        return split(total, parts)
+    def counted(total, pieces):
+        cut.append(pieces)
+        return split(total, pieces)
 
     monkeypatch.setattr("longhelix.layout.split", counted)
     heads = HeadShape(16, 4)
@@ -62,7 +62,7 @@ def test_the_designs_example_gives_uneven_heads():
     assert [len(layout.kv_heads(heads, rank)) for rank in range(2)] == [2, 1]
     by_tpa = [layout.merged_query_heads(heads, rank) for rank in (0, 2, 1, 3)]
     assert by_tpa == [range(3), range(3, 6), range(6, 8), range(8, 9)]
-    assert [len(part) for part in by_tpa] == [3, 3, 2, 1]
+    assert [len(heads) for heads in by_tpa] == [3, 3, 2, 1]
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=id_of)

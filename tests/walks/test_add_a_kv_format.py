@@ -20,7 +20,7 @@ from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
@@ -103,7 +103,7 @@ TINY = ModelSpec.from_hf_config(
 
 def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
     """The hidden states of a prompt's last row, in the second of two chunks, which sees the first through the pool."""
-    generator, group = seeded(4), Group((0,), 0, None)
+    generator, group = seeded(4), RankGroup((0,), 0, None)
     weights = {
         parameter.name: torch.randn(
             sum(source.local_shape[0] for source in parameter.sources),

@@ -76,9 +76,9 @@ TABLES = {
 
 
 def sections_of(rows: list[Row]) -> list[Section]:
-    """A table for each kind of row (`part`) that there is."""
+    """A table for each kind of row that there is; its key in a row is "part"."""
     return [
-        Section(f"kernels_{part}", table.title, table.note, table.columns, found, table.plot)
-        for part, table in TABLES.items()
-        if (found := [row for row in rows if row["part"] == part])
+        Section(f"kernels_{kind}", table.title, table.note, table.columns, found, table.plot)
+        for kind, table in TABLES.items()
+        if (found := [row for row in rows if row["part"] == kind])
     ]

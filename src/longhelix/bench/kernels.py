@@ -81,10 +81,10 @@ class KernelsJob(msgspec.Struct, frozen=True):
 
     def _product(self, read: Calls, dtype: str, outputs: int, depth: int) -> Row:
         """The product of one row, bound by memory: it reads copies of the weight, more than any cache holds."""
-        x_TX, weight_NK = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
-        weight = make_weight(weight_NK, dtype)
+        x_TX, weight_OI = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
+        weight = make_weight(weight_OI, dtype)
         copies = [replace(weight, values=weight.values.clone()) for _ in range(_num_copies(weight.values))]
-        plain = [weight_NK.clone() for _ in range(_num_copies(weight_NK))]
+        plain = [weight_OI.clone() for _ in range(_num_copies(weight_OI))]
         calls = {
             "kernel": lambda: [linear(x_TX, copy) for copy in copies],
             "torch": lambda: [torch_linear(x_TX, copy) for copy in plain],
@@ -102,9 +102,9 @@ class KernelsJob(msgspec.Struct, frozen=True):
         return {"part": "chunk_attention", **attention.row(), **_arithmetic(timings, flops)}
 
     def _chunk_product(self, matmul: Calls, dtype: str, outputs: int, depth: int) -> Row:
-        x_TX, weight_NK = torch.randn(CHUNK_ROWS, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
-        weight = make_weight(weight_NK, dtype)
-        calls = {"kernel": lambda: linear(x_TX, weight), "torch": lambda: torch_linear(x_TX, weight_NK)}
+        x_TX, weight_OI = torch.randn(CHUNK_ROWS, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
+        weight = make_weight(weight_OI, dtype)
+        calls = {"kernel": lambda: linear(x_TX, weight), "torch": lambda: torch_linear(x_TX, weight_OI)}
         timings = interleave(calls | matmul, self.repeats)
         shape = {"weight_dtype": dtype, "outputs": outputs, "depth": depth, "rows": CHUNK_ROWS}
         flops = linear_flops(CHUNK_ROWS, outputs, depth)

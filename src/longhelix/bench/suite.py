@@ -1,4 +1,4 @@
-"""Benchmarks put together: each part adds its tables, and those of its peers, to one report."""
+"""Benchmarks put together: each adds its tables, and those of its peers, to one report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from longhelix.spec import KV_DTYPES
 
 @dataclass(frozen=True)
 class SuiteScope:
-    """How much `Suite.all` measures, with every part's own repeats."""
+    """How much `Suite.all` measures, with the repeats of each benchmark."""
 
     kv_context: int
     groups: tuple[int, ...]
@@ -56,7 +56,7 @@ FULL = SuiteScope(
 
 
 class Suite:
-    """A report that is being made: each method measures one part and adds its tables.
+    """A report that is being made: each method runs one benchmark and adds its tables.
 
     `peers`: the folder of their environments, None to run none. `tell` is called with a line for each point. Methods
     raise UserError for what cannot be measured.

@@ -48,23 +48,23 @@ class KVPool:
     def read(self, blocks: Sequence[int]) -> Tensor:
         """The bytes of KV blocks, of all layers, one block after the other: flat, uint8, on the pool's device. Ranks of
         one KVP group can write what another one of them has read."""
-        bytes_BX = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
-        for block, bytes_X in zip(blocks, bytes_BX, strict=True):
-            for own, given in self._parts(block, bytes_X):
+        bytes_JX = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
+        for block, bytes_X in zip(blocks, bytes_JX, strict=True):
+            for own, given in self._pieces(block, bytes_X):
                 given.copy_(own)
-        return bytes_BX.view(-1)
+        return bytes_JX.view(-1)
 
     def write(self, blocks: Sequence[int], bytes_X: Tensor) -> None:
         """Fill KV blocks with what `read` gave."""
         for block, block_X in zip(blocks, bytes_X.view(len(blocks), self.block_bytes), strict=True):
-            for own, given in self._parts(block, block_X):
+            for own, given in self._pieces(block, block_X):
                 own.copy_(given)
 
-    def _parts(self, block: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, block: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A KV block's tensors, in all layers, each beside its place in the block's bytes."""
-        parts = [bytes_PX[block] for entry in self.entries() for bytes_PX in entry.by_block]
-        places = bytes_X.split([part.numel() for part in parts])
-        return ((part, place.view(part.shape)) for part, place in zip(parts, places, strict=True))
+        entries_X = [bytes_PX[block] for entry in self.entries() for bytes_PX in entry.by_block]
+        places = bytes_X.split([entry_X.numel() for entry_X in entries_X])
+        return ((entry_X, place.view(entry_X.shape)) for entry_X, place in zip(entries_X, places, strict=True))
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ SIZES_BYTES = (2048, 32768, 524288)  # of collectives: those of a decode step ar
 @dataclass(frozen=True)
 class CalibrationScope:
     """How much is measured: decode steps at `contexts` and prefills of `prompts`, in tokens, on every layout, and the
-    repeats of each part."""
+    repeats of each measurement."""
 
     contexts: tuple[int, ...]
     decode_repeats: int

@@ -1,4 +1,4 @@
-"""`longhelix estimate`: one configuration, each part of its step with seconds, work, bytes and where they come from."""
+"""`longhelix estimate`: one configuration, each cost item of its step with seconds, work, bytes and source."""
 
 import json as json_module
 from dataclasses import asdict
@@ -33,7 +33,7 @@ def estimate(
     compare: Annotated[tuple[str, str] | None, Parameter(show_default=False)] = None,
     json: Flag = False,
 ) -> None:
-    """Estimate one configuration: time of each part of a decode step, time to first token, memory, utilisation.
+    """Estimate one configuration: time of each cost item of a decode step, time to first token, memory, utilisation.
 
     Parameters
     ----------
@@ -87,32 +87,33 @@ def estimate(
 
 
 def _object(found: Estimate) -> dict[str, Any]:
-    """For JSON; every stage has an even share of the layers here."""
+    """For JSON, where the cost items are `parts`; every stage has an even share of the layers here."""
     written = asdict(found)
+    written["parts"] = written.pop("items")
     del written["layout"]["stage_layers"]
     return written
 
 
 def show(found: Estimate, console: Console) -> None:
-    """Print the parts of a step as a table, and what follows from them."""
+    """Print the cost items of a step as a table, and what follows from them."""
     layout = found.layout
     table = Table(
         title=f"KVP {layout.kvp} x TPA {layout.tpa} = TPF {layout.tpf} x EP {layout.ep} x {layout.ffn_replicas}, "
         f"PP {layout.pp}: {layout.world_size} GPUs",
         title_justify="left",
     )
-    for name in ("part", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
-        table.add_column(name, justify="left" if name == "part" else "right")
+    for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
+        table.add_column(name, justify="left" if name == "cost item" else "right")
     table.add_column("from")
-    for part in sorted(found.parts, key=lambda part: -part.seconds):
+    for item in sorted(found.items, key=lambda item: -item.seconds):
         table.add_row(
-            part.name,
-            f"{1e3 * part.seconds:.3f}",
-            f"{part.seconds / found.ttl_s:.0%}",
-            f"{part.flops / 1e9:,.2f}",
-            f"{part.hbm_bytes / 1e6:,.1f}",
-            f"{part.net_bytes / 1e3:,.1f}",
-            part.source,
+            item.name,
+            f"{1e3 * item.seconds:.3f}",
+            f"{item.seconds / found.ttl_s:.0%}",
+            f"{item.flops / 1e9:,.2f}",
+            f"{item.hbm_bytes / 1e6:,.1f}",
+            f"{item.net_bytes / 1e3:,.1f}",
+            item.source,
         )
     console.print(table)
     fits = "fits" if found.fits else "DOES NOT FIT"
@@ -126,11 +127,11 @@ def show(found: Estimate, console: Console) -> None:
 
 
 def _compared(first: Estimate, second: Estimate) -> Table:
-    """Every part of both, and the difference."""
+    """Every cost item of both, and the difference."""
     table = Table(title="second against first", title_justify="left")
-    for name in ("part", "first, ms", "second, ms", "difference, ms"):
-        table.add_column(name, justify="left" if name == "part" else "right")
-    seconds = [{part.name: part.seconds for part in each.parts} for each in (first, second)]
+    for name in ("cost item", "first, ms", "second, ms", "difference, ms"):
+        table.add_column(name, justify="left" if name == "cost item" else "right")
+    seconds = [{item.name: item.seconds for item in each.items} for each in (first, second)]
     names = dict.fromkeys([*seconds[0], *seconds[1]])
     rows = [(name, seconds[0].get(name, 0.0), seconds[1].get(name, 0.0)) for name in names]
     rows.append(("step", first.ttl_s, second.ttl_s))

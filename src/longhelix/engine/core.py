@@ -21,7 +21,7 @@ from longhelix.workers.pool import WorkerPool
 
 @dataclass
 class Counters:
-    """Totals over all steps that are done. exchanged_bytes: what all ranks sent in the exchange."""
+    """Totals over all finished steps. exchanged_bytes: what all ranks together sent in exchanges."""
 
     steps: int = 0
     rows: int = 0
@@ -37,10 +37,10 @@ class Counters:
 
 
 class TokenCore:
-    """Requests of token ids over the ranks of a layout, as processes: `add` one, `poll` for what all of them get.
+    """Requests of token ids, run by the ranks of a layout: `add` a request, `poll` for what all requests got.
 
-    One thread drives it: `poll` waits no longer than it is asked to, and a step costs nothing for requests that got no
-    token in it. After an error every request is over, no process is left, and whoever asks is told why.
+    One thread drives it. `poll` waits no longer than it is asked to, and a step costs nothing for requests that got no
+    token in it. After an error all requests are over, no process is left, and every later call raises the reason.
     Raises UserError for what cannot work, EngineError if a rank fails.
     """
 
@@ -51,8 +51,8 @@ class TokenCore:
         on_warm_up: Callable[[float], None] = lambda share: None,
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
     ) -> None:
-        """`on_load` and `on_warm_up` are told the share of the weights, then of the warm-up, that is done; `on_traced`
-        what a rank did in a step, where that is traced."""
+        """`on_load` and `on_warm_up` are called with the share of the weights, then of the warm-up, that is done.
+        `on_traced` is called with a rank and its events of one step, where steps are traced."""
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why it ended, once it has
@@ -112,12 +112,12 @@ class TokenCore:
         return request
 
     def abort(self, request_id: int) -> tuple[int, ...] | None:
-        """End a request in any phase: the tokens it held on each KVP rank, or None if it had ended."""
+        """End a request in any phase. Returns the tokens it held on each KVP rank, or None if it had already ended."""
         return self._loop.abort(request_id)
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
-        """Start what can be started, and wait for the oldest step, `timeout_s` at most: what its requests got. Empty if
-        it takes longer, if it gave no token, or if there is nothing to do."""
+        """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
+        requests got. Empty if the step takes longer or gave no token, or if there is nothing to do."""
         self.check_running()
         try:
             stepped = self._loop.step(timeout_s)
@@ -131,14 +131,15 @@ class TokenCore:
         return events
 
     def fail(self, error: BaseException) -> None:
-        """End, and keep why: what is left half done leaves ranks and engine at odds."""
+        """End, and keep the reason. An error may leave a step half done, after which ranks and engine no longer
+        agree."""
         if not self._failure:
             self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         self.close()
 
     def expert_load(self) -> list[list[int]] | None:
-        """How many rows each expert has had since the start, by layer (empty for layers without experts) and expert;
-        None for a model without experts. The ranks are asked now; no step waits for it."""
+        """How many rows each expert has had since the start, by layer (empty for layers without experts) and expert.
+        None for a model without experts. The ranks are asked when this is called; no step waits for it."""
         if self.config.spec.moe is None:
             return None
         self.check_running()
@@ -151,7 +152,8 @@ class TokenCore:
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:
-    """What is told elements of weights as they are in, and tells the share of all."""
+    """A function that is called with each number of elements that a rank has loaded, and tells `on_load` the share of
+    all."""
     total = sum(config.weight_elements(rank) for rank in range(config.layout.world_size))
     loaded = 0
 

@@ -1,4 +1,4 @@
-"""How exchanges overlapped attention while a request ran, from counts that steps add up once for all requests."""
+"""How exchanges overlapped attention while a request ran. Steps are counted once, for all requests together."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from longhelix.request import StepResult
 class HopB:
     """The exchanges of the steps that ran between a request's arrival and its end.
 
-    parts: the most that one of them attended in; 1 is one exchange. exchanges: those of each layer, over all steps; 0
-    with one KVP rank. exposed_s: seconds that the rank that waited longest in a step waited for exchanges with nothing
-    left to attend to, for peers that came late too, over all steps; None where that is not measured: ranks that share
+    parts: the most parts that one of the steps attended in; 1 is one exchange. exchanges: of each layer, over all
+    steps; 0 with one KVP rank. exposed_s: for each step, the longest time that a rank waited for exchanges with nothing
+    left to attend to, late peers included; summed over the steps. None where that is not measured: ranks that share
     memory, GPUs, compiled layers, one KVP rank.
     """
 
@@ -23,7 +23,7 @@ class HopB:
 
 @dataclass(frozen=True)
 class Moment:
-    """How far the log was when a request came."""
+    """The totals of the log when a request arrived."""
 
     steps: int
     exchanges: int
@@ -32,7 +32,8 @@ class Moment:
 
 
 class ExchangeLog:
-    """Totals over all steps; what a request saw is the difference of two moments, so no step touches every request."""
+    """Totals over all steps. A request's numbers are the difference of two moments, so a step does not touch every
+    request."""
 
     def __init__(self, kvp: int) -> None:
         self._kvp = kvp
@@ -45,7 +46,7 @@ class ExchangeLog:
         return self._now
 
     def add(self, step: StepResult) -> None:
-        """One more step."""
+        """Count one more step."""
         now = self._now
         while self._peaks and self._peaks[-1][1] <= step.parts:
             self._peaks.pop()
@@ -58,7 +59,7 @@ class ExchangeLog:
         )
 
     def since(self, moment: Moment) -> HopB:
-        """The steps after `moment`."""
+        """The exchanges of the steps after `moment`."""
         first = bisect_left(self._peaks, (moment.steps, 0))
         return HopB(
             parts=self._peaks[first][1] if first < len(self._peaks) else 1,

@@ -1,4 +1,4 @@
-"""LLM: prompts in, results out. Holds the tokenizer, the loop and the worker pool; tells the loop the time."""
+"""LLM: prompts in, results out. Holds the tokenizer and the token core, and gives every request its text."""
 
 import os
 import time
@@ -103,16 +103,17 @@ class LLM:
         return bool(self._deltas) or self._core.has_work
 
     def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
-        """Queue a prompt, as text or as token ids; returns the request's id, whose deltas `step` gives.
+        """Queue a prompt, as text or as token ids. Returns the request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
         return self._queue(prompt, sampling, self._deltas)
 
     def step(self) -> list[Delta]:
-        """Run until the oldest step in flight is done; what requests that were added got since the last call.
+        """Run until the oldest step in flight is done. Returns the deltas since the last call of requests that were
+        added here.
 
-        Raises EngineError if a rank failed, once it has given what was there before: every other request is over.
+        Raises EngineError if a rank failed, once it has returned what was there before; all other requests are over.
         """
         if self._core.has_failed and self._deltas:
             return self._given()
@@ -135,16 +136,17 @@ class LLM:
         return request.id
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
-        """The next delta of some requests, one of which at least has not ended; others' are left where they belong."""
+        """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
+        for them."""
         while not deltas:
             if not self._advance():
                 raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
         return deltas.popleft()
 
     def _advance(self) -> bool:
-        """Run until the oldest step in flight is done, and leave what it gave with those who asked for it.
+        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it.
 
-        False: there is nothing to do.
+        Returns False if there is nothing to do.
         """
         self._core.check_running()
         try:
@@ -158,7 +160,7 @@ class LLM:
         return self._core.counters.steps > steps_before
 
     def _fail(self, error: BaseException) -> None:
-        """End, and keep why."""
+        """End, and keep the reason."""
         self._core.fail(error)
         self._live.clear()
         self.close()
@@ -173,7 +175,7 @@ class LLM:
 
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
-        expert; None for a model without experts. The ranks are asked now; no step waits for it."""
+        expert. None for a model without experts. The ranks are asked when this is called; no step waits for it."""
         try:
             return self._core.expert_load()
         except BaseException as error:
@@ -182,7 +184,8 @@ class LLM:
             raise
 
     def abort(self, request_id: int) -> Result | None:
-        """End a request in any phase; its result so far, or None if it had ended. A stream of it ends with that."""
+        """End a request in any phase. Returns its result so far, which also ends its stream, or None if it had already
+        ended."""
         kv_tokens_per_rank = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
         if live is None or kv_tokens_per_rank is None:
@@ -197,7 +200,8 @@ class LLM:
         return result
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Result]:
-        """Run prompts to their ends, together; one result per prompt, in order. All are refused if one is."""
+        """Run prompts together to their ends. Returns one result per prompt, in order. If one prompt is refused, all
+        are."""
         ids: list[int] = []
         deltas: deque[Delta] = deque()
         results: dict[int, Result] = {}

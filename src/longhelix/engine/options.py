@@ -1,4 +1,4 @@
-"""What can be set of an engine: each setting once, with its type, its default, its check and a line of documentation.
+"""The settings of an engine: each one once, with its type, its default, its check and a line of documentation.
 
 Python, the command line, YAML files and benchmarks take the settings from here.
 """
@@ -21,7 +21,7 @@ _MOST_POOL_TOKENS = 2**62  # over all ranks
 
 @dataclass(frozen=True)
 class Words:
-    """One of some words."""
+    """One of a few words."""
 
     known: tuple[str, ...]
 
@@ -31,7 +31,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number; `tokens`: of tokens, which the command line takes with a unit."""
+    """A whole number. `tokens`: it counts tokens, which the command line takes with a unit."""
 
     least: int = 1
     most: int = MOST_TOKENS
@@ -57,15 +57,16 @@ Check = Callable[[str, object], Any]
 
 
 def _setting(default: Any, check: Check, documentation: str, flag: str = "") -> Any:
-    """`flag`: what the command line calls it, where that is another name."""
+    """`flag`: its name on the command line, where that differs."""
     return field(default=default, metadata={"check": check, "documentation": documentation, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings as a user gives them; None: what the engine takes by itself. Raises UserError for what none can be.
+    """Settings as a user gives them; None leaves the choice to the engine. Raises UserError for values that no engine
+    takes.
 
-    What depends on the model, the layout or the machine is checked as the engine starts.
+    What depends on the model, the layout or the machine is checked when the engine starts.
     """
 
     dtype: str | None = _setting(

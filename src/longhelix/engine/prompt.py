@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list; raises UserError for what is neither."""
+    """One prompt or several, as a list. Raises UserError for anything else."""
     if isinstance(prompts, str) or _is_array(prompts) or (_is_sequence(prompts) and _holds_ids(prompts)):
         return [prompts]
     if not _is_sequence(prompts):
@@ -21,9 +21,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]":
-    """The ids of a prompt that is none of text: whole numbers of any kind, checked against the vocabulary.
+    """The ids of a prompt that is given as token ids: whole numbers of any kind, checked against the vocabulary.
 
-    Raises UserError, for more than `most` of them before any is looked at.
+    Raises UserError; if there are more than `most` ids, before any is looked at.
     """
     if not (_is_sequence(prompt) or _is_array(prompt)):
         raise UserError(f"a prompt is {shown(prompt)}: give text, or a list of token ids")
@@ -48,7 +48,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    """numpy's arrays, and what gives one, such as torch's tensors."""
+    """Whether this is a numpy array or converts to one, as torch tensors do."""
     return hasattr(value, "__array__") and hasattr(value, "__len__") and getattr(value, "ndim", 0) > 0
 
 
@@ -71,7 +71,7 @@ def _array(values: object) -> np.ndarray:
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
-    """Python's and numpy's whole numbers as an array; True and 2.0 are none."""
+    """Python's and numpy's whole numbers as an array. True and 2.0 are refused."""
     wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
     if wrong is not None:
         first = next(value for value in values if type(value) is wrong)

@@ -1,5 +1,5 @@
-"""From what a user said of an engine to its configuration: every default filled, all that can be checked before a rank
-starts checked."""
+"""From a user's settings to the engine's configuration. All defaults are filled in, and all that can be checked before
+a rank starts is checked."""
 
 import math
 import warnings
@@ -84,7 +84,7 @@ def _with_rope(spec: ModelSpec, settings: Mapping[str, Any] | None) -> ModelSpec
 
 
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
-    """Of activations, weights and KV."""
+    """The dtypes of activations, weights and KV."""
     dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
     weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *quantised))
@@ -111,7 +111,7 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
 
 
 def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
-    """The scheduler's settings, but for the size of its pools."""
+    """The scheduler's settings, except for the size of its pools."""
     threshold_tokens = options.kvp_threshold_tokens
     placement = options.placement or ("striped" if threshold_tokens is None else "auto")
     if placement == "auto" and threshold_tokens is None:
@@ -166,7 +166,7 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
 
 
 def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
-    """Where the ranks run: on GPUs where there is one for each and nothing else is asked for."""
+    """Where the ranks run; "auto" takes GPUs, if there is one for each rank, else CPUs."""
     if device == "auto":
         device = "cuda" if num_gpus >= layout.world_size else "cpu"
     if device == "cpu":
@@ -184,7 +184,7 @@ def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dt
 
 
 def _check_cores(layout: Layout, cores: int) -> None:
-    """Before anything is computed for every rank."""
+    """Refuse more ranks than the cores can carry, before anything is computed for each rank."""
     most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
     if layout.world_size > most:
         raise UserError(
@@ -197,8 +197,11 @@ def _check_cores(layout: Layout, cores: int) -> None:
 
 
 def _layers_run(spec: ModelSpec, options: EngineOptions, device: str) -> tuple[bool, bool]:
-    """`compile` and `replay` of the configuration. What rows an expert has is known as it runs, so that neither the
-    compiler's graphs nor CUDA graphs hold it; and a trace sees into tapes, but not into CUDA graphs."""
+    """`compile` and `replay` of the configuration.
+
+    Which rows an expert has is known only as it runs, so neither torch.compile's graphs nor CUDA graphs can hold
+    experts. A trace sees into tapes, but not into CUDA graphs.
+    """
     if options.execution == "compiled":
         if spec.moe is not None:
             raise UserError("execution compiled does not run models with experts: leave it out")
@@ -225,8 +228,8 @@ def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
 
 
 def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
-    """Settings that are sound one by one may still give no frequencies together. Those of dynamic and longrope follow
-    from the length, and are all between the shortest's and the longest's."""
+    """Refuse settings that are sound one by one but give no frequencies together. The frequencies of dynamic and
+    longrope depend on the length, and lie between those of the shortest and of the longest."""
     try:
         frequencies = [
             frequency

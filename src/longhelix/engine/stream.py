@@ -8,7 +8,7 @@ from longhelix.engine.result import Delta
 
 
 class Stream:
-    """The deltas of one request, the last of which has its result. Streams are read in any order, side by side.
+    """The deltas of one request; the last one has its result. Streams can be read in any order, side by side.
 
     A stream that is closed, dropped, or left by an error before its end aborts its request, which frees its KV.
     """
@@ -16,8 +16,8 @@ class Stream:
     def __init__(
         self, next_delta: Callable[[], Delta], abort: Callable[[], object], abandon: Callable[[], object]
     ) -> None:
-        """abandon: abort, when the engine next runs. The collector may drop a stream at any moment, in the middle of a
-        step as well."""
+        """abandon: ask for an abort when the engine next runs. The garbage collector may drop a stream at any moment,
+        even in the middle of a step."""
         self._next_delta = next_delta
         self._abort = abort
         self._abandon = abandon

@@ -96,7 +96,7 @@ def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, sc
         out_TqC, lse_Tq = map(dense, onto)
     native.module.attend(
         q_TqC.data_ptr(),
-        native.NUMBERS[q_TqC.dtype],
+        native.NUMBER_BY_DTYPE[q_TqC.dtype],
         q_TqC.stride(0),
         layer.handle,
         num_query_heads,

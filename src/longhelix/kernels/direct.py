@@ -110,7 +110,7 @@ def _expand_tiles(layer, up_qXZ, blocks_J, first, made):
     expanded = made.new_layer(1, up_qXZ.device)
     native.module.expand(
         up_XZ.data_ptr(),
-        native.NUMBERS[up_XZ.dtype],
+        native.NUMBER_BY_DTYPE[up_XZ.dtype],
         up_XZ.stride(0),
         layer.handle,
         blocks_J.data_ptr(),

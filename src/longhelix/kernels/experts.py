@@ -181,7 +181,7 @@ def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
     out_TH = torch.empty_like(x_TH)
     native.module.experts(
         x_TH.data_ptr(),
-        native.NUMBERS[x_TH.dtype],
+        native.NUMBER_BY_DTYPE[x_TH.dtype],
         *x_TH.shape,
         norm.data_ptr(),
         norm_eps,

@@ -35,8 +35,8 @@ def check(format: KVFormat, dtype: str) -> None:
         )
 
 
-class Planner:
-    """Lists the pages of decode batches, for one model's attention."""
+class PageLists:
+    """The pages of decode batches, listed on the host as FlashInfer wants them, for one model's attention."""
 
     def __init__(self, format: KVFormat, num_query_heads: int, scale: float, dtype: torch.dtype) -> None:
         self._format = format
@@ -46,7 +46,7 @@ class Planner:
         self._workspace: Tensor | None = None  # of all wrappers, since only one of them runs at a time
 
     def prepare(self, blocks_X: Tensor, extents_B2: Tensor, limits_B: Tensor, max_rows: int) -> None:
-        """Plan the batch whose tensors these are; batches that are not decode steps are left to our kernel."""
+        """List the pages of the batch that these tensors describe. Only decode steps are; our kernel takes the rest."""
         if max_rows > 1:
             self.forget(limits_B)
             return

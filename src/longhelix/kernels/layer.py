@@ -1,4 +1,4 @@
-"""One layer's part of the pool, and what it is like."""
+"""One layer's slice of the pool, and its format."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,7 +73,7 @@ class KVFormat:
 
 @dataclass(frozen=True, eq=False)
 class KVLayer:
-    """One cache entry of one layer: its part of the pool."""
+    """One cache entry of one layer: its slice of the pool."""
 
     format: KVFormat
     values: Tensor

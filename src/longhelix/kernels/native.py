@@ -33,7 +33,8 @@ if module is not None:
     if (_library := _openmp_library()) is not None:
         module.use_openmp(_library)
     module.set_threads(torch.get_num_threads())
-    NUMBERS = {
+    # The native module's name of what a tensor of each dtype holds.
+    NUMBER_BY_DTYPE = {
         getattr(torch, name): getattr(module.Number, name)
         for name in ("float32", "float64", "bfloat16", "float16", "int32", "int64")
     }

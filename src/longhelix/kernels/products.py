@@ -54,7 +54,7 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
     out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
     native.module.linear(
         x_TX.data_ptr(),
-        native.NUMBERS[x_TX.dtype],
+        native.NUMBER_BY_DTYPE[x_TX.dtype],
         x_TX.stride(0),
         len(x_TX),
         0 if norm is None else norm.data_ptr(),
@@ -65,7 +65,7 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         out_TX.data_ptr(),
-        native.NUMBERS[dtype],
+        native.NUMBER_BY_DTYPE[dtype],
         outputs,
     )
     return out_TX

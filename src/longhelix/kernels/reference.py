@@ -133,26 +133,26 @@ def rotate_heads(x_TQC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 def linear(
     x_TX: Tensor,
-    weight_NX: Tensor,
-    bias_N: Tensor | None,
+    weight_OX: Tensor,
+    bias_O: Tensor | None,
     norm_X: Tensor | None,
     norm_eps: float,
     swiglu: bool,
-    residual_TN: Tensor | None,
+    residual_TO: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """See `ops.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
-    if weight_NX.dtype == torch.float32:
+    if weight_OX.dtype == torch.float32:
         x_TX = x_TX.float()
-    out_TN = torch.nn.functional.linear(x_TX, weight_NX, bias_N)
+    out_TO = torch.nn.functional.linear(x_TX, weight_OX, bias_O)
     if swiglu:
-        gate_Tf, up_Tf = out_TN.chunk(2, dim=-1)
-        out_TN = torch.nn.functional.silu(gate_Tf) * up_Tf
-    if residual_TN is not None:
-        out_TN = out_TN + residual_TN
-    return out_TN.to(dtype)
+        gate_Tf, up_Tf = out_TO.chunk(2, dim=-1)
+        out_TO = torch.nn.functional.silu(gate_Tf) * up_Tf
+    if residual_TO is not None:
+        out_TO = out_TO + residual_TO
+    return out_TO.to(dtype)
 
 
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,11 @@ class Arrangement(Protocol):
 
     name: str
 
-    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
+    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
         """Whether this matrix can lie so, stored in `dtype`."""
         ...
 
-    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
         """The matrix, laid out. `halves`: see `make_weight`."""
         ...
 
@@ -36,11 +36,11 @@ class Plain:
 
     name = "plain"
 
-    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
-        return self.name in FORMATS[dtype].weights or not weight_NK.numel()
+    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
+        return self.name in FORMATS[dtype].weights or not weight_OI.numel()
 
-    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
-        return Weight(weight_NK, dtype, *weight_NK.shape, self)
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        return Weight(weight_OI, dtype, *weight_OI.shape, self)
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return weight.values[indices_T]
@@ -49,21 +49,21 @@ class Plain:
 class Panels:
     """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
     in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
-    part of the panel, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
+    numbers, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
     offset (csrc/kernels.hpp)."""
 
     name = "panels"
 
-    def holds(self, weight_NK: Tensor, dtype: str) -> bool:
-        on_cpu = native.module is not None and weight_NK.device.type == "cpu"
+    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
+        on_cpu = native.module is not None and weight_OI.device.type == "cpu"
         inputs = FORMATS[dtype].weight_scales.numbers or native.LANES
-        return on_cpu and self.name in FORMATS[dtype].weights and weight_NK.shape[1] % inputs == 0
+        return on_cpu and self.name in FORMATS[dtype].weights and weight_OI.shape[1] % inputs == 0
 
-    def new_weight(self, weight_NK: Tensor, dtype: str, halves: int) -> "Weight":
-        outputs, depth = weight_NK.shape
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        outputs, depth = weight_OI.shape
         width = outputs // halves
-        padded_NK = pad(weight_NK.unflatten(0, (halves, width)), (0, 0, 0, -width % native.LANES)).flatten(0, 1)
-        return Weight(_pack(padded_NK, dtype), dtype, outputs, depth, self)
+        padded_OI = pad(weight_OI.unflatten(0, (halves, width)), (0, 0, 0, -width % native.LANES)).flatten(0, 1)
+        return Weight(_pack(padded_OI, dtype), dtype, outputs, depth, self)
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         step = 2 if weight.dtype == "bfloat16" else 1
@@ -105,34 +105,34 @@ class Weight:
         return self.arrangement.rows(self, indices_T)
 
 
-def make_weight(weight_NK: Tensor, dtype: str, halves: int = 1) -> Weight:
+def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
     """In the first arrangement that holds it, quantised if `dtype` is narrow. Raises UserError if none does.
 
     `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
     """
-    chosen = next((arrangement for arrangement in ARRANGEMENTS.values() if arrangement.holds(weight_NK, dtype)), None)
+    chosen = next((arrangement for arrangement in ARRANGEMENTS.values() if arrangement.holds(weight_OI, dtype)), None)
     if chosen is None:
         raise UserError(
             f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of "
-            f"{FORMATS[dtype].weight_scales.numbers}, but a weight has {weight_NK.shape[1]}: set weight_dtype to the "
+            f"{FORMATS[dtype].weight_scales.numbers}, but a weight has {weight_OI.shape[1]}: set weight_dtype to the "
             "model's dtype"
         )
-    return chosen.new_weight(weight_NK, dtype, halves)
+    return chosen.new_weight(weight_OI, dtype, halves)
 
 
-def _pack(weight_NK: Tensor, dtype: str) -> Tensor:
-    if not weight_NK.numel():  # of a rank that owns nothing of it
-        return weight_NK.new_empty(0, dtype=torch.uint8)
-    lanes_NLK = weight_NK.unflatten(0, (-1, native.LANES))
+def _pack(weight_OI: Tensor, dtype: str) -> Tensor:
+    if not weight_OI.numel():  # of a rank that owns nothing of it
+        return weight_OI.new_empty(0, dtype=torch.uint8)
+    lanes_OXI = weight_OI.unflatten(0, (-1, native.LANES))
     if FORMATS[dtype].weight_scales.bits:
-        return _pack_narrow(lanes_NLK.float(), dtype)
-    typed_NLK = lanes_NLK.to(getattr(torch, dtype))
-    units = typed_NLK.unflatten(2, (-1, 2)) if dtype == "bfloat16" else typed_NLK
+        return _pack_narrow(lanes_OXI.float(), dtype)
+    typed_OXI = lanes_OXI.to(getattr(torch, dtype))
+    units = typed_OXI.unflatten(2, (-1, 2)) if dtype == "bfloat16" else typed_OXI
     return units.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
 
 
-def _pack_narrow(lanes_NLK: Tensor, dtype: str) -> Tensor:
-    blocks = lanes_NLK.unflatten(2, (-1, FORMATS[dtype].weight_scales.numbers))  # (panels, lanes, blocks, 32)
+def _pack_narrow(lanes_OXI: Tensor, dtype: str) -> Tensor:
+    blocks = lanes_OXI.unflatten(2, (-1, FORMATS[dtype].weight_scales.numbers))  # (panels, lanes, blocks, 32)
     codes, scales, offsets = _quantise(blocks, dtype)
     # The order that csrc/elements.hpp's byte_offset and Int4 define: unit rows in pairs, or in fours.
     rows = blocks.shape[3] // 2

@@ -60,7 +60,7 @@ def _write_tiles(k_TkC, v_TkC, layer, slots_T):
         k_TX.stride(0),
         v_TX.data_ptr(),
         v_TX.stride(0),
-        native.NUMBERS[k_TkC.dtype],
+        native.NUMBER_BY_DTYPE[k_TkC.dtype],
         layer.handle,
         slots_T.data_ptr(),
         len(slots_T),
@@ -130,7 +130,7 @@ def _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots
     native.module.rotate(
         qkv_TX.data_ptr(),
         qkv_TX.stride(0),
-        native.NUMBERS[qkv_TX.dtype],
+        native.NUMBER_BY_DTYPE[qkv_TX.dtype],
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         norm_eps,

@@ -1,1 +1,1 @@
-"""Where keys live: KV blocks, their owners, and the policies that choose them. Ids and counts, no bytes."""
+"""Where keys live: KV blocks, and the placements that choose their owners. Ids and counts, no bytes."""

@@ -14,8 +14,8 @@ class Block(NamedTuple):
 
 
 @dataclass
-class _Run:
-    """Free ids in the order in which they are handed out, of which `taken` are gone."""
+class _FreeIds:
+    """Ids that were freed together, in the order in which they are handed out; the first `taken` are handed out."""
 
     ids: "range | array[int]"
     taken: int = 0
@@ -25,24 +25,24 @@ class _Run:
 class BlockAllocator:
     """The free blocks of one KVP rank (the same ids on all its TPA ranks).
 
-    What a request gives back stays one run, in its order, and is handed out first: blocks that follow each other in a
-    sequence mostly lie so in memory, and memory that nobody has used yet is left for last.
+    Blocks that a request gives back stay together, in their order, and are handed out first. So blocks that follow each
+    other in a sequence mostly do so in memory, and memory that nobody has used yet is used last.
 
-    A block that is handed out has one holder. It may get more, and is free when the last of them has released it. Only
-    what is shared or has a content hash takes memory of its own here.
+    A block that is handed out has one holder. It may get more, and is free once the last of them has released it. Only
+    blocks that are shared or have a content hash take memory of their own here.
     """
 
     num_blocks: int
     reserved: int = 0
     _num_free: int = field(init=False)
-    _runs: list[_Run] = field(init=False)
+    _free: list[_FreeIds] = field(init=False)
     _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
     _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
     _blocks: dict[bytes, int] = field(default_factory=dict, init=False)  # by hash
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks
-        self._runs = [_Run(range(self.num_blocks))]
+        self._free = [_FreeIds(range(self.num_blocks))]
 
     @property
     def available(self) -> int:
@@ -59,11 +59,11 @@ class BlockAllocator:
         assert self.reserved > 0
         self.reserved -= 1
         self._num_free -= 1
-        run = self._runs[-1]
-        block_id = run.ids[run.taken]
-        run.taken += 1
-        if run.taken == len(run.ids):
-            self._runs.pop()
+        free = self._free[-1]
+        block_id = free.ids[free.taken]
+        free.taken += 1
+        if free.taken == len(free.ids):
+            self._free.pop()
         return block_id
 
     def share(self, ids: Iterable[int]) -> None:
@@ -72,33 +72,33 @@ class BlockAllocator:
             self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
 
     def set_hash(self, block_id: int, content_hash: bytes) -> None:
-        """Let a full block that somebody holds be found by its content until it is free. Of blocks with the same
-        content the first stays the one that is found."""
+        """Let a full block that somebody holds be found by its content until it is free. Of several blocks with the
+        same content, `find` gives the first."""
         assert self._hashes.get(block_id, content_hash) == content_hash
         if self._blocks.setdefault(content_hash, block_id) == block_id:
             self._hashes[block_id] = content_hash
 
     def find(self, content_hash: bytes) -> int | None:
-        """The block of that content, which its holders may release: `share` it first."""
+        """The block with that content. Call `share` before its holders release it."""
         return self._blocks.get(content_hash)
 
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
-        """Take back the different blocks of one holder, and what it was promised but never used. The blocks that nobody
-        else holds are free; `ids` becomes this pool's."""
+        """Take back the blocks of one holder, each once, and what it was promised but never used. Blocks that nobody
+        else holds become free. The allocator keeps `ids`."""
         if self._more_holders:
             ids = self._unshared(ids)
         if self._hashes:
             self._forget_hashes(ids)
         if ids:
             self._forget_taken()
-            self._runs.append(_Run(ids))
+            self._free.append(_FreeIds(ids))
         self._num_free += len(ids)
         self.reserved -= unused_reservation
         assert self.reserved >= 0
         assert self._num_free <= self.num_blocks
 
     def _unshared(self, ids: "array[int]") -> "array[int]":
-        """Of `ids` those with one holder, in their order; the others have one less."""
+        """Those of `ids` with one holder, in their order. The others lose a holder."""
         shared = self._more_holders.keys() & ids
         for block_id in shared:
             self._more_holders[block_id] -= 1
@@ -111,6 +111,6 @@ class BlockAllocator:
             del self._blocks[self._hashes.pop(block_id)]
 
     def _forget_taken(self) -> None:
-        """Before another run lies above it: a run keeps no more ids that are gone than ids that are free."""
-        if self._runs and 2 * (run := self._runs[-1]).taken > len(run.ids):
-            run.ids, run.taken = run.ids[run.taken :], 0
+        """Before other ids go on top of them: drop the taken ids, where these are more than the free ones."""
+        if self._free and 2 * (free := self._free[-1]).taken > len(free.ids):
+            free.ids, free.taken = free.ids[free.taken :], 0

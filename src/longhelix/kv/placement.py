@@ -1,7 +1,7 @@
-"""Placement: the policy that names the owner of a request's next KV block.
+"""Placements: which KVP rank owns each KV block of a request.
 
-Every scheme is an owner list; the closed forms below say the same without one. Both are exact because attention
-over a set of keys may be split over any partition of that set (docs/attention.md).
+Every placement is a list of owners; the closed forms below say the same without the list. All are exact, because
+attention over a set of keys may be split over any partition of that set (docs/attention.md).
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Placement(Protocol):
     def start(self) -> int: ...
 
     def next_owner(self, last: int, count: int) -> int:
-        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one. It depends on `last`
-        as on `start` for the first block: with another one, all that follow are turned by as many ranks."""
+        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one. Without blocks it is
+        `start`. With another `last`, all blocks that follow move on by as many ranks."""
         ...
 
     def owner(self, position: int) -> int:
@@ -44,7 +44,7 @@ class Placement(Protocol):
 
 
 def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
-    """Tokens of `length` that fall to the rank whose turn is `turn` when blocks go round `kvp` ranks."""
+    """How many of `length` tokens fall to the rank whose turn is `turn`, when blocks go round `kvp` ranks."""
     round_tokens = block_tokens * kvp
     full_rounds, rest = divmod(length, round_tokens)
     return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
@@ -131,25 +131,26 @@ class Local:
 
 @dataclass(frozen=True)
 class Continued:
-    """`policy`, going on after blocks that are there already: their `owners`, at least one, in position order.
+    """The placement `base`, going on after blocks that are there already.
 
-    Another request may have placed them, by another policy or from another rank on.
+    owners: those of the blocks, at least one, in position order. Another request may have placed them, by another
+    placement or from another rank on.
     """
 
-    policy: Placement
+    base: Placement
     owners: tuple[int, ...]
 
     @property
     def spread(self) -> bool:
-        return self.policy.spread
+        return self.base.spread
 
     @property
     def kvp(self) -> int:
-        return self.policy.kvp
+        return self.base.kvp
 
     @property
     def block_tokens(self) -> int:
-        return self.policy.block_tokens
+        return self.base.block_tokens
 
     @property
     def start(self) -> int:
@@ -157,7 +158,7 @@ class Continued:
 
     @property
     def tokens(self) -> int:
-        """Those that the blocks with `owners` hold when all of them are full."""
+        """How many tokens the blocks with `owners` hold when all of them are full."""
         return len(self.owners) * self.block_tokens
 
     def follows(self, placement: Placement) -> bool:
@@ -166,23 +167,23 @@ class Continued:
 
     @cached_property
     def _turn(self) -> int:
-        """By how many ranks the policy goes on after the last owner from where it would without these blocks."""
-        return self.policy.next_owner(self.owners[-1], len(self.owners)) - self.policy.owner(self.tokens)
+        """How many ranks lie between the next owner and the one that `base` would choose without these blocks."""
+        return self.base.next_owner(self.owners[-1], len(self.owners)) - self.base.owner(self.tokens)
 
     def next_owner(self, last: int, count: int) -> int:
-        return self.owners[count] if count < len(self.owners) else self.policy.next_owner(last, count)
+        return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
 
     def owner(self, position: int) -> int:
         if position < self.tokens:
             return self.owners[position // self.block_tokens]
-        return (self.policy.owner(position) + self._turn) % self.kvp
+        return (self.base.owner(position) + self._turn) % self.kvp
 
     def local_length(self, rank: int, length: int) -> int:
         if length < self.tokens:
             blocks, rest = divmod(length, self.block_tokens)
             return self.owners[:blocks].count(rank) * self.block_tokens + rest * (self.owners[blocks] == rank)
         turned = (rank - self._turn) % self.kvp
-        added = self.policy.local_length(turned, length) - self.policy.local_length(turned, self.tokens)
+        added = self.base.local_length(turned, length) - self.base.local_length(turned, self.tokens)
         return self.owners.count(rank) * self.block_tokens + added
 
 
@@ -190,15 +191,15 @@ PLACEMENTS = ("striped", "growing", "local")
 
 
 def placement_by_length(prompt_tokens: int, capacity_tokens: int, threshold_tokens: int) -> str:
-    """The policy of a request by its length: local where it stays within the threshold, growing where its answer may
-    leave it, striped where its prompt does. A request's own lengths decide, never what runs beside it."""
+    """The name of the placement for a request of these lengths: local where all of it stays within the threshold,
+    growing where its answer may exceed it, striped where its prompt does. What runs beside it has no influence."""
     if capacity_tokens <= threshold_tokens:
         return "local"
     return "growing" if prompt_tokens <= threshold_tokens else "striped"
 
 
 def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int) -> Placement:
-    """The placement of one request by its policy's name; raises UserError for a name that is none of PLACEMENTS."""
+    """The placement of one request, by name. Raises UserError for a name that is none of PLACEMENTS."""
     if block_tokens < 1:
         raise UserError(f"block_tokens is {block_tokens}: set it to 1 or more")
     match kind:

@@ -1,4 +1,4 @@
-"""Splits of a sequence's tokens: what GPUs attend to at a time, the memory that this takes, and the lengths that their
+"""Splits of a sequence's tokens: the pieces that GPUs attend to, the memory for their states, and the lengths that
 launches are made for."""
 
 # Splits begin at fixed positions, so that a row's bits do not depend on its batch.
@@ -8,7 +8,7 @@ STATES_BYTES = 256 * 2**20  # what the states of splits may take at a time, or t
 
 
 def length_bucket(tokens: int) -> int:
-    """What launches for sequences of up to `tokens` are made for: one split, four, sixteen, ..."""
+    """The length that a launch for sequences of up to `tokens` is made for: one split, four, sixteen, ..."""
     bucket = SPLIT_TOKENS
     while bucket < tokens:
         bucket *= 4
@@ -16,7 +16,7 @@ def length_bucket(tokens: int) -> int:
 
 
 def length_buckets(longest_tokens: int) -> list[int]:
-    """All of them, up to that of the longest sequence."""
+    """All buckets, up to that of the longest sequence."""
     buckets = [SPLIT_TOKENS]
     while buckets[-1] < longest_tokens:
         buckets.append(4 * buckets[-1])
@@ -24,17 +24,17 @@ def length_buckets(longest_tokens: int) -> list[int]:
 
 
 def state_bytes(num_splits: int, rows: int, num_query_heads: int, value_size: int) -> int:
-    """What the states of one sequence's rows take: a value and an LSE for each split and head, in float32."""
+    """Memory for the states of one sequence's rows: a value and an LSE for each split and head, in float32."""
     return num_splits * rows * num_query_heads * (value_size + 1) * 4
 
 
 def sequences_at_once(sequence_bytes: int) -> int:
-    """Of how many sequences the states are held at a time, where those of one take `sequence_bytes`."""
+    """For how many sequences states are held at a time, where those of one take `sequence_bytes`."""
     return max(1, STATES_BYTES // max(sequence_bytes, 1))
 
 
 def most_state_bytes(longest_tokens: int, num_query_heads: int, value_size: int) -> int:
-    """What states take at most, in steps with sequences of up to `longest_tokens`."""
+    """The most memory that states take in steps with sequences of up to `longest_tokens`."""
     num_splits = length_bucket(longest_tokens) // SPLIT_TOKENS
     if num_splits == 1:
         return 0

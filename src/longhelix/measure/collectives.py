@@ -41,8 +41,8 @@ class CollectivesJob(msgspec.Struct, frozen=True):
 
     def _point(self, groups: dict[str, dist.ProcessGroup], name: str, num_bytes: int) -> Row:
         whole = torch.zeros(num_bytes // DTYPE.itemsize, dtype=DTYPE)
-        part = torch.zeros(len(whole) // self.ranks, dtype=DTYPE)
-        calls = {backend: COLLECTIVES[name](group, whole, part) for backend, group in groups.items()}
+        shard = torch.zeros(len(whole) // self.ranks, dtype=DTYPE)
+        calls = {backend: COLLECTIVES[name](group, whole, shard) for backend, group in groups.items()}
         samples_s: dict[str, list[float]] = {backend: [] for backend in calls}
         barrier = groups[shared_memory.NAME].barrier
         for _ in range(self.repeats):
@@ -58,21 +58,21 @@ class CollectivesJob(msgspec.Struct, frozen=True):
         return {**timings["gloo"].row("gloo_s"), **shm.row("shm_s"), "speedup": gloo_s / shm.median_s}
 
 
-def _all_reduce(group, whole, part) -> Callable:
+def _all_reduce(group, whole, shard) -> Callable:
     return lambda: group.allreduce([whole])
 
 
-def _all_to_all(group, whole, part) -> Callable:
+def _all_to_all(group, whole, shard) -> Callable:
     received = torch.empty_like(whole)
     return lambda: group.alltoall_base(received, whole, [], [])
 
 
-def _all_gather(group, whole, part) -> Callable:
-    return lambda: group._allgather_base(whole, part)
+def _all_gather(group, whole, shard) -> Callable:
+    return lambda: group._allgather_base(whole, shard)
 
 
-def _reduce_scatter(group, whole, part) -> Callable:
-    return lambda: group._reduce_scatter_base(part, whole)
+def _reduce_scatter(group, whole, shard) -> Callable:
+    return lambda: group._reduce_scatter_base(shard, whole)
 
 
 # Each makes a call that starts the collective and returns its work.

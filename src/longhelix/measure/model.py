@@ -19,7 +19,7 @@ _FILL_BLOCKS = 1024
 
 
 class RankModel:
-    """This rank's part of a model. Every rank makes one, and runs the same steps."""
+    """This rank's shard of a model. Every rank makes one, and runs the same steps."""
 
     def __init__(self, config: EngineConfig, rank: int, directory: Path) -> None:
         self.config = config

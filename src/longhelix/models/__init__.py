@@ -1,1 +1,1 @@
-"""One decoder; its parameters, declared once; the checkpoints that they are read from."""
+"""The decoder, the declaration of its parameters, and the checkpoints that they are read from."""

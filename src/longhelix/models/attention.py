@@ -14,9 +14,9 @@ from longhelix.spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes the QKV of its TPA head shard (the same on all that
-    keep KV of a request), writes only what it owns, attends to its own shard, and exchanges partial outputs for whole
-    heads."""
+    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes QKV for the heads of its TPA shard, which are the
+    same on all ranks that keep KV of a request. It writes only the KV that it owns, attends to its own KV shard, and
+    exchanges partial outputs for whole heads."""
 
     def __init__(
         self,

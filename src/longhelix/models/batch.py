@@ -11,13 +11,15 @@ from longhelix.parallel.exchange import Holders
 
 @dataclass(frozen=True)
 class Batch:
-    """T rows, one sequence after the other, and for attention the t of them whose b sequences keep KV on this rank.
+    """T rows, one sequence after the other. Attention takes t of them: those of the b sequences that keep KV on this
+    rank.
 
-    All integers are int64. token_ids_T. holders: which rows are whose; None where every rank has all. cos_tR, sin_tR:
-    rotation of each row (float32). slots_t: where the row's KV goes in this rank's pool, -1 if another rank owns it.
-    limits_t: how many of its request's local tokens a row sees. row_starts_b: (b + 1) first rows. blocks_X: local KV
-    blocks of all live sequences. extents_b2: where those of each of the b begin and end there. max_rows: the most rows
-    of one sequence here. num_sequences: of all T rows. most_tokens, parts: the step's.
+    All integers are int64. token_ids_T. holders: which ranks have which rows; None if all ranks have all rows. cos_tR,
+    sin_tR: rotation of each row (float32). slots_t: where the KV of a row goes in this rank's pool, -1 if another rank
+    owns it. limits_t: how many local tokens of its request a row sees. row_starts_b: (b + 1) first rows. blocks_X:
+    local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and end there.
+    max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
+    step.
     """
 
     token_ids_T: Tensor
@@ -40,11 +42,12 @@ class Batch:
         return self.num_sequences == len(self.token_ids_T)
 
     def own_rows(self, hidden_TH: Tensor) -> Tensor:
-        """Rows whose queries, keys and values this rank computes, hidden_tH."""
+        """hidden_tH: the rows whose queries, keys and values this rank computes."""
         return hidden_TH if self.holders is None else take_rows(hidden_TH, self.holders.rows_t)
 
     def cut(self) -> "list[Attended]":
-        """The rows that attend, in `parts` runs of all T, as even as can be: the same runs on every rank."""
+        """The parts that attend one after the other: `parts` ranges of all T rows, as even as can be, the same on every
+        rank."""
         return [self._attended(part) for part in split(len(self.token_ids_T), self.parts)]
 
     def _attended(self, part: range) -> "Attended":
@@ -61,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Attended:
-    """Some rows of a batch, as attention takes them."""
+    """The rows of one part of a batch, as attention takes them."""
 
     rows: slice
     holders: Holders | None

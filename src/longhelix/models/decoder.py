@@ -1,4 +1,4 @@
-"""The decoder: one model for every supported architecture; what differs is in the spec and in the weights."""
+"""The decoder: one model for all supported architectures. They differ in the spec and in the weights."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from longhelix.spec import ModelSpec
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and FFN, each added to the residual. `entries`: what the layer caches, by name."""
+    """Attention and FFN, each with a norm before it and added to the residual. `entries`: what the layer caches, by
+    name."""
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str, spans: Spans
@@ -38,10 +39,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """This rank's part of the model: the layers of its stage, the embedding on the first stage, the head on the last.
+    """This rank's shard of the model: the layers of its stage, the embedding on the first stage, the head on the last.
 
-    `weights` are those of `parameters.declare` for the same layout and rank; they are taken out of the dict one by one
-    as they are packed, so that no second copy of all of them ever exists. `spans` are told of what layers do.
+    `weights`: those of `parameters.declare` for the same layout and rank. Each is taken out of the dict as it is
+    packed, so that there is never a second copy of all of them. `spans` are told of what layers do.
     """
 
     def __init__(
@@ -65,24 +66,24 @@ class Decoder(nn.Module):
         self.embedding = self.head if shared else _plain(embedding_vH, weight_dtype)
 
     def products(self) -> list[Weight]:
-        """The weights that this rank multiplies with; some ranks have none of some."""
+        """The weights that this rank multiplies with. A weight of which the rank has nothing is left out."""
         layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
         head = () if self.head is None else (self.head,)
         return [weight for weight in (*sum(layers, ()), *head) if weight.outputs and weight.depth]
 
     def expert_rows(self) -> list[list[int]]:
-        """How many rows each expert of this rank has had, by layer of its stage; empty for layers without experts."""
+        """How many rows each expert of this rank has had, by layer of its stage. Empty for layers without experts."""
         ffns = [layer.ffn for layer in self.layers]
         return [ffn.rows_per_expert.tolist() if isinstance(ffn, ExpertFFN) else [] for ffn in ffns]
 
     def forget_expert_rows(self) -> None:
-        """Count from here on."""
+        """Set the counts of `expert_rows` to 0."""
         for layer in self.layers:
             if isinstance(layer.ffn, ExpertFFN):
                 layer.ffn.rows_per_expert.zero_()
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
-        """Hidden states of all rows after this stage's layers, hidden_TH; writes the rows' KV into the pool."""
+        """hidden_TH after the layers of this stage. Writes the rows' KV into the pool."""
         for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
@@ -92,13 +93,13 @@ class Decoder(nn.Module):
         return hidden_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Logits over this rank's vocabulary, float32, logits_Tv; asked of ranks of the last stage."""
+        """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""
         return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Hidden states before the first layer; asked of ranks of the first stage.
+        """Hidden states before the first layer. For ranks of the first stage.
 
-        Vocabulary-parallel: each rank looks up its own tokens, others give zeros, the sum has all.
+        Vocabulary-parallel: each rank looks up the tokens that it has and gives zeros for the others; the sum has all.
         """
         if self.mesh.ffn.size == 1:
             return self.embedding.rows(token_ids_T)
@@ -112,5 +113,5 @@ class Decoder(nn.Module):
         return self.mesh.ffn.all_reduce(hidden_TH)
 
 
-def _plain(weight_NK: Tensor | None, dtype: str) -> Weight | None:
-    return None if weight_NK is None else Weight(weight_NK, dtype, *weight_NK.shape, PLAIN)
+def _plain(weight_OI: Tensor | None, dtype: str) -> Weight | None:
+    return None if weight_OI is None else Weight(weight_OI, dtype, *weight_OI.shape, PLAIN)

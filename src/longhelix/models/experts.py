@@ -13,9 +13,9 @@ from longhelix.spec import FORMATS, ModelSpec
 class ExpertFFN(nn.Module):
     """Experts over EP, the columns of each over TPF, shared experts over all ranks; one all-reduce adds up everything.
 
-    Every rank has all rows and routes all of them, the same way, so no row travels: a rank computes its experts' part
-    of the rows that take them (Helix, arXiv 2507.07120, section 2.2; its all-reduce inside an expert group and the sum
-    over groups are one sum here).
+    Every rank has all rows, and routes all of them the same way, so no row travels. A rank computes its experts'
+    outputs for the rows that take them (Helix, arXiv 2507.07120, section 2.2; the paper's all-reduce inside an expert
+    group and its sum over groups are one sum here).
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
@@ -59,14 +59,15 @@ class ExpertFFN(nn.Module):
 
 
 def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: str) -> Experts:
-    """The experts whose weights' names begin with `stems`, by number, taken out of `weights` as they are laid out."""
+    """The experts with the weights whose names begin with `stems`, by number. Weights are taken out of `weights` as
+    they are laid out."""
     # Where one cannot lie in panels, none does; of narrow numbers make_weight then says why.
     found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
     panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)
 
     def make(name: str, halves: int) -> Weight:
-        weight_NK = weights.pop(name)
-        return make_weight(weight_NK, dtype, halves) if panels else PLAIN.new_weight(weight_NK, dtype, halves)
+        weight_OI = weights.pop(name)
+        return make_weight(weight_OI, dtype, halves) if panels else PLAIN.new_weight(weight_OI, dtype, halves)
 
     gate_up, down = [], []
     for stem in stems.values():

@@ -22,12 +22,12 @@ _GGUF_DTYPES = {
     GGMLQuantizationType.F16: "float16",
 }
 
-_GGUF_MODEL_PARTS = {
+_GGUF_MODEL_MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_GGUF_LAYER_PARTS = {
+_GGUF_LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -94,7 +94,7 @@ class GgufCheckpoint:
 
 
 class _BoundedReader(GGUFReader):
-    """Refuses to read past the file's end, where GGUFReader loops on or goes on with an empty array."""
+    """Refuses to read past the file's end, where GGUFReader would loop forever or go on with an empty array."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
         end = int(offset) + int(count) * np.dtype(dtype).itemsize
@@ -146,11 +146,11 @@ def _check_readable(path: Path, tensor: Any) -> None:
 def _hugging_face_name(path: Path, name: str) -> str:
     match = re.fullmatch(r"(?:blk\.([0-9]+)\.)?(\w+)\.(weight|bias)", name)
     if match:
-        layer, part, kind = match.groups()
-        if layer is None and part in _GGUF_MODEL_PARTS:
-            return f"{_GGUF_MODEL_PARTS[part]}.{kind}"
-        if layer is not None and part in _GGUF_LAYER_PARTS:
-            return f"model.layers.{layer}.{_GGUF_LAYER_PARTS[part]}.{kind}"
+        layer, module, kind = match.groups()
+        if layer is None and module in _GGUF_MODEL_MODULES:
+            return f"{_GGUF_MODEL_MODULES[module]}.{kind}"
+        if layer is not None and module in _GGUF_LAYER_MODULES:
+            return f"model.layers.{layer}.{_GGUF_LAYER_MODULES[module]}.{kind}"
     raise invalid_checkpoint(f"{path} holds {name}, which is no part of a dense llama model: give a dense llama model.")
 
 

@@ -33,12 +33,12 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 class LatentAttention(nn.Module):
     """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
 
-    Queries are turned into latents by the key part of the up-projection (absorbed), so that all heads attend to the
+    Queries are turned into latents by the key half of the up-projection (absorbed), so that all heads attend to the
     cache entries as they are; TPA > 1 shares heads and duplicates the entries. Sequences with `MLA.direct_rows` rows
     and more attend to keys and values that are made of the entries (direct), but not on GPUs and in graphs, whose
     launches are the same for all lengths.
 
-    The value part comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
+    The value half comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
     value_size times fewer bytes than latents, for KVP times the arithmetic, 2 kv_lora_rank value_size FLOP against
     2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes: little
     for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case, and
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         return hidden_TH
 
     def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """latent_tX: the token's latent and key, raw; q_tqC: queries, their last channels rotated."""
+        """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated."""
         if self.mla.q_lora_rank is None:
             latent_tX = down_tX
             q_tX = linear(own_tH, self.query_up, norm=self.norm, norm_eps=self.eps)
@@ -135,7 +135,8 @@ class LatentAttention(nn.Module):
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
 
     def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
-        """Partial outputs to exchange, and their LSEs: values, or latents where queries are absorbed already."""
+        """Partial outputs to exchange, and their LSEs. The outputs are values, or latents if the queries are absorbed
+        already."""
         return self._attend_to_values(q_tqC, *rows) if values else partial_attention(q_tqC, *rows)
 
     def _attend_to_values(
@@ -150,7 +151,8 @@ class LatentAttention(nn.Module):
         max_rows: int,
         most_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        """out_tqC (values) and lse_tq of all held heads: sequences of many rows direct, the others absorbed."""
+        """out_tqC (values) and lse_tq of all held heads. Sequences of many rows attend directly, the others
+        absorbed."""
         if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
             table = blocks_X, extents_b2, row_starts_b, limits_t
             return self._attend_absorbed(q_tqC, layer, *table, scale, max_rows, most_tokens)
@@ -179,7 +181,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("tqz,qcz->tqc", out_tqZ, self.value_up_qCZ).contiguous(), lse_tq
 
     def _absorb(self, q_tqC: Tensor) -> Tensor:
-        """Queries for the cache entries: a latent and a rotated part."""
+        """Queries that match the cache entries: latents, then rotated channels."""
         plain_tqC, rotated_TqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 

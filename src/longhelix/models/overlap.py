@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longhelix.kernels import KVLayer
 from longhelix.models.batch import Batch
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.exchange import exchange, start_exchange
 from longhelix.spans import UNTRACED, Spans
 
@@ -17,15 +17,15 @@ def attend_and_exchange(
     layer: KVLayer,
     batch: Batch,
     scale: float,
-    group: Group,
+    group: RankGroup,
     heads_per_rank: list[int],
     attend: Callable[..., tuple[Tensor, Tensor]],
     spans: Spans = UNTRACED,
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
-    In the batch's parts: where there are more than one, their exchanges run one after the other, while later parts
-    attend. attend: `partial_attention`, or what gives other channels to exchange from the same arguments.
+    If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
+    `partial_attention`, or another function of the same arguments that gives other channels to exchange.
     """
     if batch.parts == 1:
         table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t

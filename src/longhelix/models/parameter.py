@@ -1,4 +1,4 @@
-"""One parameter: its checkpoint tensors, their global shapes and a rank's slices. No torch."""
+"""One parameter: its checkpoint tensors, their global shapes, and this rank's slices of them. No torch."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,14 +14,15 @@ class Source:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return tuple(len(part) for part in self.slices)
+        return tuple(len(items) for items in self.slices)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A local tensor under the model's own name: its sources, one after the other along dim 0.
+    """A tensor of this rank, by the model's own name for it. It consists of its sources, one after the other along dim
+    0.
 
-    `exact`: it keeps the checkpoint's dtype.
+    `exact`: it keeps the dtype of the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every parameter of a rank: its checkpoint names, global shapes and the rank's slices, read off the table of weights.
+"""All parameters of a rank, read off the table of weights: checkpoint names, global shapes, and the rank's slices.
 
 The loader reads by this table, and a checkpoint is checked against it before any rank starts. No torch.
 """
@@ -17,7 +17,7 @@ from longhelix.spec.weights import Dim, Split, WeightSpec, embedding, head, last
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
     """The parameters of `rank`, in the order in which they are loaded.
 
-    A last stage without the embedding has tied embeddings as its "head".
+    If embeddings are tied, a last stage that has no embedding loads it as its "head".
     """
     return tuple(_parameters(spec, layout, rank))
 
@@ -42,8 +42,8 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Paramete
 def _stacked(
     weights: Iterable[WeightSpec], held: Callable[[Dim], range], to: str = "", at: str = ""
 ) -> Iterator[Parameter]:
-    """One parameter of all weights of a name, and of every expert that this rank has; under the model's names `to`...,
-    from the checkpoint's `at`..."""
+    """The parameters made of `weights`: one for each name, and for each expert that this rank has. They are named
+    `to`... in the model, and `at`... in the checkpoint."""
     for experts, of_experts in groupby(weights, lambda weight: weight.experts):
         templates = [_template(list(same), held, to, at) for _, same in groupby(of_experts, lambda weight: weight.name)]
         for expert in held(experts):
@@ -51,23 +51,23 @@ def _stacked(
 
 
 def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str, at: str) -> Parameter:
-    """The parameter of weights that have one name, with "{}" for the number of an expert."""
+    """The parameter of weights with one name, which has "{}" for the number of an expert."""
     return Parameter(to + same[0].name, tuple(_source(weight, held, at) for weight in same), same[0].exact)
 
 
 def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
-    parts = ((held(dim), dim.unit) for dim in weight.dims)
-    slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in parts)
+    pieces = ((held(dim), dim.unit) for dim in weight.dims)
+    slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in pieces)
     return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices)
 
 
 def _of_expert(template: Parameter, expert: int) -> Parameter:
-    sources = tuple(Source(part.name.format(expert), part.shape, part.slices) for part in template.sources)
+    sources = tuple(Source(source.name.format(expert), source.shape, source.slices) for source in template.sources)
     return Parameter(template.name.format(expert), sources, template.exact)
 
 
 def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:
-    """Those of a dim that `rank` has."""
+    """The items of a dim that `rank` has."""
     match dim.split:
         case Split.WHOLE:
             return range(dim.count)
@@ -88,9 +88,9 @@ def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:
 
 
 def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], quantised: bool) -> None:
-    """Hold a checkpoint's tensors (name -> shape, dtype) against the table; raises UserError at the first misfit.
+    """Check a checkpoint's tensors (name -> shape, dtype) against the table. Raises UserError at the first misfit.
 
-    `quantised`: whether dtypes other than the floats are read (GGUF dequantises, safetensors do not).
+    `quantised`: whether dtypes other than the floats can be read. GGUF files are dequantised, safetensors are not.
     """
     declared = set()
     # One by one: a config may call for more layers or experts than memory has room for, which no checkpoint has.
@@ -123,8 +123,8 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tensors that some exporters write although the model derives or shares them, and heads that look further ahead
-    (DeepSeek's MTP, as layers after the last)."""
+    """Whether this is a tensor that the model does without: one that it derives or shares but some exporters write, or
+    one of heads that look further ahead (DeepSeek's MTP, stored as layers after the last)."""
     later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
         return True

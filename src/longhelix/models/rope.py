@@ -39,7 +39,7 @@ def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[flo
 
 
 def _blend(frequency: float, factor: float, kept: float) -> float:
-    """Between the frequency itself (kept = 1) and the one slowed down by `factor` (kept = 0)."""
+    """Between the frequency itself (kept = 1) and the frequency slowed down by `factor` (kept = 0)."""
     return kept * frequency + (1 - kept) * frequency / factor
 
 
@@ -64,9 +64,9 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
 
 
 def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: float) -> "tuple[Tensor, Tensor]":
-    """Cos and sin of every row's angles, float32 (R = C/2 pairs); positions int64, frequencies float64.
+    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64.
 
-    float64 angles: at position 16,000,000 a float32 angle would be off by half a radian.
+    Angles are float64: at position 16,000,000 a float32 angle would be off by half a radian.
     """
     angles_TR = positions_T.unsqueeze(-1).double() * frequencies_TR
     return (angles_TR.cos() * attention_factor).float(), (angles_TR.sin() * attention_factor).float()

@@ -16,11 +16,12 @@ def load(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """The parameters by name, in `dtype` on `device`. `progress` is told the elements of each one as it is done."""
+    """The parameters by name, in `dtype` on `device`. `progress` is called with the elements of each one once it is
+    loaded."""
     weights = {}
     for parameter in parameters:
         pieces = [
-            checkpoint.read(source.name, tuple(slice(part.start, part.stop) for part in source.slices))
+            checkpoint.read(source.name, tuple(slice(items.start, items.stop) for items in source.slices))
             for source in parameter.sources
         ]
         if not parameter.exact:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longhelix.layout import HeadShape, Layout, part_of
+from longhelix.layout import HeadShape, Layout, piece_of
 
 _TOKENS = 8  # KV blocks along the sequence that are drawn
 
@@ -34,7 +34,7 @@ class HeadsDrawing:
             grid[0][column].set_title(f"{_name(layout, self.heads)}\nGPU 0", fontsize="medium")
 
     def _draw_rank(self, axes: Any, layout: Layout, rank: int) -> None:
-        kept, tokens = layout.kv_heads(self.heads, rank), part_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))
+        kept, tokens = layout.kv_heads(self.heads, rank), piece_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))
         for head in range(self.heads.num_kv_heads):
             for token in range(_TOKENS):
                 color = f"C{head}" if head in kept and token in tokens else "#eeeeee"
@@ -74,7 +74,7 @@ class PhasesDrawing:
         """Phase and what `rank` does in it, in order; collectives name their group."""
         heads, columns = self.heads, _span(layout.ffn_columns(self.ffn_size, rank))
         queries, keys = layout.query_heads(heads, rank), layout.kv_heads(heads, rank)
-        tokens = part_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))
+        tokens = piece_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))
         merged = layout.merged_query_heads(heads, rank)
         phases = [
             ("QKV", f"all rows\nQ {_span(queries)}, KV {_span(keys)}"),

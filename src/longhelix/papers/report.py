@@ -33,7 +33,7 @@ def as_markdown(found: Reproduction) -> str:
     fitted = [constant for constant in found.constants if constant.fitted]
     modelled = [claim for claim in found.claims if not claim.formula]
     outside = [claim for claim in modelled if not claim.holds]
-    parts = [
+    blocks = [
         f"# {found.title}: published and modelled",
         f"Written by `longhelix figures {found.name} --out DIR`. {len(modelled)} numbers come from the model, "
         f"{len(modelled) - len(outside)} of them within {TOLERANCE:.0%} of the paper or on its side of a bound, with "
@@ -50,7 +50,7 @@ def as_markdown(found: Reproduction) -> str:
         "## Figures",
         *(f"- {drawing.name}: {drawing.title}" for drawing in found.drawings),
     ]
-    return _joined(parts)
+    return _joined(blocks)
 
 
 def claims_table(found: Reproduction) -> Table:
@@ -102,9 +102,9 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
-def _joined(parts: Sequence[str]) -> str:
-    """Blank lines between parts, but not between the points of one list."""
-    text = parts[0]
-    for before, part in pairwise(parts):
-        text += ("\n" if before.startswith("- ") and part.startswith("- ") else "\n\n") + part
+def _joined(blocks: Sequence[str]) -> str:
+    """Blank lines between blocks, but not between the points of one list."""
+    text = blocks[0]
+    for before, block in pairwise(blocks):
+        text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
     return text + "\n"

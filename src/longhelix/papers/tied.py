@@ -11,7 +11,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds, step_parts, step_seconds
+from longhelix.perf.step import decode_seconds, step_items, step_seconds
 from longhelix.request import Work
 
 SERVER = 8
@@ -21,7 +21,7 @@ _NODES = 32
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on KVP groups of `stages` servers (or parts of servers) of `tp` GPUs each."""
+    """A model on KVP groups of `stages` servers (or fractions of servers) of `tp` GPUs each."""
 
     setting: Setting
     stages: int = 1
@@ -61,10 +61,10 @@ class Deployment:
         return self.chunk_s(chunk, tokens - chunk)
 
     def attention_s(self, tokens: float, chunk: float) -> float:
-        """Attention's part of a prefill (its steps grow linearly: a mean over prefixes times their number)."""
+        """Attention's share of a prefill (its steps grow linearly: a mean over prefixes times their number)."""
         steps = [Work.chunk(chunk, (node + 0.5) / _NODES * tokens) for node in range(_NODES)]
-        found = [part for work in steps for part in step_parts(self.setting, self.layouts, work)]
-        return sum(_number(part.seconds) for part in found if part.name == "attention") / _NODES * tokens / chunk
+        found = [item for work in steps for item in step_items(self.setting, self.layouts, work)]
+        return sum(_number(item.seconds) for item in found if item.name == "attention") / _NODES * tokens / chunk
 
     def adaptive(self, tokens: float, target_s: float) -> tuple[float, float]:
         """Seconds of a prefill whose steps take `target_s` at most, and its longest step."""

@@ -1,4 +1,4 @@
-"""Collectives of one group of ranks, counting them and what they send."""
+"""The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from longhelix.spans import UNTRACED, Spans
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether gloo or NCCL says by `error` that a peer is gone, and not that a call was wrong."""
+    """Whether this error of gloo or NCCL means that a peer is gone, not that a call was wrong."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
-    """In a graph that is compiled `form` takes the place of the method. A compiled engine runs some steps op by op, so
-    that both are called."""
+    """The decorated method, with `form` in its place inside of compiled graphs. A compiled engine also runs some steps
+    op by op, so both are called."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
@@ -35,22 +35,22 @@ def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _functional_all_reduce(group: "Group", values: Tensor) -> Tensor:
+def _functional_all_reduce(group: "RankGroup", values: Tensor) -> Tensor:
     return values if group.size == 1 else functional.all_reduce(values, "sum", group._handle)
 
 
 def _functional_all_to_all(
-    group: "Group", send: Tensor, send_sizes: list[int], receive_sizes: list[int]
+    group: "RankGroup", send: Tensor, send_sizes: list[int], receive_sizes: list[int]
 ) -> Callable[[], Tensor]:
     received = functional.all_to_all_single(send, receive_sizes, send_sizes, group._handle)
     return lambda: received
 
 
-class Group:
-    """The ranks of one group, in its order. A group of one does nothing and sends nothing.
+class RankGroup:
+    """A group of ranks, as one of them sees it. A group of one rank does nothing and sends nothing.
 
-    A peer that is gone is a PeerLostError. `traffic` must be the same on all ranks, bytes apart. `spans` are told of
-    all collectives but those in compiled graphs.
+    ranks: in the order of the group. A peer that is gone raises PeerLostError. `traffic` must be the same on all ranks,
+    except for its bytes. `spans` are told of all collectives outside of compiled graphs.
     """
 
     def __init__(
@@ -70,31 +70,31 @@ class Group:
 
     @property
     def traffic(self) -> Traffic:
-        """All collectives so far, but for those in graphs of the compiler over gloo and NCCL, which nobody counts."""
+        """All collectives so far. Those that compiled graphs run over gloo or NCCL are not counted."""
         return self._own
 
     @property
     def exchanged_bytes(self) -> int:
-        """What this rank handed to the transport for other ranks, in `all_to_all` and `exchange_states`, so far."""
+        """Bytes that this rank has given to the transport for other ranks, in `all_to_all` and `exchange_states`."""
         return self.traffic.exchanged_bytes
 
     def count(self, traffic: Traffic) -> None:
-        """Add what a CUDA graph did, which no call here has seen."""
+        """Add the collectives of a CUDA graph, which made no call here."""
         self._own = self._own.then(traffic)
 
     def progress(self) -> tuple[int, str]:
-        """How many collectives have begun, and which of them runs, in words, or "". For any thread."""
+        """How many collectives have begun, and the one that runs now, in words, or "". Any thread may ask."""
         return self._own.collectives, self._named(self._current)
 
     @_in_graphs(_functional_all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the group, in place; in a graph that is compiled, as a new tensor."""
+        """Sum over the group, in place; in a compiled graph, as a new tensor."""
         if self.size > 1:
             self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
-        """residual + the sum of `values` over the group; uses up `values`."""
+        """residual + the sum of `values` over the group. May overwrite `values`."""
         return residual + self.all_reduce(values)
 
     def merges(self, head_size: int) -> bool:
@@ -102,12 +102,13 @@ class Group:
         return False
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-        """Send consecutive pieces of a flat tensor to the ranks of the group; returns what came, in their order."""
+        """Send consecutive pieces of a flat tensor to the ranks of the group. Returns what came from them, in their
+        order."""
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
     @_in_graphs(_functional_all_to_all)
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
-        """`all_to_all` under way: call what it returns to wait for what comes."""
+        """Begin an `all_to_all`. Call what it returns to wait for the result."""
         # Sizes differ by rank, and are not counted.
         title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
         span = self._spans.begin("exchange", "exchange")
@@ -127,13 +128,13 @@ class Group:
         """Equal shapes from every rank, in order, on the group's first rank; an empty list on the others."""
         if self.size == 1:
             return [values]
-        parts = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
-        receivers = [parts] if parts else []
+        gathered = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
+        receivers = [gathered] if gathered else []
         self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
-        return parts
+        return gathered
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """The first rank's values, in place, on all."""
+        """Overwrite `values` on all ranks by the first rank's."""
         if self.size > 1:
             self._run("broadcast", values.nbytes, self._handle.broadcast, [values], dist.BroadcastOptions())
         return values
@@ -145,7 +146,7 @@ class Group:
         self._spans.end(span)
 
     def _begin(self, kind: str, size_bytes: int) -> str:
-        """Count a collective; its name in words."""
+        """Count a collective, and return its name in words."""
         self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
         return f"{kind} {self._own.collectives}"
 
@@ -164,11 +165,11 @@ class Group:
         return current and f"{current} over ranks {self.ranks}"
 
 
-class SharedMemoryRanks(Group):
-    """A group whose ranks share memory: they copy through their own cores, and merge straight from the others' memory.
+class SharedMemoryRankGroup(RankGroup):
+    """A group whose ranks share memory: each reads what it needs from the others' memory, and merges as it reads.
 
-    They notice if they are in different collectives of the same group, which is a CollectivesDifferError, and their
-    channel counts.
+    Ranks that are in different collectives of one group notice it, and raise CollectivesDifferError. The native channel
+    counts the collectives.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
@@ -185,23 +186,23 @@ class SharedMemoryRanks(Group):
         begun, current = self._channel.progress()
         return begun, self._named(current)
 
-    @_in_graphs(Group.all_reduce_add)
+    @_in_graphs(RankGroup.all_reduce_add)
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         total = torch.empty_like(values)
         span = self._spans.begin("all-reduce", "collective")
         addresses = (values.data_ptr(), residual.data_ptr(), total.data_ptr())
-        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBERS[values.dtype])
+        self._channel.all_reduce_add(*addresses, values.numel(), native.NUMBER_BY_DTYPE[values.dtype])
         self._spans.end(span)
         return total
 
-    @_in_graphs(Group.merges)  # there the exchange and the merge are seen apart
+    @_in_graphs(RankGroup.merges)  # there the exchange and the merge are seen apart
     def merges(self, head_size: int) -> bool:
         return head_size <= native.LONGEST_HEAD
 
     def exchange_states(
         self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
     ) -> Tensor:
-        """The exchange and the merge as one call, where `merges` says so. `places_NT` as in `exchange.Holders`."""
+        """The exchange and the merge as one call, where `merges` is true. `places_NT`: as in `exchange.Holders`."""
         rows, _, head_size = out_tqC.shape
         rows = rows if places_NT is None else places_NT.shape[1]
         merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
@@ -213,7 +214,7 @@ class SharedMemoryRanks(Group):
             0 if places_NT is None else places_NT.data_ptr(),
             heads_per_rank,
             head_size,
-            native.NUMBERS[out_tqC.dtype],
+            native.NUMBER_BY_DTYPE[out_tqC.dtype],
             merged_TnC.data_ptr(),
         )
         self._spans.end(span)

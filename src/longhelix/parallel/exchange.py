@@ -1,8 +1,8 @@
 """The exchange: one all-to-all over query heads that carries partial outputs and LSEs together, then the merge.
 
-Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends every other one that one's slice of query heads
-and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length. A rank that holds
-no KV of a row's request has nothing to send for it.
+Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends to every other rank that rank's slice of query
+heads, and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length. A rank that
+holds no KV of a row's request sends nothing for that row.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.kernels import merge_states
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 
 _LSE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks of a KVP group hold KV for which of T rows, where not all of them do for all.
+    """Which ranks of a KVP group hold KV for which of T rows, where not all ranks hold KV for all rows.
 
-    index: this rank's. held_NT: whether a rank has KV for a row; every row has a rank. rows_t: this rank's rows,
-    ascending. places_NT: where a row is among those of each rank, -1 where that one has no KV for it. Both int64.
+    index: that of this rank in the group. held_NT: whether a rank has KV for a row; at least one rank has. rows_t: the
+    rows of this rank, ascending. places_NT: the place of a row among the rows of each rank, -1 if that rank has no KV
+    for it. Both are int64.
     """
 
     index: int
@@ -44,17 +45,18 @@ class Holders:
         return tuple(self.held_NT.sum(axis=1).tolist())
 
     def own(self, part: range) -> slice:
-        """Which of this rank's rows lie in a part of all T."""
+        """Which of the rows of this rank lie in `part`, a range of all T rows."""
         start = int(self.held_NT[self.index, : part.start].sum())
         return slice(start, start + int(self.held_NT[self.index, part.start : part.stop].sum()))
 
     def cut(self, part: range) -> "Holders":
-        """The holders of a part of the T rows."""
+        """The holders of `part`, a range of the T rows."""
         return self.of(self.held_NT[:, part.start : part.stop], self.index, self.rows_t.device)
 
 
-def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Tensor:
-    """All heads of the group, out_TqC, from the slices that its ranks hold whole: the tied layout's second exchange."""
+def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -> Tensor:
+    """All heads of the group, out_TqC, from the slices that its ranks have merged: the second exchange of the tied
+    layout."""
     if group.size == 1:
         return out_TnC
     rows, _, head_size = out_TnC.shape
@@ -62,11 +64,11 @@ def gather_heads(out_TnC: Tensor, group: Group, heads_per_rank: list[int]) -> Te
     received = group.all_to_all(
         out_TnC.reshape(-1).repeat(group.size), send_sizes=[out_TnC.numel()] * group.size, receive_sizes=sizes
     )
-    return torch.cat([part.view(rows, -1, head_size) for part in received.split(sizes) if part.numel()], dim=1)
+    return torch.cat([heads.view(rows, -1, head_size) for heads in received.split(sizes) if heads.numel()], dim=1)
 
 
 def exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_tqC`.
 
@@ -82,9 +84,9 @@ def exchange(
 
 
 def start_exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: Group, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
 ) -> Callable[[], Tensor]:
-    """The exchange under way: call what it returns for its result. For groups that overlap."""
+    """Begin the exchange. Call what it returns to wait for the result. For groups that overlap."""
     rows, _, head_size = out_tqC.shape
     row_bytes, own_heads = head_size * out_tqC.element_size() + _LSE_BYTES, heads_per_rank[group.index]
     counts = (rows,) * group.size if holders is None else holders.counts
@@ -102,21 +104,21 @@ def start_exchange(
 def _merged(
     received: Tensor, out_tqC: Tensor, own_heads: int, counts: tuple[int, ...], holders: Holders | None
 ) -> Tensor:
-    """The states that came from all ranks, in their order, as one: out_TnC."""
+    """Merge the states that came from all ranks, in the order of the ranks: out_TnC."""
     head_size = out_tqC.shape[2]
     out_bytes = head_size * out_tqC.element_size()
-    received_RX = received.view(-1, out_bytes + _LSE_BYTES)
-    out_RC = received_RX[:, :out_bytes].contiguous().view(out_tqC.dtype)
-    lse_R = received_RX[:, out_bytes:].contiguous().view(torch.float32).squeeze(-1)
+    received_UX = received.view(-1, out_bytes + _LSE_BYTES)
+    out_UC = received_UX[:, :out_bytes].contiguous().view(out_tqC.dtype)
+    lse_U = received_UX[:, out_bytes:].contiguous().view(torch.float32).squeeze(-1)
     if holders is None:
-        out_NnTC = out_RC.view(len(counts), own_heads, counts[0], head_size)
-        lse_NnT = lse_R.view(len(counts), own_heads, counts[0])
+        out_NnTC = out_UC.view(len(counts), own_heads, counts[0], head_size)
+        lse_NnT = lse_U.view(len(counts), own_heads, counts[0])
     else:
         rows = holders.places_NT.shape[1]
-        out_NnTC = out_RC.new_zeros(len(counts), own_heads, rows, head_size)
-        lse_NnT = lse_R.new_full((len(counts), own_heads, rows), -torch.inf)
+        out_NnTC = out_UC.new_zeros(len(counts), own_heads, rows, head_size)
+        lse_NnT = lse_U.new_full((len(counts), own_heads, rows), -torch.inf)
         sizes = [own_heads * count for count in counts]
-        for rank, (out, lse) in enumerate(zip(out_RC.split(sizes), lse_R.split(sizes), strict=True)):
+        for rank, (out, lse) in enumerate(zip(out_UC.split(sizes), lse_U.split(sizes), strict=True)):
             held_T = holders.places_NT[rank] >= 0
             out_NnTC[rank, :, held_T] = out.view(own_heads, counts[rank], head_size)
             lse_NnT[rank, :, held_T] = lse.view(own_heads, counts[rank])

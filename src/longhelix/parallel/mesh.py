@@ -1,4 +1,4 @@
-"""One world of ranks, seen through a layout: the groups that a rank belongs to."""
+"""The world of ranks as one rank sees it through a layout: the groups that it belongs to."""
 
 import hashlib
 import os
@@ -11,28 +11,28 @@ import torch.distributed as dist
 
 from longhelix.kernels import native
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import Group, SharedMemoryRanks
+from longhelix.parallel.collectives import RankGroup, SharedMemoryRankGroup
 from longhelix.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place: `stage` are the N ranks of its pipeline stage, `kvp` those it exchanges attention with, `ffn`
-    those that share a copy of the FFN and of the vocabulary."""
+    """The place of this rank. `stage`: the N ranks of its pipeline stage. `kvp`: the ranks that it exchanges attention
+    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary."""
 
     layout: Layout
     rank: int
-    stage: Group
-    kvp: Group
-    ffn: Group
+    stage: RankGroup
+    kvp: RankGroup
+    ffn: RankGroup
 
     @classmethod
     def build(cls, layout: Layout, rank: int, backend: str | None = None, spans: Spans = UNTRACED) -> "Mesh":
-        """Make the groups. Every rank of the world calls this, since groups are made by all ranks together.
+        """Make the groups. All ranks of the world call this, because groups are made by all ranks together.
 
-        `backend`: shared memory where all ranks are on one host without a GPU, else that of the world's own group.
-        `spans`: are told of the groups' collectives.
+        `backend`: by default shared memory where all ranks are on one host without a GPU, else that of the world's own
+        group. `spans` are told of the groups' collectives.
         """
         if backend is None and layout.world_size > 1 and _share_memory():
             backend = "shm"
@@ -47,30 +47,30 @@ class Mesh:
         return cls(layout, rank, stage, kvp, ffn)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """Each once."""
+    def groups(self) -> tuple[RankGroup, ...]:
+        """All groups, each once."""
         return (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """Of each group, so far."""
+        """The traffic of each group so far."""
         return tuple(group.traffic for group in self.groups)
 
     def fingerprint(self, since: tuple[Traffic, ...]) -> int:
-        """Of the collectives after `since`: the same number on all ranks of the stage."""
+        """The fingerprint of the collectives after `since`: the same number on all ranks of the stage."""
         new = (now.since(before) for now, before in zip(self.traffic, since, strict=True))
         return reduce(Traffic.then, new).fingerprint
 
     def progress(self) -> tuple[int, str]:
-        """How many collectives this rank has begun, and which of them it is in, in words, or "". For any thread."""
+        """How many collectives this rank has begun, and the one that it is in, in words, or "". Any thread may ask."""
         begun, current = zip(*(group.progress() for group in self.groups), strict=True)
         return sum(begun), next(filter(None, current), "")
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> Group:
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> RankGroup:
     handles = {ranks: dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in groups}
     ranks = next(ranks for ranks in groups if rank in ranks)
-    kind = SharedMemoryRanks if backend == "shm" and len(ranks) > 1 else Group
+    kind = SharedMemoryRankGroup if backend == "shm" and len(ranks) > 1 else RankGroup
     return kind(ranks, rank, handles[ranks], spans)
 
 

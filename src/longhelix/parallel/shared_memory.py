@@ -16,12 +16,12 @@ from longhelix.kernels import native
 NAME = "shm"
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group over `native.module.Channel`. Every call has completed when it returns; its Work is done already.
+class SharedMemoryProcessGroup(dist.ProcessGroup):
+    """A process group over `native.module.Channel`. Every call is complete when it returns, and so is its Work.
 
-    A peer that ends, or takes no part for `timeout`, is a PeerLostError that names it; one that is in another
-    collective is a CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks and
-    on every run.
+    A peer that ends, or takes no part for `timeout`, raises PeerLostError, which names it. A peer that is in another
+    collective raises CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks
+    and in every run.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -63,9 +63,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done([gathered])
 
     def allgather(self, gathered, values, options=None):
-        for parts, value in zip(gathered, values, strict=True):
-            for part, received in zip(parts, self._gathered(value), strict=True):
-                part.copy_(received)
+        for shards, value in zip(gathered, values, strict=True):
+            for shard, received in zip(shards, self._gathered(value), strict=True):
+                shard.copy_(received)
         return _done(gathered)
 
     def gather(self, gathered, values, options):
@@ -73,8 +73,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for index, value in enumerate(values):
             whole = self._gathered(value)
             if self.rank() == options.rootRank:
-                for part, received in zip(gathered[index], whole, strict=True):
-                    part.copy_(received)
+                for shard, received in zip(gathered[index], whole, strict=True):
+                    shard.copy_(received)
         return _done(values)
 
     def _gathered(self, value: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return _done(gathered)
 
     def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):
-        for part, value in zip(reduced, values, strict=True):
-            self._reduce_scatter_base(part, value, options)
+        for shard, value in zip(reduced, values, strict=True):
+            self._reduce_scatter_base(shard, value, options)
         return _done(reduced)
 
     def broadcast(self, tensors, options=None):
@@ -116,7 +116,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 def register() -> None:
     """Make `dist.new_group(ranks, backend=NAME)` known to this process. May be called more than once."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, SharedMemoryGroup, devices=["cpu"])
+        dist.Backend.register_backend(NAME, SharedMemoryProcessGroup, devices=["cpu"])
 
 
 def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
@@ -148,8 +148,8 @@ def _check_sum(options) -> None:
 
 
 def _number(values: Tensor):
-    number = native.NUMBERS.get(values.dtype)
+    number = native.NUMBER_BY_DTYPE.get(values.dtype)
     if number is None:
-        known = ", ".join(map(str, native.NUMBERS))
+        known = ", ".join(map(str, native.NUMBER_BY_DTYPE))
         raise ValueError(f"the {NAME} backend does not sum {values.dtype}: use one of {known}")
     return number

@@ -1,4 +1,4 @@
-"""What a group's collectives were: counts and a fingerprint that can be compared between ranks."""
+"""What collectives a group has run: counts, and a fingerprint to compare between ranks."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,12 @@ _FACTOR = 0x100000001B3  # that of csrc/collectives.hpp
 
 @dataclass(frozen=True)
 class Traffic:
-    """A run of collectives: how many, a fingerprint of them in their order, and what this rank sent in exchanges.
+    """A sequence of collectives: how many, a fingerprint of them in their order, and what this rank sent in exchanges.
 
-    The fingerprint is a polynomial in a fixed factor, modulo 2^64, of a number for each collective: its kind, and its
-    size where all ranks of the stage agree on that. So the fingerprint of two runs, or of the later one, follows from
-    those of the others. exchanged_bytes: see `Group.exchanged_bytes`.
+    The fingerprint is a polynomial in a fixed factor, modulo 2^64, over one number for each collective: its kind, and
+    its size where all ranks of the stage agree on that. So the fingerprint of two sequences together follows from
+    theirs, and that of the later one from those of the whole and of the earlier one. exchanged_bytes: see
+    `RankGroup.exchanged_bytes`.
     """
 
     collectives: int = 0
@@ -20,7 +21,7 @@ class Traffic:
     exchanged_bytes: int = 0
 
     def then(self, later: "Traffic") -> "Traffic":
-        """Both, one after the other."""
+        """This sequence, and `later` after it."""
         return Traffic(
             self.collectives + later.collectives,
             (self._shifted(later.collectives) + later.fingerprint) % _MODULUS,
@@ -28,7 +29,7 @@ class Traffic:
         )
 
     def since(self, before: "Traffic") -> "Traffic":
-        """What came after `before`, with which this one begins."""
+        """The collectives after `before`, a sequence that this one begins with."""
         count = self.collectives - before.collectives
         return Traffic(
             count,

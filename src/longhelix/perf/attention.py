@@ -3,22 +3,22 @@
 import numpy as np
 
 from longhelix.perf import collectives, weights
-from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.collectives import RankGroups, Sent
+from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
-from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.request import Work
 
 
-def attention_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """One layer's parts, in order."""
+def attention_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+    """One layer's cost items, in order."""
     own = layouts.of_rank(work)
     attention = _attention(setting, layouts, own)
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_group(layouts), hidden_bytes + layouts.zeros)
+    summed = collectives.all_reduce(setting.system, _sum_groups(layouts), hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
         attention,
@@ -38,7 +38,7 @@ def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
 
 def product(
     name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
-) -> Part:
+) -> CostItem:
     """`rows` times weights of `elements` numbers, in `count` kernels."""
     return kernels(
         name,
@@ -51,7 +51,7 @@ def product(
     )
 
 
-def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[Part]:
+def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem]:
     model, heads = setting.model, setting.heads
     latent_queries = model.mla is not None and model.mla.q_lora_rank is not None
     qkv = product(
@@ -66,8 +66,8 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[Part]:
     return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(setting, own)), write]
 
 
-def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
-    """Decode rows and chunks apart: one reads, the other computes. Two kernels: parts of the KV, and their merge."""
+def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
+    """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge."""
     model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
@@ -77,7 +77,7 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
     if model.mla is not None:
         chunk = _where(_is_direct(setting, own), _direct(setting, layouts, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
-    return Part(
+    return CostItem(
         "attention",
         decode.seconds + chunk.seconds + launched.seconds,
         decode.flops + chunk.flops,
@@ -88,7 +88,7 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> Part:
     )
 
 
-def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops: float | Array) -> Part:
+def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops: float | Array) -> CostItem:
     return kernels(
         "attention",
         setting,
@@ -101,7 +101,7 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
     )
 
 
-def _direct(setting: Setting, layouts: Layouts, own: Work) -> Part:
+def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
     mla, num_query_heads = setting.model.mla, layouts.query_heads(setting.heads)
     assert mla is not None
@@ -127,8 +127,8 @@ def _absorbed_rows(setting: Setting, own: Work) -> Array:
     return np.where(_is_direct(setting, own), decode_rows, rows)
 
 
-def _where(chosen: Mask, first: Part, second: Part) -> Part:
-    return Part(
+def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
+    return CostItem(
         first.name,
         np.where(chosen, first.seconds, second.seconds),
         np.where(chosen, first.flops, second.flops),
@@ -139,7 +139,7 @@ def _where(chosen: Mask, first: Part, second: Part) -> Part:
     )
 
 
-def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[Part], Sent]:
+def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent]:
     """MLA's value projection, and the exchange: of latent outputs before it, or of values after it.
 
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
@@ -170,31 +170,31 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
-    group = Group(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
+    groups = RankGroups(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
     rows_heads = own.rows * layouts.query_heads(setting.heads)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
-    shared = collectives.all_to_all(setting.system, group, partial_bytes)
-    gathered = collectives.all_gather(setting.system, group, rows_heads * channels * ACTIVATION_BYTES)
-    at_once = collectives.all_gather(setting.system, group, partial_bytes * layouts.kvp)
+    shared = collectives.all_to_all(setting.system, groups, partial_bytes)
+    gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
+    at_once = collectives.all_gather(setting.system, groups, partial_bytes * layouts.kvp)
     return (shared + gathered).or_cheaper(at_once).where(layouts.ffn_replicas > 1, shared)
 
 
-def _overlap(setting: Setting, attention: Part, exchange: Sent) -> Overlap:
+def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
     fixed_s, fixed_share = attention.fixed_s + setting.system.part_s, setting.system.part_fixed_share
     return Overlap(attention.seconds, fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
 
 
-def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> Part:
+def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
     """What of the exchange is not hidden behind attention."""
     together_s = np.where(layouts.hop_b, cut.overlapped_s(own.most_parts), cut.seconds(own.parts))
     seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
-def _merge(setting: Setting, layouts: Layouts, own: Work) -> Part:
+def _merge(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     read = own.rows * layouts.query_heads(setting.heads) * (setting.output_size * ACTIVATION_BYTES + LSE_BYTES)
     return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
 
 
-def _sum_group(layouts: Layouts) -> Group:
-    return Group(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)
+def _sum_groups(layouts: Layouts) -> RankGroups:
+    return RankGroups(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)

@@ -14,8 +14,8 @@ from longhelix.spec import HardwareSpec
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that communicate; arrays over layouts."""
+class RankGroups:
+    """For each layout, the group of ranks that communicate: how many, and how far apart."""
 
     size: Array
     stride: Array
@@ -45,13 +45,13 @@ class Sent:
         return other.where(other.seconds < self.seconds, self)
 
 
-def all_reduce(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Sum `size_bytes` on every rank; every rank gets the sum.
 
     In the domain: one-shot (all send all), two-shot (reduce-scatter, all-gather), or adding up in the switch (a rank
     reads its share of the sum, for which the switch fetches everybody's, and multicasts it).
     """
-    inside, outside = _levels(system, group)
+    inside, outside = _levels(system, groups)
     one_shot = _inside(system, inside, 1.0, (inside - 1) * size_bytes)
     best = one_shot.or_cheaper(_inside(system, inside, 2.0, 2 * (inside - 1) / inside * size_bytes))
     if system.in_switch_reduction:
@@ -60,18 +60,18 @@ def all_reduce(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
     return best + _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside)
 
 
-def all_gather(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
-    inside, outside = _levels(system, group)
+    inside, outside = _levels(system, groups)
     across = _outside(system, outside, outside - 1, (outside - 1) / outside * size_bytes / inside)
     return _inside(system, inside, 1.0, (inside - 1) / inside * size_bytes) + across
 
 
-def all_to_all(system: HardwareSpec, group: Group, size_bytes: Array) -> Sent:
+def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Every rank sends another share of its `size_bytes` to each rank."""
-    inside, outside = _levels(system, group)
+    inside, outside = _levels(system, groups)
     across = _outside(system, outside, np.minimum(outside - 1, 1.0), (outside - 1) / outside * size_bytes)
-    return _inside(system, inside, 1.0, (inside - 1) / group.size * size_bytes) + across
+    return _inside(system, inside, 1.0, (inside - 1) / groups.size * size_bytes) + across
 
 
 def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
@@ -83,10 +83,10 @@ def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
     return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes + np.zeros_like(stride), fixed_s)
 
 
-def _levels(system: HardwareSpec, group: Group) -> tuple[Array, Array]:
-    """Ranks of the group in one domain, and domains that it spans."""
-    inside = np.minimum(group.size, np.maximum(1.0, system.scale_up.ranks // group.stride))
-    outside = np.ceil(group.size / inside)
+def _levels(system: HardwareSpec, groups: RankGroups) -> tuple[Array, Array]:
+    """For each group, its ranks in one domain, and the domains that it spans."""
+    inside = np.minimum(groups.size, np.maximum(1.0, system.scale_up.ranks // groups.stride))
+    outside = np.ceil(groups.size / inside)
     return inside, outside
 
 

@@ -4,30 +4,33 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.attention import product
-from longhelix.perf.collectives import Group, Sent
+from longhelix.perf.collectives import RankGroups, Sent
+from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.part import Part, kernels, sends
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.request import Work
 
 _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
 
-def dense_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """One dense layer's parts. Ranks with requests of their own gather all rows before, and scatter sums after."""
+def dense_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+    """One dense layer's cost items. Ranks with requests of their own gather all rows before, and scatter sums after."""
     elements = weights.dense_ffn(setting, layouts)
     before, after = _gathered(setting, layouts, work)
-    product_part = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
-    return [_part(_BEFORE, before), product_part, _part(_AFTER, after)]
+    products = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
+    return [_sent(_BEFORE, before), products, _sent(_AFTER, after)]
 
 
-def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """One layer's parts with experts: as above, or, where TPF = 1, rows go to their experts and back (all-to-all)."""
+def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+    """The cost items of a layer with experts.
+
+    Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all).
+    """
     moe = setting.model.moe
     assert moe is not None
     own = layouts.of_rank(work)
     router = weights.router(setting, layouts)
-    parts = [
+    items = [
         kernels(
             "router",
             setting,
@@ -39,16 +42,16 @@ def moe_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     ]
     before, after = _gathered(setting, layouts, work)
     dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
-    parts.append(_part(_BEFORE, one_way.where(dispatched, before)))
+    items.append(_sent(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
         own_rows: Array = own.rows
         rows = np.where(layouts.local, own_rows, work.rows)
-        parts.append(
+        items.append(
             product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
         )
-    parts.append(_experts(setting, layouts, work))
-    parts.append(_part(_AFTER, one_way.where(dispatched, after)))
-    return parts
+    items.append(_experts(setting, layouts, work))
+    items.append(_sent(_AFTER, one_way.where(dispatched, after)))
+    return items
 
 
 def fullest(mean: Array, variance: Array, ranks: Array) -> Array:
@@ -56,7 +59,7 @@ def fullest(mean: Array, variance: Array, ranks: Array) -> Array:
     return mean + np.sqrt(2 * np.log(ranks) * variance)
 
 
-def _experts(setting: Setting, layouts: Layouts, work: Work) -> Part:
+def _experts(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
     """Experts as grouped products: weights of those that some row takes, arithmetic of the fullest rank.
 
     With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
@@ -85,12 +88,12 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     system, ones = setting.system, layouts.ones
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
     gathered = collectives.all_gather(
-        system, Group(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
+        system, RankGroups(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
     )
-    scattered = collectives.all_gather(system, Group(layouts.num_ranks, ones), hidden_bytes)
+    scattered = collectives.all_gather(system, RankGroups(layouts.num_ranks, ones), hidden_bytes)
     # Where several ranks share a request, each needs its rows whole.
-    regathered = collectives.all_gather(system, Group(layouts.tpa, ones), hidden_bytes / layouts.kvp)
-    summed = collectives.all_reduce(system, Group(layouts.ffn_ranks, ones), hidden_bytes)
+    regathered = collectives.all_gather(system, RankGroups(layouts.tpa, ones), hidden_bytes / layouts.kvp)
+    summed = collectives.all_reduce(system, RankGroups(layouts.ffn_ranks, ones), hidden_bytes)
     after = (scattered + regathered).where(layouts.local, summed)
     return gathered, after
 
@@ -101,9 +104,9 @@ def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Sent:
     assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
-    group = Group(layouts.ep, layouts.ones)
-    return collectives.all_to_all(setting.system, group, own.rows * row_bytes * targets)
+    groups = RankGroups(layouts.ep, layouts.ones)
+    return collectives.all_to_all(setting.system, groups, own.rows * row_bytes * targets)
 
 
-def _part(name: str, sent: Sent) -> Part:
+def _sent(name: str, sent: Sent) -> CostItem:
     return sends(name, sent.seconds, sent.net_bytes, sent.fixed_s)

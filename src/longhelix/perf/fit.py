@@ -7,7 +7,7 @@ import numpy as np
 
 from longhelix.layout import Layout
 from longhelix.perf import collectives
-from longhelix.perf.collectives import Group
+from longhelix.perf.collectives import RankGroups
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
@@ -66,7 +66,9 @@ def request_seconds(setting: Setting, requests: Sequence[MeasuredRequest]) -> Ar
 def collective_seconds(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> Array:
     """Predicted seconds of each collective."""
     sent = [
-        _COSTS[each.name](system, Group(np.array([float(each.ranks)]), np.ones(1)), np.array([float(each.size_bytes)]))
+        _COSTS[each.name](
+            system, RankGroups(np.array([float(each.ranks)]), np.ones(1)), np.array([float(each.size_bytes)])
+        )
         for each in measured
     ]
     return np.concatenate([each.seconds for each in sent])

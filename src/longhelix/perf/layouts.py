@@ -77,7 +77,7 @@ class Layouts:
 
     @property
     def exchanges(self) -> Mask:
-        """Where several ranks hold parts of one request's KV."""
+        """Where several ranks hold shards of one request's KV."""
         return (self.kvp > 1) & ~self.local
 
     @property
@@ -104,7 +104,7 @@ class Layouts:
         return np.where(self.whole_heads, held, np.ceil(held / self.kvp))
 
     def of_rank(self, work: Work) -> Work:
-        """The fullest KVP rank's part of the attention: its tokens of every request, or all of its own requests."""
+        """The fullest KVP rank's share of the attention: its tokens of every request, or all of its own requests."""
         decodes = work.decode_rows + self.zeros
         own = np.ceil(decodes / self.kvp)
         decode_share = np.where(self.local, own / np.maximum(decodes, 1.0), 1 / self.kvp)

@@ -35,7 +35,7 @@ def memory(
 
 
 def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
-    """All weights that a rank holds: its part of a stage's layers, and of the embedding or the head."""
+    """All weights that a rank holds: its share of a stage's layers, and of the embedding or the head."""
     model = setting.model
     stage_layers = layouts.stage_layers(model.num_layers)
     num_moe = np.minimum(stage_layers, model.num_layers - model.num_dense_layers)

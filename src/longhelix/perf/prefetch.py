@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from longhelix.perf.cost_item import CostItem
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.part import Part
 from longhelix.perf.setting import Setting
 
 # Which product follows which all-reduce. What experts a row takes is not known before its router ran.
 _NEXT = {"all-reduce after attention": "dense FFN", "all-reduce after FFN": "QKV"}
 
 
-def prefetched(setting: Setting, layouts: Layouts, layers: Sequence[Part], num_layers: Array) -> list[Part]:
-    """The parts of all layers, with less of a product's time where its weights were read before.
+def prefetched(setting: Setting, layouts: Layouts, layers: Sequence[CostItem], num_layers: Array) -> list[CostItem]:
+    """The cost items of all layers, with less of a product's time where its weights were read before.
 
     As many bytes as the cache holds and the all-reduce's time allows. Copies of the FFN (Medha) hide nothing: the
     paper that compares them says so (arXiv 2507.07120, evaluation); requests apart have no all-reduce.
@@ -22,18 +22,18 @@ def prefetched(setting: Setting, layouts: Layouts, layers: Sequence[Part], num_l
     system = setting.system
     hides = ~layouts.whole_heads
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
-    waits_s = {_NEXT[part.name]: part.seconds for part in layers if part.name in _NEXT}
+    waits_s = {_NEXT[item.name]: item.seconds for item in layers if item.name in _NEXT}
 
-    def shortened(part: Part) -> Part:
-        if part.name not in waits_s:
-            return part
+    def shortened(item: CostItem) -> CostItem:
+        if item.name not in waits_s:
+            return item
         held_s = num_layers * system.cache_bytes / bytes_per_s
-        read_s = part.hbm_bytes / bytes_per_s
-        before_s = np.minimum(np.minimum(waits_s[part.name], held_s), read_s)
+        read_s = item.hbm_bytes / bytes_per_s
+        before_s = np.minimum(np.minimum(waits_s[item.name], held_s), read_s)
         # What is left to read, or the arithmetic, whichever takes longer.
-        busy_s = part.seconds - part.fixed_s
-        arithmetic_s = np.where(part.compute_bound, busy_s, 0.0)
+        busy_s = item.seconds - item.fixed_s
+        arithmetic_s = np.where(item.compute_bound, busy_s, 0.0)
         left_s = np.maximum(busy_s - np.where(hides, before_s, 0.0), arithmetic_s)
-        return replace(part, seconds=part.fixed_s + left_s)
+        return replace(item, seconds=item.fixed_s + left_s)
 
-    return [shortened(part) for part in layers]
+    return [shortened(item) for item in layers]

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longhelix.perf import collectives
-from longhelix.perf.attention import attention_parts
-from longhelix.perf.ffn import dense_parts, moe_parts
+from longhelix.perf.attention import attention_items
+from longhelix.perf.cost_item import total_seconds
+from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.part import total_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.request import NO_WORK, Work
@@ -86,12 +86,12 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,
                     ffn_replicas=layouts.ones, hop_b=np.zeros_like(layouts.hop_b))  # fmt: skip
     pairs = rows * rows * (0.5 if striped else 1.0)
-    own = attention_parts(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
-    attend_s = next(part.seconds for part in own if part.name == "attention")
+    own = attention_items(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
+    attend_s = next(item.seconds for item in own if item.name == "attention")
     model = setting.model
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes)
     rounds_s = attend_s + (ranks - 1) * np.maximum(attend_s, passed.seconds)
-    ffn = (moe_parts if model.moe else dense_parts)(setting, alone, Work(chunk_rows=rows))
+    ffn = (moe_items if model.moe else dense_items)(setting, alone, Work(chunk_rows=rows))
     layer_s = total_seconds([*own, *ffn]) - attend_s + rounds_s
     return model.num_layers * layer_s + _first_token_seconds(setting, alone)

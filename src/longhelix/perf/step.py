@@ -1,4 +1,4 @@
-"""All parts of one step: layers, stages, embedding, head, sampling."""
+"""All cost items of one step: layers, stages, embedding, head, sampling."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -6,28 +6,28 @@ from functools import reduce
 import numpy as np
 
 from longhelix.perf import collectives, weights
-from longhelix.perf.attention import attention_parts, product
-from longhelix.perf.collectives import Group
-from longhelix.perf.ffn import dense_parts, moe_parts
+from longhelix.perf.attention import attention_items, product
+from longhelix.perf.collectives import RankGroups
+from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
+from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.part import Part, kernels, sends, total_seconds
 from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.request import Work
 
 
-def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
-    """The parts of a step whose rows pass through all stages, each part over all layers; their seconds add up.
+def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+    """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
 
     `work` is what one stage has at a time: with several stages, one micro-batch.
     """
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
-    attention = [_norms(setting, layouts, work), *attention_parts(setting, layouts, work)]
-    layers = [part.times(num_moe + num_dense) for part in attention]
+    attention = [_norms(setting, layouts, work), *attention_items(setting, layouts, work)]
+    layers = [item.times(num_moe + num_dense) for item in attention]
     if setting.model.moe is not None:
-        layers += [part.times(num_moe) for part in moe_parts(setting, layouts, work)]
+        layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
     if setting.model.moe is None or setting.model.moe.num_dense_layers:
-        layers += [part.times(num_dense) for part in dense_parts(setting, layouts, work)]
+        layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
     if setting.system.prefetch:
         layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
@@ -35,20 +35,20 @@ def step_parts(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
 
 
 def step_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
-    return total_seconds(step_parts(setting, layouts, work))
+    return total_seconds(step_items(setting, layouts, work))
 
 
-def decode_parts(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[Part]:
+def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[CostItem]:
     """One token for each of `batch` requests of `context` tokens.
 
     With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
     as its micro-batch takes through all stages.
     """
-    return step_parts(setting, layouts, Work.decode(np.ceil(batch / layouts.pp), context))
+    return step_items(setting, layouts, Work.decode(np.ceil(batch / layouts.pp), context))
 
 
 def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    return total_seconds(decode_parts(setting, layouts, batch, context))
+    return total_seconds(decode_items(setting, layouts, batch, context))
 
 
 def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
@@ -59,33 +59,33 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
     return layers - num_dense, num_dense
 
 
-def _norms(setting: Setting, layouts: Layouts, work: Work) -> Part:
+def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
     moved_bytes = 2 * 3 * layouts.of_rank(work).rows * setting.model.hidden_size * ACTIVATION_BYTES
     return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=2.0)
 
 
-def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
-    summed = collectives.all_reduce(setting.system, Group(layouts.ffn_ranks, layouts.ones), hidden_bytes)
+    summed = collectives.all_reduce(setting.system, RankGroups(layouts.ffn_ranks, layouts.ones), hidden_bytes)
     return [
         kernels("embedding", setting, layouts, hbm_bytes=hidden_bytes / layouts.ffn_ranks),
         sends("embedding", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def _stages(setting: Setting, layouts: Layouts, work: Work) -> Part:
+def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
     """Hidden states from stage to stage, and the token back to the first."""
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
     sent = collectives.send(setting.system, layouts.num_ranks, hidden_bytes)
-    part = sends("stage to stage", sent.seconds, sent.net_bytes, sent.fixed_s)
-    return part.times(layouts.pp).where(layouts.pp > 1)
+    item = sends("stage to stage", sent.seconds, sent.net_bytes, sent.fixed_s)
+    return item.times(layouts.pp).where(layouts.pp > 1)
 
 
-def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
+def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES + zeros
-    gathered = collectives.all_gather(system, Group(layouts.ffn_ranks, zeros + 1), logit_bytes)
+    gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), logit_bytes)
     wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
@@ -95,20 +95,20 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[Part]:
     ]
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Parts of one name as one."""
-    found: dict[str, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part.name, []).append(part)
+def _merged(items: Sequence[CostItem]) -> list[CostItem]:
+    """Items of one name as one."""
+    found: dict[str, list[CostItem]] = {}
+    for item in items:
+        found.setdefault(item.name, []).append(item)
     return [_sum(name, same) if len(same) > 1 else same[0] for name, same in found.items()]
 
 
-def _sum(name: str, parts: Sequence[Part]) -> Part:
+def _sum(name: str, items: Sequence[CostItem]) -> CostItem:
     def total(field: str) -> Array:
-        total: Array = sum(getattr(part, field) for part in parts)
+        total: Array = sum(getattr(item, field) for item in items)
         return total
 
-    return Part(
+    return CostItem(
         name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),
-        reduce(np.logical_or, (part.compute_bound for part in parts)),
+        reduce(np.logical_or, (item.compute_bound for item in items)),
     )  # fmt: skip

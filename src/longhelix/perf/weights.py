@@ -28,13 +28,13 @@ def qkv(setting: Setting, layouts: Layouts) -> Array:
 
 
 def key_absorption(setting: Setting, layouts: Layouts) -> Array:
-    """MLA: the part of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
+    """MLA: the half of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
     mla = setting.model.mla
     return layouts.query_heads(setting.heads) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
 
 
 def value_projection(setting: Setting, num_heads: Array) -> Array:
-    """MLA: the part that turns latent outputs of `num_heads` into values (none otherwise)."""
+    """MLA: the half that turns latent outputs of `num_heads` into values (none otherwise)."""
     mla = setting.model.mla
     return num_heads * (mla.value_size * mla.kv_lora_rank if mla else 0.0)
 
@@ -89,12 +89,12 @@ def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) 
     for weight in weights:
         if weight.columns is not None:
             dims = (weight.experts, weight.rows, weight.columns)
-            experts, rows, columns = (_items(dim, setting, layouts) * dim.unit for dim in dims)
+            experts, rows, columns = (_held(dim, setting, layouts) * dim.unit for dim in dims)
             total = total + experts * rows * columns
     return total
 
 
-def _items(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
+def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
     """Those of a dim that the fullest rank has; whole numbers, and so are all sums of products of them, exactly."""
     match dim.split:
         case Split.WHOLE:

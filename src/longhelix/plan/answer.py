@@ -17,8 +17,8 @@ TTL_BUDGETS_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 
 @dataclass(frozen=True)
-class Held:
-    """The most requests that a strategy holds within a TTL budget, and how; None where it holds none."""
+class UsersAtTtl:
+    """The most requests that a strategy serves within a TTL, and in which layout; None where it serves none."""
 
     ttl_s: float
     strategy: str
@@ -41,7 +41,7 @@ class Plan:
     strategies: dict[str, list[Candidate]]
     headline: Gain | None
     best: Candidate | None
-    users_at_ttl: list[Held]
+    users_at_ttl: list[UsersAtTtl]
     latencies: Latencies | None
 
 
@@ -104,7 +104,7 @@ def _best(question: Question, searched: Sweep, points: Points, meets: Mask) -> C
 
 def _users_at_ttl(
     question: Question, searched: Sweep, strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
-) -> list[Held]:
+) -> list[UsersAtTtl]:
     """The paper's batch scalability: for each budget and strategy the most requests at a time."""
     points, found = searched.points, []
     budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
@@ -115,7 +115,7 @@ def _users_at_ttl(
             if len(within):
                 order = np.lexsort((within.ttl_s, within.gpus, -within.batch))
                 most = candidates(searched.space, within.take(order[:1]))[0]
-            found.append(Held(budget_s, each.name, most))
+            found.append(UsersAtTtl(budget_s, each.name, most))
     return found
 
 

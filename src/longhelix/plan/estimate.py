@@ -1,23 +1,23 @@
-"""One configuration, taken apart: each part of a step, memory, latencies and utilisation."""
+"""One configuration, taken apart: each cost item of a step, memory, latencies and utilisation."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from longhelix.layout import Layout
+from longhelix.perf.cost_item import CostItem
 from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
-from longhelix.perf.part import Part
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_parts
+from longhelix.perf.step import decode_items
 from longhelix.plan.provenance import source
 
 
 @dataclass(frozen=True)
-class EstimatedPart:
-    """Per step of one GPU on the critical path; net_bytes are those that it sends."""
+class EstimatedItem:
+    """A cost item of a step on one GPU. source: where its seconds come from."""
 
     name: str
     seconds: float
@@ -31,7 +31,7 @@ class EstimatedPart:
 class Estimate:
     """mfu: of all GPUs' peak arithmetic in the weights' dtype; mbu: of one GPU's peak bandwidth; bytes: the fullest.
 
-    `parts` add up to the TTL.
+    The seconds of `items` add up to the TTL.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Estimate:
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
     fits: bool
-    parts: tuple[EstimatedPart, ...]
+    items: tuple[EstimatedItem, ...]
 
 
 def estimate(
@@ -57,11 +57,11 @@ def estimate(
     """
     layout.check(setting.heads, setting.model.num_layers)
     layouts = Layouts.of([layout], local=local, hop_b=hop_b)
-    parts = decode_parts(setting, layouts, float(batch), float(context))
+    items = decode_items(setting, layouts, float(batch), float(context))
     needed = memory(setting, layouts, float(batch), float(context), float(min(chunk, context)))
-    ttl_s = sum(float(part.seconds[0]) for part in parts)
+    ttl_s = sum(float(item.seconds[0]) for item in items)
     useful_flops = model_flops(setting.model, float(batch), 0.0) + batch * _row_attention_flops(setting, context)
-    read_bytes = sum(float(part.hbm_bytes[0]) for part in parts)
+    read_bytes = sum(float(item.hbm_bytes[0]) for item in items)
     system, gpus = setting.system, layout.world_size
     machines = 1 if system.shared else gpus
     return Estimate(
@@ -76,7 +76,7 @@ def estimate(
         weights_bytes_per_gpu=_whole(needed.weights_bytes),
         kv_bytes_per_gpu=_whole(needed.kv_bytes),
         fits=_fits(setting, layouts, needed),
-        parts=tuple(_estimated(setting, part) for part in parts if float(part.seconds[0]) > 0),
+        items=tuple(_estimated(setting, item) for item in items if float(item.seconds[0]) > 0),
     )
 
 
@@ -92,13 +92,13 @@ def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
     return float(needed.total_bytes[0]) <= float(setting.capacity_bytes(layouts)[0])
 
 
-def _estimated(setting: Setting, part: Part) -> EstimatedPart:
-    dtype = setting.kv_dtype if part.name == "attention" else setting.weight_dtype
-    return EstimatedPart(
-        part.name,
-        float(part.seconds[0]),
-        float(part.flops[0]),
-        float(part.hbm_bytes[0]),
-        float(part.net_bytes[0]),
-        source(setting.system, part, 0, dtype),
+def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
+    dtype = setting.kv_dtype if item.name == "attention" else setting.weight_dtype
+    return EstimatedItem(
+        item.name,
+        float(item.seconds[0]),
+        float(item.flops[0]),
+        float(item.hbm_bytes[0]),
+        float(item.net_bytes[0]),
+        source(setting.system, item, 0, dtype),
     )

@@ -11,7 +11,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.perf.layouts import Array
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_parts
+from longhelix.perf.step import decode_items
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import Points, Sweep, layouts_of, sweep
@@ -27,7 +27,7 @@ _STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _EXACT = (*_STAGE, "pp", "strategy", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes", "activations_bytes")
 _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
-_PART = ("seconds", "flops", "hbm_bytes", "net_bytes")
+_COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
 # Of float32's 23 bits of mantissa: 1 part in 8192, and half the bytes once compressed.
 _KEPT_BITS = 12
 _NO_TTL_S = 0.05
@@ -69,7 +69,7 @@ class _Table:
     """
 
     matrix: NDArray[np.float32]
-    part_names: list[str]
+    item_names: list[str]
     frontiers: list[list[list[int]]]
     short_bytes: list[float]
     configurations: int
@@ -107,8 +107,8 @@ def page_data(model: ModelSpec, model_name: str, system: HardwareSpec, asked: As
         "strategies": [vars(strategy) for strategy in STRATEGIES],
         "asked": {**vars(asked), "ttl_s": asked.ttl_s or _balanced_ttl_s(tables[asked_key])},
         "rows": [*_EXACT, *_MEMORY],
-        "part_rows": _PART,
-        "parts": [{"name": name, "kind": kind_of(name)} for name in tables[asked_key].part_names],
+        "item_rows": _COSTS,
+        "items": [{"name": name, "kind": kind_of(name)} for name in tables[asked_key].item_names],
         "owner_rows": _OWNERS,
         "owners": _owners(model, tables.values()),
         "tables": {
@@ -124,9 +124,9 @@ def gpu_caps(max_gpus: int) -> list[int]:
     return [2**power for power in range(max_gpus.bit_length()) if 2**power < max_gpus] + [max_gpus]
 
 
-def kind_of(part_name: str) -> str | None:
-    """The kind of work that a part of a step is, or None for one that this page does not know."""
-    return next((kind for kind, names in _KINDS.items() if part_name in names), None)
+def kind_of(item_name: str) -> str | None:
+    """The kind of work that a cost item is, or None for one that this page does not know."""
+    return next((kind for kind, names in _KINDS.items() if item_name in names), None)
 
 
 def _key(context: float, weight_dtype: str, kv_dtype: str) -> str:
@@ -163,10 +163,10 @@ def _few_batches() -> Array:
 
 def _table(setting: Setting, found: Sweep, context: float, caps: list[int], most: int | None) -> _Table:
     kept, frontiers = _frontiers(found, caps, most)
-    part_names, matrix = _matrix(setting, found.space, found.points.take(kept), context)
+    item_names, matrix = _matrix(setting, found.space, found.points.take(kept), context)
     gpus = found.space.layouts.world_size
     short_bytes = [float(found.short_bytes[gpus <= cap].min()) for cap in caps]
-    return _Table(matrix, part_names, frontiers, short_bytes, found.configurations)
+    return _Table(matrix, item_names, frontiers, short_bytes, found.configurations)
 
 
 def _frontiers(found: Sweep, caps: list[int], most: int | None) -> tuple[NDArray[np.intp], list[list[list[int]]]]:
@@ -197,15 +197,15 @@ def _thinned(ascending: Array, most: int) -> NDArray[np.intp]:
 
 
 def _matrix(setting: Setting, space: Space, points: Points, context: float) -> tuple[list[str], NDArray[np.float32]]:
-    """Names of the model's parts, and rows: _EXACT, _MEMORY, then for each of _PART those of all parts."""
+    """Names of the cost items, and rows: _EXACT, _MEMORY, then for each of _COSTS those of all items."""
     layouts = layouts_of(space, points)
     degrees = [getattr(layouts, name) for name in (*_STAGE, "pp")]
     exact = np.array([*degrees, space.strategy[points.layout], points.batch, points.ttl_s], dtype=np.float32)
     held = memory(setting, layouts, points.batch, context)
-    parts = decode_parts(setting, layouts, points.batch, context)
+    items = decode_items(setting, layouts, points.batch, context)
     measured = [getattr(held, name) for name in _MEMORY]
-    measured += [getattr(part, name) for name in _PART for part in parts]
-    return [part.name for part in parts], np.vstack([exact, _rounded(np.array(measured))])
+    measured += [getattr(item, name) for name in _COSTS for item in items]
+    return [item.name for item in items], np.vstack([exact, _rounded(np.array(measured))])
 
 
 def _rounded(numbers: Array) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
-"""Where a part's seconds come from: measured, fitted or assumed constants, or the roofline of a data sheet."""
+"""Where a cost item's seconds come from: measured, fitted or assumed constants, or the roofline of a data sheet."""
 
-from longhelix.perf.part import Part
+from longhelix.perf.cost_item import CostItem
 from longhelix.spec import HardwareSpec
 
 _KINDS = ("measured", "fitted", "assumed")
@@ -12,20 +12,20 @@ def kind(system: HardwareSpec, constant: str) -> str:
     return first if first in _KINDS else "published"
 
 
-def source(system: HardwareSpec, part: Part, position: int, dtype: str) -> str:
-    """What decides one layout's seconds of a part: the largest of memory, arithmetic, network and fixed costs."""
-    seconds, fixed_s = float(part.seconds[position]), float(part.fixed_s[position])
+def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> str:
+    """What decides one layout's seconds of a cost item: the largest of memory, arithmetic, network and fixed costs."""
+    seconds, fixed_s = float(item.seconds[position]), float(item.fixed_s[position])
     if seconds == 0:
         return "nothing to do"
-    sends = float(part.net_bytes[position]) > 0 and float(part.hbm_bytes[position]) == 0
-    if part.name == "host":
+    sends = float(item.net_bytes[position]) > 0 and float(item.hbm_bytes[position]) == 0
+    if item.name == "host":
         return f"{kind(system, 'step_s')}: step_s"
     if fixed_s >= seconds / 2:
         name = "collective_s" if sends else "kernel_s"
         return f"{kind(system, name)}: {name}"
     if sends:
         return f"roofline: scale_up.bytes_per_s ({kind(system, 'scale_up.bytes_per_s')})"
-    if part.compute_bound[position]:
+    if item.compute_bound[position]:
         rate = f"flops_per_s.{dtype}" if f"flops_per_s.{dtype}" in system.sources else "flops_per_s.bfloat16"
         return f"roofline: {rate} ({kind(system, rate)})"
     return f"roofline: memory_bytes_per_s ({kind(system, 'memory_bytes_per_s')})"

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from longhelix.layout import Layout
+from longhelix.perf.cost_item import CostItem
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
-from longhelix.perf.part import Part
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_parts
+from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import Candidate, in_words
 from longhelix.plan.question import Question
 from longhelix.plan.space import STRATEGIES
@@ -41,7 +41,7 @@ class Rejection:
 def neighbours(question: Question, best: Candidate) -> list[Neighbour]:
     """What would change with one decision made otherwise."""
     own = _layouts(best.layout, hop_b=best.strategy == "helix")
-    own_parts = decode_parts(question.setting, own, float(best.batch), float(question.context))
+    own_items = decode_items(question.setting, own, float(best.batch), float(question.context))
     found = []
     for change, layout, hop_b in _changes(question.setting, best):
         layouts = _layouts(layout, hop_b=hop_b)
@@ -51,9 +51,9 @@ def neighbours(question: Question, best: Candidate) -> list[Neighbour]:
         if short:
             found.append(Neighbour(change, words, None, short))
             continue
-        parts = decode_parts(question.setting, layouts, float(best.batch), float(question.context))
-        ttl_s = sum(float(part.seconds[0]) for part in parts)
-        found.append(Neighbour(change, words, ttl_s, _difference(own_parts, parts)))
+        items = decode_items(question.setting, layouts, float(best.batch), float(question.context))
+        ttl_s = sum(float(item.seconds[0]) for item in items)
+        found.append(Neighbour(change, words, ttl_s, _difference(own_items, items)))
     return found
 
 
@@ -121,23 +121,23 @@ def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:
     )
 
 
-def _difference(own: list[Part], other: list[Part]) -> str:
-    """The parts that take longest beyond ours, and what they read or send more."""
-    ours = {part.name: part for part in own}
-    longer = sorted(other, key=lambda part: -_more(part, ours))[:2]
-    words = [_compared(part, ours.get(part.name)) for part in longer if _more(part, ours) > 0]
-    return "; ".join(words) or "no part takes longer"
+def _difference(own: list[CostItem], other: list[CostItem]) -> str:
+    """The cost items that take longest beyond ours, and what they read or send more."""
+    ours = {item.name: item for item in own}
+    longer = sorted(other, key=lambda item: -_more(item, ours))[:2]
+    words = [_compared(item, ours.get(item.name)) for item in longer if _more(item, ours) > 0]
+    return "; ".join(words) or "nothing takes longer"
 
 
-def _more(part: Part, ours: dict[str, Part]) -> float:
-    return float(part.seconds[0]) - (float(ours[part.name].seconds[0]) if part.name in ours else 0.0)
+def _more(item: CostItem, ours: dict[str, CostItem]) -> float:
+    return float(item.seconds[0]) - (float(ours[item.name].seconds[0]) if item.name in ours else 0.0)
 
 
-def _compared(part: Part, own: Part | None) -> str:
+def _compared(item: CostItem, own: CostItem | None) -> str:
     before_s = 0.0 if own is None else float(own.seconds[0])
-    words = f"{part.name} {1e3 * float(part.seconds[0]):.2f} ms for {1e3 * before_s:.2f}"
+    words = f"{item.name} {1e3 * float(item.seconds[0]):.2f} ms for {1e3 * before_s:.2f}"
     for what, unit in (("hbm_bytes", "read"), ("net_bytes", "sent")):
-        bytes_, before = float(getattr(part, what)[0]), 0.0 if own is None else float(getattr(own, what)[0])
+        bytes_, before = float(getattr(item, what)[0]), 0.0 if own is None else float(getattr(own, what)[0])
         if bytes_ > 1.05 * before and bytes_ > 1e3:
             words += f" ({bytes_ / 1e9:.3g} GB {unit} for {before / 1e9:.3g})"
     return words

@@ -45,7 +45,7 @@ def as_json(
             "throughput_gain_at_tokens_per_s_per_user": headline.at_user_tokens_per_s,
         },
         "best": plan.best and asdict(plan.best),
-        "users_at_ttl": [asdict(held) for held in plan.users_at_ttl],
+        "users_at_ttl": [asdict(each) for each in plan.users_at_ttl],
         "latencies": _latencies(plan),
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
         "rejected": [asdict(rejection) for rejection in rejections],
@@ -144,14 +144,14 @@ def strategy_table(plan: Plan) -> Table:
 
 def users_table(plan: Plan) -> Table:
     """Requests at a time within a TTL."""
-    budgets_s = list(dict.fromkeys(held.ttl_s for held in plan.users_at_ttl))
+    budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
     table = _table("users held within a TTL", "strategy")
     for budget_s in budgets_s:
         table.add_column(f"{1e3 * budget_s:g} ms", justify="right")
     for strategy in STRATEGIES:
-        held = [each.most for each in plan.users_at_ttl if each.strategy == strategy.name]
-        if any(held):
-            table.add_row(strategy.title, *("-" if each is None else f"{each.batch}" for each in held))
+        most = [each.most for each in plan.users_at_ttl if each.strategy == strategy.name]
+        if any(most):
+            table.add_row(strategy.title, *("-" if each is None else f"{each.batch}" for each in most))
     return table
 
 

@@ -1,1 +1,1 @@
-"""One rank: steps become tensors, the model runs, tokens are chosen."""
+"""One rank: it turns steps into tensors, runs the model, and chooses tokens."""

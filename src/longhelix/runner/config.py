@@ -1,4 +1,4 @@
-"""The engine's configuration: what ranks and scheduler need to know, resolved once."""
+"""The configuration of an engine: all that ranks and scheduler need to know."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from longhelix.spec import HardwareSpec, ModelSpec, number_format
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that ranks and scheduler need to know; nothing in it changes after `resolve`.
+    """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
 
-    `system`: the machine that the engine's own decisions are priced on. `hop_b`: the most parts of a batch, of which
-    each is exchanged while the next attends; None: as many as take the fewest seconds on `system`. `compile`: layers
-    are one graph of torch.compile. `replay`: they run from tapes on CPUs, from CUDA graphs on GPUs, where they can.
-    `trace`: ranks tell what they do from when to when.
+    `system`: the machine by whose costs the engine decides. `hop_b`: the most parts that a batch attends in, each
+    exchanged while the next one attends; None: as many as take the fewest seconds on `system`. `compile`: layers are
+    one graph of torch.compile. `replay`: layers run from tapes on CPUs and from CUDA graphs on GPUs, where they can.
+    `trace`: ranks report what they do and when.
     """
 
     model_path: str
@@ -37,7 +37,7 @@ class EngineConfig:
 
     @property
     def execution(self) -> str:
-        """`compile` and `replay` as the option of this name says them."""
+        """`compile` and `replay` as the value of the option --execution."""
         return "compiled" if self.compile else "recorded" if self.replay else "eager"
 
     @property
@@ -49,8 +49,8 @@ class EngineConfig:
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
 
     def weight_bytes_read(self, rank: int) -> int:
-        """Bytes of weights that one row's decode step reads: all but an embedding that is not the head as well, and of
-        the experts the share that it takes."""
+        """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
+        head, and of the experts only those that the row takes."""
         parameters = declare(self.spec, self.layout, rank)
         is_head = self.spec.tied_embeddings and self.layout.has_head(rank)
         read = [parameter for parameter in parameters if parameter.name != "embedding" or is_head]

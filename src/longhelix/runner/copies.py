@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from longhelix.cache.pool import KVPool
 from longhelix.kv.blocks import Block
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 
 
-def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: Group) -> None:
-    """Copy KV blocks, (source, target) each, in all layers. Every rank of the KVP group gets the same `copies`.
+def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
+    """Copy KV blocks, given as (source, target), in all layers. Every rank of the KVP group gets the same `copies`.
 
-    What goes from rank to rank goes in one all-to-all, in which all ranks take part where there is any. No block is
-    both source and target, or a target twice.
+    Copies between ranks go in one all-to-all, which all ranks join if there is any such copy. No block is both source
+    and target, and none is a target twice.
     """
     own = group.index
     for source, target in copies:

@@ -1,4 +1,4 @@
-"""The decoder's layers on CUDA graphs: one for each bucket of step shapes."""
+"""The decoder's layers as CUDA graphs: one graph for each bucket of step shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.splits import length_bucket
 from longhelix.models.batch import Batch
 from longhelix.parallel.mesh import Mesh
@@ -20,11 +20,10 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class Bucket(NamedTuple):
-    """A shape that steps are padded to.
+    """A shape that steps are padded to: how many rows, sequences and rows per sequence, `most_tokens` and `parts`.
 
-    A new one is captured, and to capture runs the layers once more, with all their collectives: every rank must come to
-    the same one. So it is made of what the step alone decides, for steps of which all ranks have all rows: how many
-    rows each sequence has, `most_tokens` and `parts`.
+    Capturing a new bucket runs the layers once more, with all their collectives, so all ranks must come to the same
+    bucket. It therefore depends on the step alone, and serves only steps of which all ranks have all rows.
     """
 
     rows: int
@@ -35,8 +34,8 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """Decode steps have a row for each sequence, in the padding too; in others one more sequence takes all rows of
-        the padding."""
+        """In decode steps every sequence has one row, and so has the padding. In other steps one more sequence takes
+        all rows of the padding."""
         most_tokens = length_bucket(batch.most_tokens)
         if batch.max_rows == 1:
             rows = padded(batch.num_sequences)
@@ -46,7 +45,7 @@ class Bucket(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """The next power of two, or three quarters of it: at most a third is padding."""
+    """The next power of two, or three quarters of it, so that at most a third is padding."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
@@ -79,7 +78,7 @@ class _Inputs:
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
-        """A step, then padding: rows that write no KV and see no token."""
+        """Write a step, then padding: rows that write no KV and see no token."""
         rows, sequences, own = len(hidden_TH), batch.num_sequences, self.batch
         self.hidden_TH[:rows] = hidden_TH
         own.cos_tR[:rows] = batch.cos_tR
@@ -107,24 +106,26 @@ class _Graph:
 
 
 class GraphedLayers:
-    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay that on their inputs.
+    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay it with their own
+    inputs.
 
-    Steps of which ranks have different rows run as they are: what ranks send each other differs from step to step.
+    Steps of which ranks have different rows run without a graph, because what ranks send each other differs from step
+    to step.
 
-    `mesh`: its groups count collectives; a replay runs those of its capture, which nobody sees.
-    `planner`: FlashInfer's, which wants to see a batch before its capture and before every replay.
+    `mesh`: its groups count the collectives of a replay, which are those of its capture. `page_lists`: FlashInfer's,
+    prepared before a capture and before every replay.
     """
 
     def __init__(
         self,
         layers: Callable[[Tensor, Batch], Tensor],
         mesh: Mesh,
-        planner: Planner | None = None,
+        page_lists: PageLists | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._layers = layers
         self._mesh = mesh
-        self._planner = planner
+        self._page_lists = page_lists
         self._capture = capture or _CudaCapture()
         # Of all ranks alike, since they use the same: the one used last comes last, and the first goes first.
         self._graphs: dict[Bucket, _Graph] = {}
@@ -148,8 +149,8 @@ class GraphedLayers:
     def _new_graph(self, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> _Graph:
         if len(self._graphs) == _MOST_GRAPHS:
             unused = self._graphs.pop(next(iter(self._graphs)))
-            if self._planner is not None:
-                self._planner.forget(unused.inputs.batch.limits_t)
+            if self._page_lists is not None:
+                self._page_lists.forget(unused.inputs.batch.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         traffic: list[Traffic] = []
@@ -165,13 +166,13 @@ class GraphedLayers:
 
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
-        if self._planner is not None:
+        if self._page_lists is not None:
             own = inputs.batch
-            self._planner.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
+            self._page_lists.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
 
 
 class _CudaCapture:
-    """Captures into graphs that share one pool of memory: only one of them runs at a time."""
+    """Captures into graphs that share one pool of memory, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

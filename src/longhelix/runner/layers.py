@@ -1,4 +1,4 @@
-"""How a rank runs the decoder's layers: as its arrangement says."""
+"""The decoder's layers as one function, made as a rank's `Execution` says."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.taped_layers import TapedLayers
 from longhelix.spans import UNTRACED, Spans
@@ -23,22 +23,22 @@ Layers = Callable[[Tensor, Batch], Tensor]
 
 
 def make_layers(
-    arrangement: Arrangement, model: Decoder, pool: KVPool, planner: Planner | None = None, spans: Spans = UNTRACED
+    execution: Execution, model: Decoder, pool: KVPool, page_lists: PageLists | None = None, spans: Spans = UNTRACED
 ) -> Layers:
-    """`Decoder.run_layers` over `pool`; what it returns may be overwritten by the next call.
+    """`Decoder.run_layers` over `pool`, run as `execution` says. What it returns may be overwritten by the next call.
 
-    `planner`: FlashInfer's, for the attention of CUDA graphs. `spans`: the model's own, but for layers that are
-    compiled, of which it is told as a whole.
+    `page_lists`: for FlashInfer's attention in CUDA graphs. `spans`: those of the model; they see compiled layers as
+    one span.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
-    if arrangement.compiled:
+    if execution.compiled:
         _check_compiler()
         layers = _Compiled(model, pool)
-    if arrangement.tapes:
+    if execution.tapes:
         layers = TapedLayers(layers, spans)
-    if arrangement.graphs:
-        layers = GraphedLayers(layers, model.mesh, planner)
-    return _as_one_span(layers, spans) if arrangement.compiled else layers
+    if execution.graphs:
+        layers = GraphedLayers(layers, model.mesh, page_lists)
+    return _as_one_span(layers, spans) if execution.compiled else layers
 
 
 def _as_one_span(layers: Layers, spans: Spans) -> Layers:
@@ -52,7 +52,8 @@ def _as_one_span(layers: Layers, spans: Spans) -> Layers:
 
 
 class _Compiled:
-    """All layers as one graph; op by op for steps of which ranks have different rows, which would be many graphs."""
+    """All layers as one graph. Steps of which ranks have different rows run op by op: each would need a graph of its
+    own."""
 
     def __init__(self, model: Decoder, pool: KVPool) -> None:
         self._layers = partial(model.run_layers, pool=pool)
@@ -63,7 +64,7 @@ class _Compiled:
             return self._layers(hidden_TH, batch)
         try:
             return self._graph(hidden_TH, batch)
-        except RuntimeError as error:  # of collectives in the graph, which no Group sees
+        except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
             if not is_lost_peer(error):
                 raise
             raise PeerLostError(f"a compiled graph: {error}") from error

@@ -1,4 +1,4 @@
-"""How many KV blocks a rank's pool holds: as many as were asked for, or as memory allows."""
+"""How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
 
 import warnings
 
@@ -19,7 +19,7 @@ def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, device: s
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
-    """What a GPU's attention takes beside the pool, over sequences of up to `longest_tokens` on it."""
+    """Memory that a GPU's attention takes beside the pool, with sequences of up to `longest_tokens` on that GPU."""
     heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
     value_size = spec.head_size if spec.mla is None else spec.mla.kv_lora_rank
     return most_state_bytes(longest_tokens, len(layout.query_heads(heads, rank)), value_size)
@@ -35,7 +35,7 @@ def affordable_blocks(
     memory_bytes: int,
     ranks: range,
 ) -> int:
-    """KV blocks of each of `ranks` that the memory they share holds beside their weights."""
+    """KV blocks that each of `ranks` can have in the memory that they share, beside their weights."""
     elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
     held_bytes = int(elements * number_format(weight_dtype).weight_bytes)
     token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank) for rank in ranks)
@@ -56,7 +56,8 @@ def affordable_blocks(
 
 
 def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
-    """KV blocks of each KVP rank: what was asked for, or room for one longest request as far as memory allows."""
+    """KV blocks of each KVP rank: what was asked for, else room for one request of the longest length, as far as memory
+    allows."""
     affordable_tokens = affordable * block_tokens * kvp
     if asked_tokens is None:
         wanted = -(-longest_tokens // block_tokens)

@@ -1,12 +1,13 @@
-"""How far a rank is, for whoever watches it."""
+"""How far a rank has come, for its watchdog."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the step that it runs (0: none), collectives that it has begun, the one that it is in, and
-    layers that it has begun op by op: those of tapes and graphs are not seen, and ranks differ in them."""
+    """How far a rank has come: the step that it runs (0: none), the collectives that it has begun, the one that it is
+    in, and the layers that it has begun op by op. Layers of tapes and graphs are not counted, so ranks may differ in
+    layers."""
 
     step_id: int = 0
     collectives: int = 0

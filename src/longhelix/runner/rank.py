@@ -1,4 +1,4 @@
-"""The parts of one rank, made from the configuration: its place in the world, its model, its pool."""
+"""What a rank is made of, from the configuration: its place in the world, its model, its pool, its runner."""
 
 import os
 from collections.abc import Callable
@@ -11,24 +11,24 @@ import torch.distributed as dist
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
 from longhelix.kernels import PANELS, KVFormat, flashinfer, native
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.machine import host
 from longhelix.models.decoder import Decoder
 from longhelix.models.model_files import open_checkpoint
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
-from longhelix.runner.arrangement import Arrangement, Found
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution, Found
 from longhelix.runner.runner import ModelRunner
 from longhelix.spans import UNTRACED, Spans
 
-# Small beside what is left free beside a pool: ranks that are done with theirs do not take their part again.
+# Small beside what is left free beside a pool: ranks that are done with theirs do not take their share again.
 _PARTS_OF_LAYER = 8
 
 
 def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
-    """Meet the other ranks, in a directory that all of them know; those that have met make the layout's groups."""
+    """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
     native.set_num_threads(config.threads_per_rank)
     device = device_of(config, rank)
     if device.type == "cuda":
@@ -39,7 +39,7 @@ def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRAC
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> None:
-    """Make the world of ranks, all on this host; nothing listens beyond it."""
+    """Make the world of ranks, all on this host. Nothing listens on the network."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
 
@@ -50,8 +50,8 @@ def load_model(
     progress: Callable[[int], None] = lambda elements: None,
     spans: Spans = UNTRACED,
 ) -> Decoder:
-    """This rank's part of the model. `progress` is told the elements of each parameter as it is in. `spans`: are told
-    of what layers do, but for compiled ones, in which nobody can be told anything."""
+    """This rank's shard of the model. `progress` is called with the elements of each parameter once it is loaded.
+    `spans` are told of what layers do, except in compiled graphs, which cannot tell."""
     weights = load(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
@@ -63,8 +63,8 @@ def load_model(
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
-    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started is
-    not any more."""
+    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started no
+    longer is."""
     spec, device = config.spec, device_of(config, rank)
     num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
     num_layers = len(config.layout.layers(spec.num_layers, rank))
@@ -82,33 +82,33 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
-    """Write to all of a pool now, part by part: what the system has only promised, another engine may be promised as
-    well. `sharers` ranks do so at the same time."""
+    """Write to all of a pool now, piece by piece. Otherwise the system has only promised the memory, perhaps to another
+    engine too. `sharers` ranks do so at the same time."""
     left_bytes = pool.num_bytes
-    for part in chain.from_iterable(
+    for piece in chain.from_iterable(
         tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
     ):
         free_bytes = host.available_bytes()
-        if free_bytes < sharers * part.nbytes:
+        if free_bytes < sharers * piece.nbytes:
             raise UserError(
                 f"the KV cache needs {left_bytes} bytes more on a rank, but {free_bytes} are free for {sharers}: other "
                 "processes have taken memory since the engine started; end some, or lower --kv-cache-tokens or "
                 "--max-model-len",
                 "out_of_memory",
             )
-        part.zero_()
-        left_bytes -= part.nbytes
+        piece.zero_()
+        left_bytes -= piece.nbytes
 
 
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
-    """What executes this rank's steps. `spans` as the model has them."""
+    """The runner of this rank's steps. `spans`: those of the model."""
     whole = config.attention == "flashinfer"
-    arrangement = Arrangement.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
-    return ModelRunner(config.spec, mesh, model, pool, arrangement, new_planner(config, mesh.rank, pool), spans)
+    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
+    return ModelRunner(config.spec, mesh, model, pool, execution, new_page_lists(config, mesh.rank, pool), spans)
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
-    """What there is to arrange."""
+    """What `Execution.resolve` needs to know of this rank."""
     return Found(
         device=pool.device.type,
         native=native.module is not None,
@@ -118,14 +118,14 @@ def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
     )
 
 
-def new_planner(config: EngineConfig, rank: int, pool: KVPool) -> Planner | None:
-    """FlashInfer's planner, where it was asked for. Raises UserError if it cannot read this pool."""
+def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
+    """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
     num_query_heads = len(config.layout.query_heads(config.heads, rank))
     if config.attention != "flashinfer" or not num_query_heads:
         return None
     (format,) = pool.formats.values()
     flashinfer.check(format, config.dtype)
-    return Planner(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
+    return PageLists(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

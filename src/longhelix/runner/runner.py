@@ -1,4 +1,4 @@
-"""The runner on one rank: a Step becomes tensors, the model runs, rank 0 samples, all ranks agree."""
+"""The runner of one rank: a Step becomes tensors, the model runs, rank 0 samples, and all ranks get the tokens."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, islice
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
-from longhelix.kernels.flashinfer import Planner
+from longhelix.kernels.flashinfer import PageLists
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
@@ -18,8 +18,8 @@ from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.copies import copy_blocks
+from longhelix.runner.execution import Execution
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
 from longhelix.runner.sequence_state import SequenceState
@@ -44,15 +44,15 @@ class ModelRunner:
         mesh: Mesh,
         model: Decoder,
         pool: KVPool,
-        arrangement: Arrangement,
-        planner: Planner | None = None,
+        execution: Execution,
+        page_lists: PageLists | None = None,
         spans: Spans = UNTRACED,
     ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.model = model
-        self.arrangement = arrangement
-        self.layers = make_layers(arrangement, model, pool, planner, spans)
+        self.execution = execution
+        self.layers = make_layers(execution, model, pool, page_lists, spans)
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.device = pool.device
@@ -65,7 +65,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step; every rank knows the sampled tokens then, the stage's first one returns them."""
+        """Run a step. Afterwards every rank knows the sampled tokens; the stage's first rank returns them."""
         kvp, traffic_before = self.mesh.kvp, self.mesh.traffic
         self._step_id = step.id
         self.admit(step)
@@ -81,16 +81,16 @@ class ModelRunner:
             self._spans.end(span)
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
-        exposed_s = waited_s if self.arrangement.sees_waits else None
+        exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
 
     def progress(self) -> Progress:
-        """How far it is; may be asked by another thread."""
+        """How far it has come. Any thread may ask."""
         return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun)
 
     def admit(self, step: Step) -> None:
-        """Forget ended sequences, then take in new ones; and those that decode from here on."""
+        """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
         for sequence_id in step.ended:
             self.arena.close(self.sequences.pop(sequence_id).extent)
             self.decoding.pop(sequence_id, None)
@@ -123,7 +123,7 @@ class ModelRunner:
         return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Next tokens of the sequences that want one: chosen once, on the stage's first rank, then broadcast."""
+        """Next tokens of the sequences that want one, chosen once, on the stage's first rank, and broadcast."""
         sequences = self._sampled(step)
         if not sequences:
             return ()
@@ -141,7 +141,7 @@ class ModelRunner:
         return sampled
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
-        """The next tokens that the step just run chose, as every rank knows them: without logprobs and errors."""
+        """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""
         return tuple(SampledToken(seq.new.id, seq.last_token) for seq in self._sampled(step))
 
     def _sampled(self, step: Step) -> list[SequenceState]:
@@ -156,9 +156,9 @@ class ModelRunner:
             return logits_Sv
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
         widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.ffn.ranks]
-        padded_SW = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
-        parts = self.mesh.ffn.gather(padded_SW)
-        trimmed = [part[:, :width] for part, width in zip(parts, widths, strict=False)]
+        padded_Sv = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
+        shards = self.mesh.ffn.gather(padded_Sv)
+        trimmed = [shard_Sv[:, :width] for shard_Sv, width in zip(shards, widths, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 
     def _batch(self, step: Step) -> Batch:
@@ -170,9 +170,9 @@ class ModelRunner:
         sequences = decodes + prompts
         held = [self.kvp_rank in seq.holders for seq in sequences]
         extents = [(seq.extent.begin, seq.extent.end) for seq in compress(sequences, held)]
-        counts_B = torch.tensor([*held[: len(decodes)], *(len(part.positions) for part in rows[1:])], dtype=torch.int64)
+        counts_B = torch.tensor([*held[: len(decodes)], *(len(some.positions) for some in rows[1:])], dtype=torch.int64)
         frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
-        positions_t = _join(part.positions for part in rows)
+        positions_t = _join(some.positions for some in rows)
         cos_tR, sin_tR = rotation(
             positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
         )
@@ -181,8 +181,8 @@ class ModelRunner:
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
-            slots_t=_join(part.slots for part in rows).to(self.device),
-            limits_t=_join(part.limits for part in rows).to(self.device),
+            slots_t=_join(some.slots for some in rows).to(self.device),
+            limits_t=_join(some.limits for some in rows).to(self.device),
             row_starts_b=nn.functional.pad(counts_B[torch.tensor(held)].cumsum(0), (1, 0)).to(self.device),
             blocks_X=self.arena.blocks_X,
             extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
@@ -193,7 +193,7 @@ class ModelRunner:
         )
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
-        """Which KVP ranks hold KV for the rows of the step; None where all do for all."""
+        """Which KVP ranks hold KV for the rows of the step. None if all ranks hold KV for all rows."""
         kvp = self.mesh.layout.kvp
         if all(len(seq.holders) == kvp for seq in sequences):
             return None
@@ -203,8 +203,11 @@ class ModelRunner:
         return Holders.of(held_NT, self.kvp_rank, self.device)
 
     def _decode_rows(self, decodes: list[SequenceState]) -> _Rows:
-        """The next row of each that keeps KV here. It sees the local tokens up to its own position: the whole causal
-        mask. It is stored where the last KV block lies."""
+        """The next row of each sequence that keeps KV here.
+
+        A row sees the local tokens up to its own position; that is the whole causal mask. Its KV goes into the last KV
+        block.
+        """
         positions, slots, limits = [], [], []
         for seq in decodes:
             if self.kvp_rank in seq.holders:
@@ -217,12 +220,12 @@ class ModelRunner:
         return _Rows(positions, slots, limits)
 
     def _slot(self, seq: SequenceState) -> int:
-        """Of the next local token."""
+        """The slot of the next local token."""
         block, offset = divmod(seq.local_length, self.block_tokens)
         return int(self.arena.ids(seq.extent)[block]) * self.block_tokens + offset
 
     def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
-        """The next rows of a prompt, each as above; none where it keeps no KV here."""
+        """The next rows of a prompt, which see and are stored as above. None if the sequence keeps no KV here."""
         start, stop = seq.length, seq.length + chunk.num_tokens
         owners = self._owners(seq, chunk)
         seq.add_blocks(chunk.new_blocks, self.kvp_rank, self.arena)
@@ -242,14 +245,15 @@ class ModelRunner:
         return _Rows(positions, slots, limits)
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
-        """Whose blocks the next rows of a prompt fall into: new ones, and before them perhaps the last one."""
+        """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
+        last old one."""
         stop_block = -(-(seq.length + chunk.num_tokens) // self.block_tokens)
         num_old = stop_block - seq.length // self.block_tokens - len(chunk.new_blocks)
         return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
 
 
 def _last_tokens(decodes: list[SequenceState]) -> list[int]:
-    """What decode rows are made of, from here on seen."""
+    """The tokens that decode rows are made of. They count as seen from here on."""
     for seq in decodes:
         if seq.seen_V is not None:
             seq.seen_V[seq.last_token] = True
@@ -257,7 +261,7 @@ def _last_tokens(decodes: list[SequenceState]) -> list[int]:
 
 
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
-    """The tokens of a chunk, from here on seen."""
+    """The tokens of a chunk. They count as seen from here on."""
     ids = _token_ids(chunk.token_ids)
     if seq.seen_V is not None:
         seq.seen_V[torch.from_numpy(ids)] = True
@@ -269,8 +273,8 @@ def _token_ids(message: bytes) -> np.ndarray:
 
 
 def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
-    """The next token. What goes wrong here is this sequence's alone: other requests, and ranks that wait for the
-    tokens, go on."""
+    """The next token. An error here ends only this sequence: other requests go on, and so do the ranks that wait for
+    tokens."""
     sampling = seq.new.sampling
     try:
         token_id = sampler.sample(logits_V, sampling, seq.new.seed, seq.length, seq.seen_V)
@@ -280,5 +284,5 @@ def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
     return SampledToken(seq.new.id, token_id, found)
 
 
-def _join(parts: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
+def _join(pieces: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))

@@ -10,12 +10,12 @@ from longhelix.request import SamplingParams
 
 
 def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int, seen_V: Tensor | None = None) -> int:
-    """The token at `position`. logits_V float32, left as they are. seen_V: which tokens prompt and output have so far;
-    only a repetition penalty asks for it. Raises ValueError where the logits leave no token a probability.
+    """The token at `position`. logits_V: float32, not changed. seen_V: which tokens prompt and output have so far,
+    needed only for a repetition penalty. Raises ValueError if the logits leave no token a probability.
 
-    Greedy takes the lowest id of the largest logits. Otherwise one uniform number, keyed by (seed, position), is
-    looked up in the cumulative distribution of what the filters leave, likeliest first: no other request, batch or
-    layout has a part in it.
+    Greedy takes the lowest id of the largest logits. Otherwise one uniform number, keyed by (seed, position), is looked
+    up in the cumulative distribution of what the filters leave, likeliest first. So the token does not depend on other
+    requests, the batch or the layout.
     """
     if params.repetition_penalty != 1:
         assert seen_V is not None
@@ -35,7 +35,7 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int, s
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number of [0, 1) that depends on the seed and the position alone (Philox, counter-based)."""
+    """A number in [0, 1) that depends only on the seed and the position (Philox, counter-based)."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 

@@ -11,9 +11,10 @@ from longhelix.request import NewSequence
 
 @dataclass
 class SequenceState:
-    """This rank's copy of one sequence; steps bring deltas. `length` tokens have KV, `local_length` of them here.
+    """This rank's copy of a sequence; steps bring its changes.
 
-    seen_V: which tokens it has, where a repetition penalty asks for them.
+    length: tokens that have KV. local_length: those of them that have it on this rank. seen_V: which tokens the
+    sequence has, where a repetition penalty needs them.
     """
 
     new: NewSequence
@@ -27,7 +28,7 @@ class SequenceState:
     holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
 
     def begin(self, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
-        """Take over its cached tokens. Their blocks are full, except perhaps the last one."""
+        """Take over the cached tokens. Their blocks are full, except perhaps the last one."""
         blocks = self.new.cached_blocks
         self.add_blocks(blocks, kvp_rank, arena)
         self.length = self.new.cached_tokens

@@ -1,4 +1,4 @@
-"""The decoder's layers for decode steps, on tapes: one for each number of rows."""
+"""The decoder's layers for decode steps, on tapes: one tape for each number of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _MOST_TAPES = 16  # each keeps the activations of its rows
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A tape, the memory that it reads, what it leaves, and the spans whose times it writes."""
+    """A tape, the memory that it reads, the result that it writes, and the spans whose times it writes."""
 
     tape: Tape
     hidden_TH: Tensor
@@ -24,10 +24,10 @@ class _Recorded:
 
 
 class TapedLayers:
-    """Runs `layers` for steps whose sequences all have one row from a tape, where that is possible.
+    """Runs steps whose sequences all have one row from tapes of `layers`, where that is possible.
 
-    The first step of a kind runs as it is and is recorded; later ones copy their few inputs over those of the first.
-    Ranks differ in what they can record; all of them run the same collectives, once, in either case.
+    The first step of a kind runs op by op and is recorded. Later ones copy their few inputs over those of the first,
+    and run its tape. Ranks may differ in what they can record; in either case they run the same collectives, once.
     """
 
     def __init__(self, layers: Callable[[Tensor, Batch], Tensor], spans: Spans = UNTRACED) -> None:

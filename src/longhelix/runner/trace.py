@@ -1,4 +1,4 @@
-"""The trace of a run: what every rank did from when to when, as a file for chrome://tracing or ui.perfetto.dev."""
+"""The trace of a run: what every rank did and when, as a file for chrome://tracing or ui.perfetto.dev."""
 
 import json
 import warnings
@@ -12,8 +12,8 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a rank did: `kind` is what did it (compute, exchange, collective), times in microseconds of
-    CLOCK_MONOTONIC, which all processes of a host share. details: such as the layer and the part."""
+    """Something that a rank did. kind: what did it (compute, exchange, collective). Times are microseconds of
+    CLOCK_MONOTONIC, which all processes of a host share. details: the layer, for example, and the part."""
 
     name: str
     kind: str
@@ -23,11 +23,11 @@ class TraceEvent:
 
 
 class TraceFile:
-    """A JSON array of complete events (ph "X"), in the Trace Event Format. Close it: else it lacks its last bracket.
+    """A JSON array of complete events (ph "X"), in the Trace Event Format. Close it, or its last bracket is missing.
 
-    pid: the rank. tid: the kind; events of one kind that overlap get lanes ("exchange", "exchange 2", ...), because
-    those of one thread may only nest. ts, dur: microseconds. args: the details. Raises UserError where `path` cannot
-    be written; where it cannot be written any more, the trace ends with a warning, and the run goes on.
+    pid: the rank. tid: the kind. Events of one kind that overlap get lanes ("exchange", "exchange 2", ...), because the
+    events of one thread may only nest. ts, dur: microseconds. args: the details. Raises UserError if `path` cannot be
+    written. If it cannot be written later, the trace ends with a warning and the run goes on.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What one rank does from when to when, for a trace."""
+"""Records what one rank does and when, for a trace."""
 
 import threading
 import time
@@ -19,7 +19,8 @@ Mark = Any  # of a clock: memory that has a time, or an event of CUDA
 
 
 class _CpuClock:
-    """CLOCK_MONOTONIC, at once. A tape that is recorded keeps the mark, and writes its time whenever it runs."""
+    """CLOCK_MONOTONIC, read at once. A tape keeps the mark of the call that it recorded, and writes a new time into it
+    whenever it runs."""
 
     def mark(self) -> Mark:
         if native.module is None:
@@ -33,7 +34,7 @@ class _CpuClock:
 
 
 class _CudaClock:
-    """Events of the current stream: when the GPU reached them, from one moment that both clocks know."""
+    """Events in the current stream: when the GPU reached them, counted from a moment that both clocks know."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -53,7 +54,7 @@ class _CudaClock:
 
 @dataclass(eq=False)
 class _Span:
-    """A begun event. It starts at `start`, or with the end of the last of `follows`."""
+    """A begun event. It starts at `start`, or when the last of `follows` ends."""
 
     name: str
     kind: str
@@ -65,7 +66,7 @@ class _Span:
 
 
 class Tracer(Spans):
-    """Collects the events of one rank. take: those since the last call."""
+    """Collects the events of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
@@ -111,7 +112,7 @@ class Tracer(Spans):
         self._read += self._events(spans)
 
     def take(self) -> list[TraceEvent]:
-        """The events since the last call; all have been waited for."""
+        """The events since the last call. Waits for their ends."""
         events = self._read + self._events(self._spans)
         self._spans, self._read = [], []
         return events

@@ -1,4 +1,4 @@
-"""Steps that a rank runs before the first request: what compiles, or is captured, does so then."""
+"""Steps that a rank runs before the first request, so that compiling and capturing are done by then."""
 
 from collections.abc import Iterable
 
@@ -11,11 +11,11 @@ _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be a
 
 
 def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
-    """Single rows in all padded numbers, a chunk, a chunk of two prompts, chunks beside some single rows, each as for
-    sequences of every one of `lengths`.
+    """Steps of single rows in all padded numbers, a chunk, a chunk of two prompts, and chunks beside some single rows;
+    each of them as for sequences of each of `lengths`.
 
-    Launches and graphs follow a step's `most_tokens`, so that no sequence needs to be as long. The sequences write over
-    KV that nobody has written yet, and none is left behind.
+    Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only
+    into KV blocks that no request has used yet, and have all ended with the last step.
     """
     chunk_tokens = min(config.chunk_tokens, config.max_model_len, config.num_blocks * config.block_tokens * config.kvp)
     most_running = min(config.max_running, config.num_blocks)

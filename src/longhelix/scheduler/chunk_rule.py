@@ -1,4 +1,4 @@
-"""Chunk rules: how many prompt tokens a step takes of whom."""
+"""Chunk rules: how many prompt tokens of each request a step computes."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,9 +9,9 @@ from longhelix.scheduler.sequence import Sequence
 
 class ChunkRule(Protocol):
     def sizes(self, prompts: list[Sequence], beside: Work) -> list[int]:
-        """Tokens of each of `prompts`, the first to be served first, in a step that computes `beside` as well.
+        """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside`.
 
-        One of them is above 0 at least: a step may be for prompts alone.
+        At least one size is above 0: a step may be for prompts alone.
         """
         ...
 
@@ -20,8 +20,8 @@ class ChunkRule(Protocol):
 class FixedChunks:
     """`budget_tokens` in every step.
 
-    Ranks that have prompts to themselves get even shares of it, and so do all spread prompts together: none waits while
-    another computes. What a share leaves over goes to the first.
+    Each rank that has prompts to itself gets an even share of the budget, and so do all spread prompts together: no
+    rank waits while another computes. What a share leaves over goes to the first.
     """
 
     budget_tokens: int

@@ -1,4 +1,4 @@
-"""What the scheduler is told once."""
+"""The settings of the scheduler."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from longhelix.values import flag, whole
 class SchedulerConfig:
     """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
 
-    placement: the policy of all requests, or "auto": each one's by its length (`placement_by_length`), growing by
-    `kvp_threshold_tokens` a rank. `batch_invariant`: every request that may spread begins on rank 0, because its merges
+    placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
+    by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
     add up in the order of the ranks.
     """
 
@@ -33,10 +33,10 @@ class SchedulerConfig:
         for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
         flag("batch_invariant", self.batch_invariant)
-        self.place(1, 1, start=0)  # refuses a policy that cannot be
+        self.place(1, 1, start=0)  # refuses a placement that cannot be
 
-    def policy(self, prompt_tokens: int, capacity_tokens: int) -> str:
-        """The name of a request's policy."""
+    def placement_of(self, prompt_tokens: int, capacity_tokens: int) -> str:
+        """The name of the placement of a request of these lengths."""
         if self.placement != "auto":
             return self.placement
         return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
@@ -46,12 +46,12 @@ class SchedulerConfig:
         limit_tokens = self.growth_limit_tokens
         if self.placement == "auto":
             limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
-        policy = self.policy(prompt_tokens, capacity_tokens)
-        return make_placement(policy, self.kvp, self.block_tokens, limit_tokens, start)
+        name = self.placement_of(prompt_tokens, capacity_tokens)
+        return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start)
 
     @property
     def longest_local_tokens(self) -> int:
-        """The most tokens of one request that a KVP rank may have to hold."""
+        """The most tokens of one request that one KVP rank may have to hold."""
         longest, short = self.max_model_len, min(self.kvp_threshold_tokens, self.max_model_len)
         requests = [(1, longest), (longest, longest), (min(1, short), short)]
         places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]

@@ -1,4 +1,4 @@
-"""In how many parts a step attends, of which each is exchanged while the next attends (HOP-B)."""
+"""In how many parts a step attends. Each part is exchanged while the next one attends (HOP-B)."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,8 @@ from longhelix.request import Cost, Work
 
 @dataclass(frozen=True)
 class Cut:
-    """As many parts as take the fewest seconds by `cost`, or as many as `most` where that is said; and never more than
-    the work's rows make. 1 where a second exchange does not pay.
-    """
+    """Chooses the number of parts that takes the fewest seconds by `cost`, or `most` parts where that is given, but
+    never more than the rows of the work allow. 1 where a second exchange does not pay."""
 
     cost: Cost
     most: int | None = None
@@ -19,7 +18,7 @@ class Cut:
         return self._fastest(work, possible) if self.most is None else min(self.most, possible)
 
     def _fastest(self, work: Work, possible: int) -> int:
-        """Of 1, the powers of two and all that are possible. From the best number on, more take longer."""
+        """The best of 1, the powers of two, and `possible`. Beyond the best number, more parts take longer."""
         best, best_s = 1, self.cost.seconds(work._replace(parts=1))
         while best < possible:
             parts = min(2 * best, possible)

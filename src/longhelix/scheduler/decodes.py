@@ -1,13 +1,14 @@
-"""The sequences that decode: a row for each in every step."""
+"""The sequences that decode: each has one row in every step."""
 
 from longhelix.scheduler.sequence import Sequence
 
 
 class Decodes:
-    """A set of sequences that grow together, round by round. A round costs what it changes, however many there are.
+    """A set of sequences that grow by one token in every round. A round costs only what it changes, however many
+    sequences there are.
 
-    A sequence is looked at in the rounds when it is due: when its row needs a KV block, and after its last row. Between
-    them its length follows from the number of rounds.
+    A sequence is looked at only in the rounds in which it is due: when its row needs a KV block, and after its last
+    row. In between, its length follows from the number of rounds.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -27,19 +28,19 @@ class Decodes:
 
     @property
     def most_blocks(self) -> int:
-        """The most KV blocks that one rank has of one of them."""
+        """The most KV blocks that any of the sequences has on one rank."""
         if self._most_blocks is None:
             self._most_blocks = max((seq.most_blocks for seq in self._seen), default=0)
         return self._most_blocks
 
     def join(self, seq: Sequence) -> None:
-        """It has a row from the next round on."""
+        """From the next round on, the sequence has a row."""
         self._seen[seq] = self._round
         self.kv_tokens += seq.length
         self.look_again(seq)
 
     def look_again(self, seq: Sequence) -> None:
-        """It is due as its KV blocks are now."""
+        """Set the round in which the sequence is due, from the KV blocks that it has now."""
         room_tokens = seq.num_blocks * self._block_tokens - seq.length
         self._next[seq] = due = self._round + 1 + min(room_tokens, seq.decodes_left)
         self._due.setdefault(due, []).append(seq)
@@ -54,7 +55,8 @@ class Decodes:
             self._most_blocks = None
 
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The next round: sequences that have left before it, and those whose row in it needs a KV block."""
+        """Begin the next round. Returns the sequences that were done before it, and those whose row in it needs a KV
+        block."""
         due = [seq for seq in self._due.pop(self._round + 1, ()) if self._next.get(seq) == self._round + 1]
         done = [seq for seq in due if self._follow(seq).decodes_left == 0]
         for seq in done:
@@ -64,7 +66,7 @@ class Decodes:
         return done, [self._follow(seq) for seq in due if seq in self._seen]
 
     def _follow(self, seq: Sequence) -> Sequence:
-        """Its length up to this round."""
+        """Bring the length of a sequence up to this round."""
         seq.length += self._round - self._seen[seq]
         self._seen[seq] = self._round
         return seq

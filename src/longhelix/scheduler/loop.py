@@ -1,4 +1,5 @@
-"""The loop: add, step and abort over a Runner. The live engine and a simulation differ in the runner alone."""
+"""The loop: it carries steps from the scheduler to a Runner. The live engine and a simulation differ only in the
+runner."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 
 
 class Runner(Protocol):
-    """Computes steps, in order; `collect` returns the results in the order of `submit`, None if the next takes longer
+    """Computes steps. `collect` returns their results in the order of `submit`, or None if the next one takes longer
     than `timeout_s`."""
 
     def submit(self, step: Step) -> None: ...
@@ -18,7 +19,7 @@ class Runner(Protocol):
 
 
 class Loop:
-    """One scheduler over one runner, with at most `depth` steps in flight. `clock`: gives the time now, in seconds."""
+    """One scheduler over one runner, with at most `depth` steps in flight. `clock` gives the time in seconds."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float], depth: int = 1) -> None:
         self.scheduler = scheduler
@@ -32,18 +33,18 @@ class Loop:
         return self._in_flight > 0 or self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises UserError where it could never run."""
+        """Queue a request. Raises UserError if it could never run."""
         self.scheduler.add(request)
 
     def abort(self, request_id: int) -> tuple[int, ...] | None:
-        """End a request in any phase; its blocks are free at once, workers hear of it with the next step.
+        """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.
 
-        Returns the tokens it held on each KVP rank; None if it has ended already.
+        Returns the tokens it held on each KVP rank, or None if it has already ended.
         """
         return self.scheduler.end(request_id)
 
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
-        """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or it takes longer than
+        """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or the step takes longer than
         `timeout_s`."""
         while self._in_flight < self._depth:
             step = self.scheduler.schedule(self._clock())

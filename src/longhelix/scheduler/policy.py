@@ -1,4 +1,4 @@
-"""Policies: who goes next."""
+"""Policies: which request goes next."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -8,14 +8,15 @@ from longhelix.scheduler.sequence import Sequence
 
 
 class Policy(Protocol):
-    """Whom the scheduler serves first. Without state: it is asked anew for each step."""
+    """Decides which request is served first. It has no state, and is asked anew for each step."""
 
     def first(self, waiting: Mapping[int, Request], now_s: float) -> Request:
-        """Of requests in the order of their arrival, at least one, the next to be admitted: no other overtakes it."""
+        """The next request to be admitted, of at least one, given in order of arrival. No other request overtakes
+        it."""
         ...
 
     def order(self, prompts: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        """Sequences with prompt tokens left, in the order of their admission, the first to be served first."""
+        """Sequences with prompt tokens left, the first to be served first. They are given in order of admission."""
         ...
 
 

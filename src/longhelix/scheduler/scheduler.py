@@ -26,10 +26,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A request's new token (None where a stop token ended it), and why it ended, if it did; `sampled.error` where that
-    was an error.
+    """A request's new token (None where a stop token ended it), and why the request ended, if it did.
 
-    A request that ends here is gone; `kv_tokens_per_rank` says what it held.
+    `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
+    request; `kv_tokens_per_rank` says what it held.
     """
 
     request_id: int
@@ -41,9 +41,9 @@ class TokenEvent:
 class Scheduler:
     """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
 
-    policy: who goes next. chunk_rule: how many prompt tokens (default: `config.chunk_tokens`). cut: in how many parts a
-    step attends; None where its exchange would not travel while ranks compute. prefixes: what requests need not compute
-    (default: they compute everything).
+    policy: which request goes next. chunk_rule: how many prompt tokens a step computes (default:
+    `config.chunk_tokens`). cut: in how many parts a step attends; None where exchanges do not travel while ranks
+    compute. prefixes: KV that requests need not compute (default: none).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         return bool(self._waiting or self._running or self._ended)
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises UserError where it could never run."""
+        """Queue a request. Raises UserError if it could never run."""
         prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
         if prompt == 0:
             raise UserError("the prompt is empty: give at least one token", "empty_prompt")
@@ -100,7 +100,7 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def schedule(self, now_s: float) -> Step | None:
-        """The next step, or None if there is nothing to run: a row of all decodes, and chunks of prompts."""
+        """The next step: one row of every decode, and chunks of prompts. None if there is nothing to run."""
         new = self._admit(now_s)
         joining = self._join()
         done, growing = self._decodes.advance()
@@ -126,7 +126,7 @@ class Scheduler:
         return Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work, copies)
 
     def _join(self) -> tuple[int, ...]:
-        """Those whose prompts were done with the last step decode from this one on."""
+        """Sequences whose prompts were finished by the last step; they decode from this step on."""
         joining = [seq for seq in self._joining if seq.id in self._running]
         self._joining = []
         for seq in joining:
@@ -134,7 +134,7 @@ class Scheduler:
         return tuple(seq.id for seq in joining)
 
     def _chunks(self, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
-        """The next prompt tokens, and what they and `beside` compute."""
+        """The next chunks of prompts, and the work of them and of `beside` together."""
         if not self._prompts:
             return (), beside
         prompts = self._policy.order(self._prompts.values(), now_s)
@@ -159,13 +159,13 @@ class Scheduler:
         return Chunk(seq.id, token_ids, blocks, sample=True)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
-        """Take a step's tokens; those of requests that have ended meanwhile are dropped."""
+        """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
         return [self._append(sampled) for sampled in result.sampled if sampled.sequence_id in self._running]
 
     def end(self, request_id: int) -> tuple[int, ...] | None:
         """Drop a request, waiting or running, and free its blocks.
 
-        Returns the tokens it held on each KVP rank; None if it is not here (any more).
+        Returns the tokens it held on each KVP rank, or None if it has already ended.
         """
         seq = self._running.pop(request_id, None)
         if seq is None:
@@ -179,12 +179,12 @@ class Scheduler:
         return self._kv_tokens_per_rank(seq)
 
     def _kv_tokens_per_rank(self, seq: Sequence) -> tuple[int, ...]:
-        """The last token of the output has no KV yet."""
+        """Tokens with KV on each KVP rank; the last token of the output has none yet."""
         length = min(seq.length, len(seq.request.prompt_token_ids) + max(seq.num_output - 1, 0))
         return tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
 
     def _blocks_needed(self, request: Request, placement: Placement) -> list[int]:
-        """Blocks on each KVP rank for a request at its largest (its last token is never written)."""
+        """Blocks on each KVP rank for a request at its full length. Its last token is never written."""
         lengths = (placement.local_length(rank, request.capacity_tokens - 1) for rank in range(self.config.kvp))
         return [-(-length // self.config.block_tokens) for length in lengths]
 
@@ -192,9 +192,10 @@ class Scheduler:
         return self.config.place(len(request.prompt_token_ids), request.capacity_tokens, start)
 
     def _start(self, request: Request) -> int:
-        """The KVP rank with most free: short requests, and the tails of long ones, spread over the ranks."""
-        policy = self.config.policy(len(request.prompt_token_ids), request.capacity_tokens)
-        if self.config.batch_invariant and policy != "local":
+        """The KVP rank with the most free blocks, so that short requests and the ends of long ones spread over the
+        ranks."""
+        name = self.config.placement_of(len(request.prompt_token_ids), request.capacity_tokens)
+        if self.config.batch_invariant and name != "local":
             return 0
         return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
 
@@ -229,8 +230,11 @@ class Scheduler:
         return tuple(new)
 
     def _begin(self, request: Request) -> tuple[Placement, Prefix]:
-        """A request's placement and what it begins with: nothing where a rank would then have to hold more than any may
-        need to, or where its bits would depend on who has computed it."""
+        """A request's placement, and the prefix that it begins with.
+
+        There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
+        depend on who has computed it.
+        """
         placement = self._place(request, self._start(request))
         if self._prefixes is None:
             return placement, NO_PREFIX
@@ -250,7 +254,8 @@ class Scheduler:
         return continued, prefix
 
     def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[Block, ...]:
-        """Begin a sequence with the KV blocks of its prefix: full ones are shared, one that is not is copied."""
+        """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
+        copied."""
         full_blocks = prefix.full_blocks(self.config.block_tokens)
         for block in full_blocks:
             seq.block_ids[block.owner].append(block.id)
@@ -263,7 +268,7 @@ class Scheduler:
         return full_blocks + copied
 
     def _take_blocks(self, seq: Sequence) -> tuple[Block, ...]:
-        """The KV blocks that its length newly needs."""
+        """Take the KV blocks that the grown sequence needs and does not have yet."""
         blocks = []
         while seq.num_blocks * self.config.block_tokens < seq.length:
             owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)

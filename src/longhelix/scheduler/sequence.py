@@ -9,10 +9,10 @@ from longhelix.request import Request
 
 @dataclass(eq=False)
 class Sequence:
-    """length: its tokens whose rows have been submitted, those of `Decodes` when it last looked.
+    """length: tokens whose rows have been submitted; for a sequence that decodes, as of the last look of `Decodes`.
 
-    reserved: the KV blocks that each KVP rank still owes it. block_ids: those that it has there, in position order.
-    num_output: tokens that have come back.
+    reserved: how many KV blocks each KVP rank still owes the sequence. block_ids: those that it has on each rank, in
+    position order. num_output: tokens that have come back.
     """
 
     request: Request
@@ -35,10 +35,10 @@ class Sequence:
 
     @property
     def decodes_left(self) -> int:
-        """Rows until all its tokens have been asked for. The last token has no row of its own."""
+        """Rows left until all tokens have been asked for. The last token has no row of its own."""
         return self.request.capacity_tokens - 1 - self.length
 
     @property
     def home(self) -> int | None:
-        """The rank that its prompt has to itself; None where all take part."""
+        """The KVP rank that alone computes the prompt; None where all ranks take part."""
         return None if self.placement.spread else self.placement.start

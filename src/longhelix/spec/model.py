@@ -33,7 +33,7 @@ from longhelix.values import shown
 class ModelSpec:
     """One decoder-only transformer: GQA attention or `mla`, dense SwiGLU FFNs of `ffn_size` columns or `moe`.
 
-    With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated part and
+    With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
     all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
     full attention would no longer be what the model computes.
     """

@@ -1,1 +1,1 @@
-"""Ranks as processes: started, told, watched, ended."""
+"""Ranks as processes: started, given steps, watched, and ended."""

@@ -1,4 +1,4 @@
-"""The ranks as one runner of the loop: told their steps, listened to, and ended together."""
+"""All ranks as one runner for the loop: they get its steps, report results, and end together."""
 
 import math
 import time
@@ -9,8 +9,8 @@ import zmq
 
 from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.cut import Cut
 from longhelix.workers import torchrun
@@ -44,9 +44,9 @@ _STOP_S = 3.0
 
 
 class WorkerPool:
-    """N worker processes, one per rank, as a Runner. Any rank's end is the end of all, with an EngineError.
+    """N worker processes, one per rank, as a Runner. If one rank ends, all end, with an EngineError.
 
-    cost: of its steps. cut: how they are cut into parts, None where parts have no use.
+    cost: the cost of its steps. cut: chooses in how many parts steps attend; None where parts have no use.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class WorkerPool:
         on_warmed: Callable[[float], None],
         on_traced: Callable[[int, list[TraceEvent]], None],
     ) -> None:
-        """Start all ranks and wait until they take steps. `on_loaded` is told elements of weights as they come,
-        `on_warmed` the share of the first rank's warm-up that is done, where there is one, `on_traced` what a rank did
-        in a step, where that is traced."""
+        """Start all ranks and wait until they take steps. `on_loaded` is called with elements of weights as they are
+        loaded, `on_warmed` with the share of the first rank's warm-up that is done, if there is one, `on_traced` with a
+        rank and its events of one step, where steps are traced."""
         self._ranks = range(config.layout.world_size)
         self._watchdog = Watchdog(config)
         self._results: dict[int, dict[int, StepResult]] = {}
@@ -81,13 +81,13 @@ class WorkerPool:
             raise
         try:
             self._processes.start("longhelix.workers.worker", [0] if torchrun.is_active() else self._ranks)
-            arrangements = self._await_ready(config, on_loaded, on_warmed)
+            executions = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in arrangements))
-        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in arrangements) else None
-        packed, compiles = all(rank.packed for rank in arrangements), any(rank.compiles for rank in arrangements)
+        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in executions))
+        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in executions) else None
+        packed, compiles = all(rank.packed for rank in executions), any(rank.compiles for rank in executions)
         self._watchdog.ready(self.cost, packed, compiles)
 
     @property
@@ -96,7 +96,7 @@ class WorkerPool:
         return self._processes.process_ids
 
     def submit(self, step: Step) -> None:
-        """Give a step to all ranks. A step that cannot be sent ends the engine: what it was to do is lost."""
+        """Give a step to all ranks. If it cannot be sent, the engine ends, because the step is lost."""
         self._check_open()
         try:
             self._socket.send(self._ranks, Execute(step))
@@ -107,8 +107,8 @@ class WorkerPool:
         self._watchdog.submitted(step.id, step.work)
 
     def collect(self, timeout_s: float = math.inf) -> StepResult | None:
-        """The oldest step's result once every rank has done it, None if that takes longer than `timeout_s`. Raises
-        EngineError, and closes, if a rank cannot."""
+        """The oldest step's result once every rank has done it, or None if that takes longer than `timeout_s`. Raises
+        EngineError, and closes, if a rank fails."""
         self._check_open()
         step_id, deadline_s = next(iter(self._results)), time.monotonic() + timeout_s
         try:
@@ -150,7 +150,7 @@ class WorkerPool:
         return [counted[rank] for rank in ranks]
 
     def _take(self, rank: int, message: ToEngine) -> None:
-        """Keep what a rank says of its steps."""
+        """Keep what a rank reports of its steps."""
         match message:
             case Done(result):
                 self._results[result.step_id][rank] = result
@@ -158,8 +158,8 @@ class WorkerPool:
                 self._on_traced(rank, events)
 
     def close(self, grace_s: float = _STOP_S) -> None:
-        """End every process that this pool started and remove its sockets, whatever interrupts the wait for them; does
-        nothing once that is done."""
+        """End every process that this pool started, and remove its sockets, even if the wait for them is interrupted.
+        Does nothing once that is done."""
         try:
             if not self._closed:
                 self._closed = True
@@ -183,9 +183,9 @@ class WorkerPool:
 
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
-    ) -> list[Arrangement]:
-        """How the ranks run steps, once all of them take some."""
-        ready: dict[int, Arrangement] = {}
+    ) -> list[Execution]:
+        """Wait until all ranks take steps. Returns how each of them runs its layers."""
+        ready: dict[int, Execution] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             self._watchdog.check_start(set(ready))
@@ -197,13 +197,13 @@ class WorkerPool:
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
                     on_warmed(share)
-                case Ready(arrangement):
-                    ready[rank] = arrangement
+                case Ready(execution):
+                    ready[rank] = execution
                     self._patience_s[rank] = SILENCE_S
         return list(ready.values())
 
     def _receive(self, deadline_s: float = math.inf) -> tuple[int, ToEngine] | None:
-        """The next message, or None at `deadline_s`; raises the error that names the first rank to fail, and why."""
+        """The next message, or None at `deadline_s`. Raises an error that names the first rank that failed, and why."""
         while True:
             received = self._socket.receive(min(max(deadline_s - time.monotonic(), 0.0), _POLL_S))
             now = time.monotonic()
@@ -252,7 +252,8 @@ class WorkerPool:
 
 
 def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
-    """Raise EngineError if ranks ran other collectives than rank 0 for a step, and so computed with others' numbers."""
+    """Raise EngineError if ranks ran other collectives than rank 0 in a step: they have then computed with wrong
+    numbers."""
     first = by_rank[0]
     others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
     if others:

@@ -1,4 +1,4 @@
-"""The processes of ranks, seen from the process that starts them: started, watched, and surely ended."""
+"""The processes of ranks, as the process that starts them sees them: it starts, watches and reliably ends them."""
 
 import os
 import shutil
@@ -76,12 +76,12 @@ class Ranks:
             )
 
     def statuses(self) -> dict[int, int]:
-        """The exit statuses of the ranks that have ended; of one that a signal ended, minus the signal's number."""
+        """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
         found = {rank: process.poll() for rank, process in self.processes.items()}
         return {rank: status for rank, status in found.items() if status is not None}
 
     def check_signals(self) -> None:
-        """Raise EngineError, which names rank and signal, if a rank was ended by one."""
+        """Raise EngineError with the rank and the signal if a signal has ended a rank."""
         for rank, status in self.statuses().items():
             if status < 0:
                 raise EngineError(f"{self.describe(rank)} was ended by {_signal_name(-status)}")
@@ -97,7 +97,7 @@ class Ranks:
         return f"rank {rank} (process {self.processes[rank].pid})"
 
     def watched(self, timeout_s: float) -> "Watch":
-        """Watch the ranks in a `with` statement, whose body may wait for them without a limit of its own."""
+        """Watch the ranks in a `with` statement, so that its body may wait for them without a time limit of its own."""
         return Watch(self, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -114,8 +114,7 @@ class Ranks:
             process.wait()
 
     def close(self) -> None:
-        """End all ranks and remove the directory. What was interrupted goes on with the next call; what is done is not
-        done again."""
+        """End all ranks and remove the directory. An interrupted call is completed by the next one."""
         if self._closed:
             return
         self.kill()
@@ -128,10 +127,10 @@ class Ranks:
 
 
 class Watch:
-    """Ends ranks that take too long, or of which one has gone by a signal or with an error, for which the others may wait
-    forever.
+    """Ends ranks that take too long, and ranks of which one has gone, by a signal or with an error: the others might wait
+    for it forever.
 
-    error: why the ranks were ended; None as long as they run, or have ended by themselves.
+    error: why the ranks were ended; None while they run, and if they ended by themselves.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:

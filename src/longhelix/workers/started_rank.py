@@ -1,4 +1,4 @@
-"""The process of a rank, seen from itself: who started it, as which rank, and that it ends with its parent."""
+"""The process of a rank, as it sees itself: its number, its parent, and that it ends with its parent."""
 
 import argparse
 import atexit

@@ -1,4 +1,4 @@
-"""The cost of steps on the engine's machine, by which the engine decides how to cut and place them."""
+"""The cost of steps on the engine's machine. By it the engine decides how to cut and place them."""
 
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
@@ -7,7 +7,7 @@ from longhelix.spec import HardwareSpec
 
 
 def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
-    """The cost of steps of this engine. `overlaps`: ranks do not share memory, so what they send travels while they
+    """The cost of this engine's steps. `overlaps`: ranks do not share memory, so what they send travels while they
     compute."""
     return StepCost(
         Setting(config.spec, _system(config, overlaps), config.weight_dtype, config.kv_dtype), config.layout

@@ -1,6 +1,6 @@
-"""Ranks started by torchrun instead of by the engine: rank 0 keeps the engine, the others become workers.
+"""Ranks that torchrun has started in place of the engine: rank 0 keeps the engine, the others become workers.
 
-All of them find each other by the agent that started them; torchrun watches the processes it started.
+They find each other by the agent that started them all; torchrun watches its processes.
 """
 
 import os
@@ -17,12 +17,12 @@ _ENGINE_START_S = 120.0
 
 
 def is_active() -> bool:
-    """True in a process that torchrun started."""
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def join(world_size: int) -> None:
-    """Under torchrun, ranks other than 0 serve here as workers and end with SystemExit; else nothing happens."""
+    """Under torchrun, ranks other than 0 serve as workers here and end with SystemExit. Otherwise this does nothing."""
     if not is_active():
         return
     started, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -43,7 +43,7 @@ def join(world_size: int) -> None:
 
 
 def make_directory() -> Path:
-    """The meeting place of this run, which only this user can enter; rank 0 makes it."""
+    """Make the directory in which the ranks of this run meet. Only this user can enter it; rank 0 makes it."""
     path = _directory()
     if path.exists():  # left behind by a run whose agent had the same process id
         _check_owner(path)

@@ -14,8 +14,8 @@ import zmq
 
 from longhelix.errors import UserError
 from longhelix.request import Step, StepResult
-from longhelix.runner.arrangement import Arrangement
 from longhelix.runner.config import EngineConfig
+from longhelix.runner.execution import Execution
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
 
@@ -25,7 +25,7 @@ _UNREAD = 4
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Engine: load your part of the model."""
+    """Engine: load your shard of the model."""
 
     config: EngineConfig
 
@@ -49,30 +49,30 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs, and this is how far its main thread is.
+    """Worker: my process runs, and this is how far its main thread has come.
 
-    A thread of its own sends it about every second, so that it says nothing of the main thread but `progress`.
+    A thread of its own sends it about every second, so only `progress` says anything about the main thread.
     """
 
     progress: Progress
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """Worker: so many more elements of the weights are in."""
+    """Worker: so many more elements of the weights are loaded."""
 
     elements: int
 
 
 class Warmed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: this share of the steps that warm it up is done, from 0 to 1."""
+    """Worker: this share of my warm-up steps is done, from 0 to 1."""
 
     share: float
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps, and this is how I run them."""
+    """Worker: I take steps now, and this is how I run my layers."""
 
-    arrangement: Arrangement
+    execution: Execution
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
@@ -94,7 +94,7 @@ class RowCounts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank went first.
+    """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank failed first.
 
     `user_error_code`: the code of a UserError, empty for other causes.
     """
@@ -136,7 +136,7 @@ class EngineSocket:
             ) from error
 
     def send(self, ranks: range, message: ToWorker) -> None:
-        """Give one message to all `ranks`; a rank that is gone shows in `receive`'s silence, not here."""
+        """Give one message to all `ranks`. A rank that is gone shows by its silence in `receive`, not here."""
         payload = self._encoder.encode(message)
         for rank in ranks:
             try:
@@ -159,7 +159,7 @@ class EngineSocket:
 
 
 class WorkerSocket:
-    """A worker's end. Sockets belong to one thread; the heartbeat has its own, named apart."""
+    """A worker's end. A socket belongs to one thread, so the heartbeat has one of its own, with a name of its own."""
 
     def __init__(self, directory: Path, rank: int, role: str = "main") -> None:
         self._context = zmq.Context()
@@ -172,7 +172,7 @@ class WorkerSocket:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: ToEngine) -> None:
-        """Send, once there is room: an engine that is idle reads nothing."""
+        """Send, once there is room; an idle engine reads nothing."""
         self._socket.send(self._encoder.encode(message))
 
     def offer(self, message: ToEngine) -> None:
@@ -184,7 +184,7 @@ class WorkerSocket:
         return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
-        """Close after what was sent has had a second to leave."""
+        """Close, after giving what was sent a second to leave."""
         self._context.destroy()
 
 

@@ -1,4 +1,4 @@
-"""The watchdog on starts and steps: finds ranks that stand still while their processes live, such as ranks that wait
+"""The watchdog on starts and steps. It finds ranks that stand still while their processes live, such as ranks that wait
 for each other forever."""
 
 from longhelix.errors import EngineError
@@ -15,12 +15,12 @@ _REFERENCE_FACTOR = 100.0
 
 
 class Watchdog:
-    """Follows the steps in flight and what ranks say of themselves.
+    """Follows the steps in flight and the progress that ranks report.
 
-    A step stands still when no rank has got on, by one collective, one layer or its end, for FACTOR times the seconds
-    that the cost model predicts for the whole step, plus GRACE_S. The prediction is made when it is needed, which is
-    hardly ever. A start stands still after START_S, and an answer that no step delays after GRACE_S. Time counts only
-    while the engine listens.
+    A step stands still when no rank has made progress (a collective, a layer, or the end of the step) for FACTOR times
+    the seconds that the cost model predicts for the whole step, plus GRACE_S. The prediction is made only when it is
+    needed, which is hardly ever. A start stands still after START_S, and an answer that no step delays after GRACE_S.
+    Time counts only while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,8 +32,8 @@ class Watchdog:
         self._compiles = False
 
     def ready(self, cost: Cost, packed: bool, compiles: bool) -> None:
-        """All ranks take steps, which are priced by `cost`. `packed`: none of them runs reference kernels. `compiles`:
-        a step that is new to one of them may call a compiler."""
+        """All ranks take steps, whose seconds `cost` predicts. `packed`: no rank runs reference kernels. `compiles`: a
+        rank may call a compiler for a step of a new shape."""
         self._cost = cost
         self._packed = packed
         self._compiles = compiles
@@ -45,11 +45,11 @@ class Watchdog:
         del self._in_flight[step_id]
 
     def got_on(self) -> None:
-        """A rank has done something."""
+        """A rank has made progress."""
         self._still_s = 0.0
 
     def heard(self, rank: int, progress: Progress) -> None:
-        """A rank's sign of life."""
+        """A rank has given a sign of life."""
         if progress != self._progress[rank]:
             self._progress[rank] = progress
             self._still_s = 0.0
@@ -58,17 +58,19 @@ class Watchdog:
         self._still_s += seconds
 
     def check_start(self, ready: set[int]) -> None:
-        """Raise EngineError, which names ranks, if the start, which `ready` ranks have behind them, stands."""
+        """Raise EngineError, which names ranks, if the start stands still. `ready`: the ranks that have started."""
         if self._still_s > START_S:
             raise EngineError(self._words("stands still while it starts", "takes steps", ready, START_S))
 
     def check(self, step_id: int, done: set[int]) -> None:
-        """Raise EngineError, which names ranks and step, if step `step_id`, which `done` ranks have done, stands."""
+        """Raise EngineError, which names step and ranks, if step `step_id` stands still. `done`: the ranks that have
+        done it."""
         if self._still_s > GRACE_S and self._still_s > (limit_s := self._limit_s(step_id)):
             raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", done, limit_s))
 
     def check_answer(self, missing: set[int]) -> None:
-        """Raise EngineError if the `missing` ranks, which were asked something, do not answer after what they run."""
+        """Raise EngineError if the `missing` ranks, which were asked something, do not answer once their steps are
+        done."""
         if self._still_s <= GRACE_S:
             return
         limit_s = max(map(self._limit_s, self._in_flight), default=GRACE_S)
@@ -84,7 +86,8 @@ class Watchdog:
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
     def _words(self, fault: str, feat: str, done: set[int], limit_s: float) -> str:
-        """What is wrong with the first rank that is not `done`, and where the others are: `feat` is behind those."""
+        """What is wrong with the first rank that is not `done`, and where the others are. `feat`: what the `done` ranks
+        have done."""
         left = {rank: progress for rank, progress in self._progress.items() if rank not in done}
         # A rank that waits in a collective is held up by one that does not come there.
         first = min(left, key=lambda rank: (left[rank].collective != "", left[rank].collectives))

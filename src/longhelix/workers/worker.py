@@ -1,4 +1,4 @@
-"""A worker: one process, one rank. It does what the engine says and decides nothing."""
+"""A worker: one process, one rank. It does what the engine asks, and decides nothing."""
 
 import sys
 import threading
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def serve(directory: Path, rank: int) -> int:
-    """Serve the engine behind `directory` until it says stop; returns the process's exit status."""
+    """Serve the engine behind `directory` until it says stop. Returns the exit status of the process."""
     heart = _Heart(directory, rank)
     socket = WorkerSocket(directory, rank)
     try:
@@ -72,7 +72,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             return
     if tracer is not None:
         tracer.take()  # what the warm-up did
-    socket.send(Ready(runner.arrangement))
+    socket.send(Ready(runner.execution))
     while True:
         match socket.receive():
             case Execute(step):
@@ -89,7 +89,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
 def _load(
     config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
 ) -> ModelRunner:
-    """Join the other ranks, build this one's part of the model, and run what must not wait for the first request."""
+    """Join the other ranks, make this rank's shard of the model, and run the steps that must not wait for the first
+    request."""
     mesh = join(config, rank, directory, spans)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
@@ -97,7 +98,7 @@ def _load(
     if config.scheduler.batch_invariant:
         _check_batch_invariant(runner)
     heart.progress = runner.progress
-    if runner.arrangement.compiles:
+    if runner.execution.compiles:
         longest_tokens = config.scheduler.longest_local_tokens
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
         steps = warm_up_steps(config.scheduler, lengths)
@@ -109,15 +110,16 @@ def _load(
 
 
 def _check_batch_invariant(runner: ModelRunner) -> None:
-    """Packed kernels and shared memory sum in one order whatever the batch; torch's products and gloo do not."""
+    """Raise UserError unless sums have one order in every batch: packed kernels and shared memory do, products of torch
+    and gloo do not."""
     wanted = "the native CPU kernels, ranks of one host, "
     pool = runner.pool
-    if not runner.arrangement.sums_in_rank_order:
+    if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
         found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
-    elif not runner.arrangement.packed:
+    elif not runner.execution.packed:
         found = "the model has products whose inputs are not a multiple of 16"
     else:
         return
@@ -128,7 +130,7 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
 
 
 class _Heart:
-    """Tells the engine, from a thread of its own, that this process runs and how far it is."""
+    """Tells the engine, from a thread of its own, that this process runs and how far it has come."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.progress: Callable[[], Progress] = Progress

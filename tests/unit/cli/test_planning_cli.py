@@ -85,7 +85,7 @@ def test_estimate_has_the_parts_of_a_step(capfd):
     status, out, _ = run(capfd, *ESTIMATE, "--kvp", "8", "--tpa", "8", "--json")
     found = json.loads(out)
     assert status == 0
-    assert found["ttl_s"] == pytest.approx(sum(part["seconds"] for part in found["parts"]))
+    assert found["ttl_s"] == pytest.approx(sum(item["seconds"] for item in found["parts"]))
     assert set(found["parts"][0]) == {"name", "seconds", "flops", "hbm_bytes", "net_bytes", "source"}
     assert found["fits"] is True
     assert {"ttft_s", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "mfu", "mbu", "memory_bytes_per_gpu"} <= set(

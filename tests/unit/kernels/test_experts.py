@@ -18,7 +18,7 @@ from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.experts import _make_experts
 from longhelix.models.parameters import declare
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec, MoE
 
@@ -117,10 +117,10 @@ def make_experts(columns: dict[int, int], hidden: int, dtype: torch.dtype, weigh
     """An expert of each number, with so many columns; `weight_dtype` "plain" keeps rows of `dtype`."""
 
     def make(outputs: int, depth: int, seed: int, halves: int) -> Weight:
-        weight_NK = matrix(outputs, depth, seed, dtype) if outputs and depth else torch.zeros(outputs, depth)
+        weight_OI = matrix(outputs, depth, seed, dtype) if outputs and depth else torch.zeros(outputs, depth)
         if weight_dtype == "plain":
-            return Weight(weight_NK.to(dtype), name(dtype), outputs, depth, PLAIN)
-        return make_weight(weight_NK, weight_dtype, halves)
+            return Weight(weight_OI.to(dtype), name(dtype), outputs, depth, PLAIN)
+        return make_weight(weight_OI, weight_dtype, halves)
 
     gate_up = [make(2 * width, hidden, seed + id, 2) for id, width in columns.items()]
     down = [make(hidden, width, seed + 100 + id, 1) for id, width in columns.items()]
@@ -293,7 +293,7 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
         )
         for parameter in declare(spec, Layout(), 0)
     }
-    group = Group((0,), 0, None)
+    group = RankGroup((0,), 0, None)
     decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights, "float32")
     assert decoder.expert_rows() == [[], [0] * 6]
     decoder.layers[1].ffn(inputs(5, 32, torch.float32, 22))

@@ -66,7 +66,7 @@ def test_prepared_decode_steps_equal_the_reference_and_others_are_left_alone(ins
     format = pool_format()
     layer = format.new_layer(64, CPU)
     layer.values.copy_(torch.randn(layer.values.shape))
-    planner = flashinfer.Planner(format, KV_HEADS * GROUP, CHANNELS**-0.5, torch.bfloat16)
+    page_lists = flashinfer.PageLists(format, KV_HEADS * GROUP, CHANNELS**-0.5, torch.bfloat16)
     blocks, limits = torch.empty(40, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
     extents = torch.empty(5, 2, dtype=torch.int64)
     starts = torch.arange(6)
@@ -78,7 +78,7 @@ def test_prepared_decode_steps_equal_the_reference_and_others_are_left_alone(ins
         ends = 40 - counts.flip(0).cumsum(0).flip(0) + counts
         extents.copy_(torch.stack((ends - counts, ends), dim=1))
         q = torch.randn(5, KV_HEADS * GROUP, CHANNELS).bfloat16()
-        planner.prepare(blocks, extents, limits, max_rows=1)
+        page_lists.prepare(blocks, extents, limits, max_rows=1)
         out, lse = partial_attention(q, layer, blocks, extents, starts, limits, CHANNELS**-0.5)
         planned = flashinfer._planned.pop(limits.data_ptr())
         expected_out, expected_lse = reference.partial_attention(
@@ -89,7 +89,7 @@ def test_prepared_decode_steps_equal_the_reference_and_others_are_left_alone(ins
         torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
         assert (lse[limits == 0] == -math.inf).all()
         assert not out[limits == 0].any()
-    planner.prepare(blocks, extents, limits, max_rows=2)
+    page_lists.prepare(blocks, extents, limits, max_rows=2)
     assert flashinfer.attend(q, layer.values, limits) is None
 
 

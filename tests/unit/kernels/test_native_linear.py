@@ -37,8 +37,8 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def plain_weight(weight_NK: Tensor) -> Weight:
-    return Weight(weight_NK, name(weight_NK.dtype), *weight_NK.shape, PLAIN)
+def plain_weight(weight_OI: Tensor) -> Weight:
+    return Weight(weight_OI, name(weight_OI.dtype), *weight_OI.shape, PLAIN)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ def decoded(weight: Weight, halves: int = 1) -> Decoded:
 
 def matrix(outputs: int, depth: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = seeded(seed)
-    weight_NK = torch.randn(outputs, depth, generator=generator) / depth**0.5
+    weight_OI = torch.randn(outputs, depth, generator=generator) / depth**0.5
     # Outputs of many sizes, some without any weight, and elements that stand out of their scale block.
-    weight_NK *= 2.0 ** torch.randint(-9, 3, (outputs, 1), generator=generator)
-    weight_NK[torch.rand(outputs, generator=generator) < 0.1] = 0
-    weight_NK[torch.rand(outputs, depth, generator=generator) < 0.02] *= 20
-    return weight_NK.to(dtype)
+    weight_OI *= 2.0 ** torch.randint(-9, 3, (outputs, 1), generator=generator)
+    weight_OI[torch.rand(outputs, generator=generator) < 0.1] = 0
+    weight_OI[torch.rand(outputs, depth, generator=generator) < 0.02] *= 20
+    return weight_OI.to(dtype)
 
 
 depths = st.sampled_from(range(32, 513, 32))
@@ -103,47 +103,47 @@ seeds = st.integers(0, 2**31)
     seed=seeds,
 )
 def test_floats_are_packed_as_they_are_and_given_back_as_rows(depth, width, halves, dtype, source, seed):
-    weight_NK = matrix(halves * width, depth, seed, source)
-    weight = make_weight(weight_NK, dtype, halves)
+    weight_OI = matrix(halves * width, depth, seed, source)
+    weight = make_weight(weight_OI, dtype, halves)
     assert (weight.arrangement, weight.has_rows, weight.outputs, weight.depth) == (PANELS, True, halves * width, depth)
-    typed_NK = weight_NK.to(getattr(torch, dtype))
-    np.testing.assert_array_equal(decoded(weight, halves).values, typed_NK.double().numpy())
+    typed_OI = weight_OI.to(getattr(torch, dtype))
+    np.testing.assert_array_equal(decoded(weight, halves).values, typed_OI.double().numpy())
     if halves == 1:
         indices_T = torch.randint(0, width, (9,), generator=seeded(seed))
-        assert torch.equal(bits(weight.rows(indices_T)), bits(typed_NK[indices_T]))
+        assert torch.equal(bits(weight.rows(indices_T)), bits(typed_OI[indices_T]))
 
 
 @needs_native
 @settings(deadline=None, max_examples=60)
 @given(depth=depths, width=outputs, halves=st.sampled_from([1, 2]), dtype=st.sampled_from(NARROW), seed=seeds)
 def test_narrow_numbers_are_off_by_half_a_step(depth, width, halves, dtype, seed):
-    weight_NK = matrix(halves * width, depth, seed)
-    weight = make_weight(weight_NK, dtype, halves)
+    weight_OI = matrix(halves * width, depth, seed)
+    weight = make_weight(weight_OI, dtype, halves)
     assert (weight.arrangement, weight.has_rows, weight.outputs, weight.depth) == (PANELS, False, halves * width, depth)
-    given_NK = weight_NK.double().numpy()
+    given_OI = weight_OI.double().numpy()
     kept = decoded(weight, halves)
-    blocks = given_NK.reshape(len(given_NK), -1, SCALE_BLOCK)
+    blocks = given_OI.reshape(len(given_OI), -1, SCALE_BLOCK)
     least, most = (side.repeat(SCALE_BLOCK, axis=1) for side in (blocks.min(-1), blocks.max(-1)))
     steps, spread = (127, np.maximum(-least, most)) if dtype == "int8" else (15, most - least)
     # float16 has eleven bits, and a last one of 2^-24 near zero; float32 rounds the quotient.
     lost = np.maximum(2.0**-11 * spread / steps, 2.0**-25) + 2 * UNIT * spread / steps
     assert (np.abs(kept.steps - spread / steps) <= lost).all()
     # Half a step, or what the largest numbers lose where the step was rounded down.
-    allowed = np.maximum(kept.steps / 2, steps * lost) + 4 * UNIT * (np.abs(given_NK) + spread)
+    allowed = np.maximum(kept.steps / 2, steps * lost) + 4 * UNIT * (np.abs(given_OI) + spread)
     if dtype == "int4":
         offset = np.abs(least) + 8 * kept.steps
         allowed += np.maximum(2.0**-11 * offset, 2.0**-25)
-    assert (np.abs(kept.values - given_NK) <= allowed).all()
+    assert (np.abs(kept.values - given_OI) <= allowed).all()
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", NARROW)
 def test_blocks_of_one_number_or_of_exact_steps_are_stored_exactly(dtype):
-    steps_K = torch.arange(-127, 128).float() if dtype == "int8" else torch.arange(16).float() / 4 + 3
-    rows_NK = torch.stack((steps_K[torch.arange(64) % len(steps_K)], torch.zeros(64), torch.full((64,), 0.75)))
-    rows_NK[0, ::32], rows_NK[0, 1::32] = steps_K[0], steps_K[-1]
-    kept = decoded(make_weight(rows_NK, dtype)).values
-    np.testing.assert_array_equal(kept[:2], rows_NK[:2].double().numpy())
+    steps_I = torch.arange(-127, 128).float() if dtype == "int8" else torch.arange(16).float() / 4 + 3
+    rows_OI = torch.stack((steps_I[torch.arange(64) % len(steps_I)], torch.zeros(64), torch.full((64,), 0.75)))
+    rows_OI[0, ::32], rows_OI[0, 1::32] = steps_I[0], steps_I[-1]
+    kept = decoded(make_weight(rows_OI, dtype)).values
+    np.testing.assert_array_equal(kept[:2], rows_OI[:2].double().numpy())
     # int8: 127 steps of a float16 that is near 0.75 / 127.
     np.testing.assert_allclose(kept[2], 0.75, rtol=0 if dtype == "int4" else 2.0**-11)
 
@@ -295,14 +295,14 @@ cases = given(
 @example(rows=3, width=5, depth=32, has={}, dtype=torch.float32, seed=1)
 def test_the_reference_over_rows_is_as_exact_as_its_dtype(rows, width, depth, has, dtype, seed):
     around = make_around(rows, width, depth, dtype, seed, **has)
-    weight_NK = matrix(width * (1 + around.swiglu), depth, seed + 1, dtype)
+    weight_OI = matrix(width * (1 + around.swiglu), depth, seed + 1, dtype)
     x_TX = inputs(rows, depth, dtype, seed + 2)
-    exact = Decoded(wide(weight_NK), np.zeros(0), np.abs(wide(weight_NK)))
+    exact = Decoded(wide(weight_OI), np.zeros(0), np.abs(wide(weight_OI)))
     interval = expected(x_TX, exact, around, pairs=False, step=dtype)
-    out_TX = around.run(x_TX, plain_weight(weight_NK))
+    out_TX = around.run(x_TX, plain_weight(weight_OI))
     assert out_TX.dtype == dtype
     interval.assert_holds(out_TX)
-    as_float = around.run(x_TX, plain_weight(weight_NK), torch.float32)
+    as_float = around.run(x_TX, plain_weight(weight_OI), torch.float32)
     assert as_float.dtype == torch.float32
     assert torch.equal(as_float, out_TX.float())
 
@@ -313,11 +313,11 @@ def test_the_reference_over_rows_is_as_exact_as_its_dtype(rows, width, depth, ha
 @example(rows=40, width=33, depth=512, has={"norm": True, "bias": True, "swiglu": True}, dtype=torch.bfloat16, seed=1)
 def test_packed_products_equal_float64_over_decoded_weights(rows, width, depth, has, dtype, seed):
     around = make_around(rows, width, depth, dtype, seed, **has)
-    weight_NK = matrix(width * (1 + around.swiglu), depth, seed + 1, dtype)
+    weight_OI = matrix(width * (1 + around.swiglu), depth, seed + 1, dtype)
     x_TX = inputs(rows, depth, dtype, seed + 2)
     before = x_TX.clone()
     for weight_dtype in (*FLOATS, *NARROW):
-        weight = make_weight(weight_NK, weight_dtype, 1 + around.swiglu)
+        weight = make_weight(weight_OI, weight_dtype, 1 + around.swiglu)
         kept = decoded(weight, 1 + around.swiglu)
         out_TX = around.run(x_TX, weight)
         assert out_TX.dtype == dtype
@@ -346,9 +346,9 @@ def test_packed_and_reference_round_at_the_same_steps(dtype, least):
     """Sums in another order differ by some 2^-22, which moves one rounding in 2^14, or of float16 in 2^11, to the other
     side; a step rounded elsewhere would change half of all results."""
     around = make_around(40, 64, 256, dtype, 6, norm=True, swiglu=True, residual=True, bias=True)
-    weight_NK, x_TX = matrix(128, 256, 7, dtype), inputs(40, 256, dtype, 8)
-    reference_TX = around.run(x_TX, plain_weight(weight_NK))
-    packed_TX = around.run(x_TX, make_weight(weight_NK, name(dtype), halves=2))
+    weight_OI, x_TX = matrix(128, 256, 7, dtype), inputs(40, 256, dtype, 8)
+    reference_TX = around.run(x_TX, plain_weight(weight_OI))
+    packed_TX = around.run(x_TX, make_weight(weight_OI, name(dtype), halves=2))
     assert (packed_TX == reference_TX).float().mean() > least
 
 
@@ -485,11 +485,11 @@ def test_fewer_threads_than_asked_for_do_all_of_the_work():
         import torch
         from longhelix.kernels import TILES, KVFormat, linear, make_weight, native, partial_attention, write_kv
         native.set_num_threads(4)
-        weight_NK, x_TX = torch.randn(256, 64), torch.randn(40, 64)
+        weight_OI, x_TX = torch.randn(256, 64), torch.randn(40, 64)
         for rows in (1, 40):
-            linear(x_TX[:rows], make_weight(torch.full_like(weight_NK, torch.nan), "float32"))
-            out_TX = linear(x_TX[:rows], make_weight(weight_NK, "float32"))
-            torch.testing.assert_close(out_TX, x_TX[:rows] @ weight_NK.T)
+            linear(x_TX[:rows], make_weight(torch.full_like(weight_OI, torch.nan), "float32"))
+            out_TX = linear(x_TX[:rows], make_weight(weight_OI, "float32"))
+            torch.testing.assert_close(out_TX, x_TX[:rows] @ weight_OI.T)
         layer = KVFormat("float32", 16, 1, 64, 64, TILES).new_layer(4, torch.device("cpu"))
         layer.values.fill_(255)
         write_kv(x_TX[:, None], x_TX[:, None], layer, torch.arange(40))
@@ -545,9 +545,9 @@ def test_a_rank_that_owns_nothing_of_a_weight_multiplies_it_as_others_do_theirs(
 def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
     for has in ({}, {"norm": True, "bias": True, "residual": True}, {"swiglu": True, "bias": True}):
         around = make_around(rows, 19, 64, dtype, 22, **has)
-        weight_NK = matrix(19 * (1 + around.swiglu), 64, 23, dtype)
+        weight_OI = matrix(19 * (1 + around.swiglu), 64, 23, dtype)
         packed = weight_dtype != "plain"
-        weight = make_weight(weight_NK, weight_dtype, 1 + around.swiglu) if packed else plain_weight(weight_NK)
+        weight = make_weight(weight_OI, weight_dtype, 1 + around.swiglu) if packed else plain_weight(weight_OI)
         x_TX = inputs(rows, 64, dtype, 24) if rows else torch.zeros(0, 64, dtype=dtype)
         residual = around.residual.contiguous() if around.residual is not None and not rows else around.residual
         call = x_TX, weight.values, around.bias, around.norm, 1e-3, around.swiglu, residual
@@ -560,8 +560,8 @@ def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
 def test_compiled_without_a_break_is_one_node_and_the_same_bits(packed):
     torch._dynamo.reset()
-    weight_NK = matrix(2 * 24, 64, 25)
-    weight = make_weight(weight_NK, "float32", halves=2) if packed else plain_weight(weight_NK)
+    weight_OI = matrix(2 * 24, 64, 25)
+    weight = make_weight(weight_OI, "float32", halves=2) if packed else plain_weight(weight_OI)
     around = make_around(6, 24, 64, torch.float32, 26, norm=True, bias=True, residual=True, swiglu=True)
     x_TX = inputs(6, 64, torch.float32, 27)
     graphs: list[list[str]] = []
@@ -579,16 +579,16 @@ def test_compiled_without_a_break_is_one_node_and_the_same_bits(packed):
 
 def test_weights_that_cannot_be_packed_are_kept_as_rows(monkeypatch):
     unfit = [torch.zeros(4, 24), torch.zeros(0, 24), torch.zeros(4, 32, device="meta")]
-    for weight_NK in unfit:
-        weight = make_weight(weight_NK, "float32")
-        assert weight.values is weight_NK
+    for weight_OI in unfit:
+        weight = make_weight(weight_OI, "float32")
+        assert weight.values is weight_OI
         assert weight.arrangement is PLAIN
         assert weight.has_rows
     monkeypatch.setattr(native, "module", None)
-    weight_NK = matrix(5, 32, 28)
-    weight = make_weight(weight_NK, "float32")
-    assert weight.values is weight_NK
-    assert torch.equal(weight.rows(torch.tensor([4, 0, 4])), weight_NK[[4, 0, 4]])
+    weight_OI = matrix(5, 32, 28)
+    weight = make_weight(weight_OI, "float32")
+    assert weight.values is weight_OI
+    assert torch.equal(weight.rows(torch.tensor([4, 0, 4])), weight_OI[[4, 0, 4]])
     assert make_weight(torch.zeros(0, 40), "int8").outputs == 0
 
 

@@ -92,9 +92,9 @@ class Call(NamedTuple):
     def run(self, device: torch.device, **changes: object) -> tuple[Tensor, Tensor]:
         call = self._replace(**changes)
         moved = [value.to(device) if torch.is_tensor(value) else value for value in call]
-        out_TqV, lse_Tq = partial_attention(*moved)
-        assert (out_TqV.dtype, lse_Tq.dtype) == (self.q_TqC.dtype, torch.float32)
-        return out_TqV.cpu(), lse_Tq.cpu()
+        out_TqC, lse_Tq = partial_attention(*moved)
+        assert (out_TqC.dtype, lse_Tq.dtype) == (self.q_TqC.dtype, torch.float32)
+        return out_TqC.cpu(), lse_Tq.cpu()
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Case:
 class Truth(NamedTuple):
     """Float64, and how far each number may be from it."""
 
-    out_TqV: Tensor
+    out_TqC: Tensor
     lse_Tq: Tensor
     out_error_TqV: Tensor
     lse_error_Tq: Tensor
@@ -196,14 +196,14 @@ def assert_within(actual: Tensor, expected: Tensor, error: Tensor) -> None:
 
 def assert_equals_softmax(case: Case, device: torch.device) -> None:
     call = case.call()
-    out_TqV, lse_Tq = call.run(device)
-    if not len(out_TqV):
+    out_TqC, lse_Tq = call.run(device)
+    if not len(out_TqC):
         return
     truth = softmax_attention(call, case)
-    assert_within(out_TqV, truth.out_TqV, truth.out_error_TqV)
+    assert_within(out_TqC, truth.out_TqC, truth.out_error_TqV)
     assert_within(lse_Tq, truth.lse_Tq, truth.lse_error_Tq)
     unseeing_T = call.limits_T == 0
-    assert (out_TqV[unseeing_T] == 0).all()
+    assert (out_TqC[unseeing_T] == 0).all()
     assert (lse_Tq[unseeing_T] == -math.inf).all()
 
 
@@ -249,12 +249,12 @@ def test_the_heads_of_one_row_may_fill_several_tiles(few_rows, device):
 def test_attention_equals_the_reference(dtype, pool_dtype, device):
     case = Case([[*range(60, 80)], [33], [], [0, 7, 8]], 3, 3, dtype=dtype, pool_dtype=pool_dtype)
     call = case.call()
-    out_TqV, lse_Tq = call.run(device)
+    out_TqC, lse_Tq = call.run(device)
     truth = softmax_attention(call, case)
     k_PDkC, v_PDkC = call.kv_PADkC.unbind(1)
     expected_TqV, expected_lse_Tq = reference.partial_attention(call.q_TqC, k_PDkC, v_PDkC, *call[3:8])
     # The reference is off by as little, and rounds its output too.
-    assert_within(out_TqV, expected_TqV.double(), truth.out_error_TqV + ROUNDING[dtype] * truth.out_TqV.abs())
+    assert_within(out_TqC, expected_TqV.double(), truth.out_error_TqV + ROUNDING[dtype] * truth.out_TqC.abs())
     assert_within(lse_Tq, expected_lse_Tq.double(), 2 * truth.lse_error_Tq)
 
 
@@ -307,17 +307,17 @@ def test_a_rank_without_tokens_or_rows_needs_no_blocks(limits, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_token_gives_its_value(dtype, device):
     call = Case([[1]], dtype=dtype, pool_dtype=dtype).call()
-    out_TqV, _ = call.run(device)
-    assert torch.equal(out_TqV[0], call.kv_PADkC[call.blocks(0)[0], 1, 0].repeat_interleave(3, 0))
+    out_TqC, _ = call.run(device)
+    assert torch.equal(out_TqC[0], call.kv_PADkC[call.blocks(0)[0], 1, 0].repeat_interleave(3, 0))
 
 
 @pytest.mark.parametrize("few_rows", [1, 16])
 def test_one_token_beyond_the_limit_would_be_seen(few_rows, device):
     call = Case([[5, 5], [4, 4]]).call()
     with split_at(4096, few_rows):
-        out_TqV, _ = call.run(device, limits_T=torch.tensor([5, 6, 4, 4]))
-    assert out_TqV[1].isnan().all()
-    assert out_TqV[2:].isfinite().all()
+        out_TqC, _ = call.run(device, limits_T=torch.tensor([5, 6, 4, 4]))
+    assert out_TqC[1].isnan().all()
+    assert out_TqC[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("few_rows", [1, 16])
@@ -326,11 +326,11 @@ def test_a_limit_hides_later_tokens_that_another_row_of_the_tile_sees(few_rows, 
     changed_PADkC = call.kv_PADkC.clone()
     changed_PADkC[call.blocks(0)[0], :, 6:13] = 1e4
     with split_at(4096, few_rows):
-        out_TqV, lse_Tq = call.run(device)
+        out_TqC, lse_Tq = call.run(device)
         changed_TqV, changed_lse_Tq = call.run(device, kv_PADkC=changed_PADkC)
-    assert torch.equal(changed_TqV[1], out_TqV[1])
+    assert torch.equal(changed_TqV[1], out_TqC[1])
     assert torch.equal(changed_lse_Tq[1], lse_Tq[1])
-    assert not torch.equal(changed_TqV[0], out_TqV[0])
+    assert not torch.equal(changed_TqV[0], out_TqC[0])
 
 
 @pytest.mark.parametrize("few_rows", [1, 16])
@@ -338,9 +338,9 @@ def test_a_row_that_sees_nothing_is_0_beside_one_that_sees_infinities(few_rows, 
     call = Case([[9, 0]]).call()
     call.kv_PADkC[call.blocks(0)[0], 1, 3] = math.inf
     with split_at(4096, few_rows):
-        out_TqV, lse_Tq = call.run(device)
-    assert (out_TqV[0] == math.inf).all()
-    assert (out_TqV[1] == 0).all()
+        out_TqC, lse_Tq = call.run(device)
+    assert (out_TqC[0] == math.inf).all()
+    assert (out_TqC[1] == 0).all()
     assert (lse_Tq[1] == -math.inf).all()
 
 
@@ -349,7 +349,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype, device):
     limits = [[200], [300, 301, 302, 303], [10, 0], [*range(100, 140)], [1000]]
     call = Case(limits, dtype=dtype, pool_dtype=dtype).call()
     with split_at(256):
-        out_TqV, lse_Tq = call.run(device)
+        out_TqC, lse_Tq = call.run(device)
         for index, (start, rows) in enumerate(zip(call.row_starts_B.tolist(), map(len, limits), strict=False)):
             row_slice = slice(start, start + rows)
             alone_TqV, alone_lse_Tq = call.run(
@@ -361,20 +361,20 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype, device):
                 max_rows=rows,
                 most_tokens=max(limits[index]),
             )
-            assert torch.equal(bits(alone_TqV), bits(out_TqV[row_slice]))
+            assert torch.equal(bits(alone_TqV), bits(out_TqC[row_slice]))
             assert torch.equal(bits(alone_lse_Tq), bits(lse_Tq[row_slice]))
 
 
 def test_a_row_has_the_same_bits_alone_and_beside_other_rows_of_its_sequence(device):
     call = Case([[290, 300, 1000]], dtype=torch.bfloat16, pool_dtype=torch.bfloat16).call()
     with split_at(256):
-        out_TqV, _ = call.run(device)
+        out_TqC, _ = call.run(device)
         for row in range(3):
             one = slice(row, row + 1)
             alone_TqV, _ = call.run(
                 device, q_TqC=call.q_TqC[one], row_starts_B=torch.tensor([0, 1]), limits_T=call.limits_T[one]
             )
-            assert torch.equal(bits(alone_TqV), bits(out_TqV[one]))
+            assert torch.equal(bits(alone_TqV), bits(out_TqC[one]))
 
 
 def test_which_blocks_hold_the_tokens_changes_no_bit(device):
@@ -403,8 +403,8 @@ def test_large_scores_do_not_overflow_and_weights_sum_to_one(size, device):
     ones = call._replace(q_TqC=call.q_TqC.sign() * size, kv_PADkC=call.kv_PADkC.sign())
     ones.kv_PADkC[:, 1] = 1
     with split_at(128):
-        out_TqV, _ = ones.run(device)
-    torch.testing.assert_close(out_TqV, torch.ones_like(out_TqV), rtol=1e-6, atol=0)
+        out_TqC, _ = ones.run(device)
+    torch.testing.assert_close(out_TqC, torch.ones_like(out_TqC), rtol=1e-6, atol=0)
 
 
 def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written(device):
@@ -415,7 +415,7 @@ def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written(device):
     rows_TkC = torch.randn(2, 2, 1, 64, generator=seeded(1)).to(device)
     slots_T = torch.tensor([last * 16, last * 16 + 1], device=device)
     write_kv(*rows_TkC, kv_PADkC, scales_PADk, slots_T)
-    out_TqV, _ = partial_attention(
+    out_TqC, _ = partial_attention(
         torch.zeros(1, 1, 64, device=device),
         kv_PADkC,
         scales_PADk,
@@ -428,7 +428,7 @@ def test_pools_of_more_than_2_to_the_31_elements_are_read_and_written(device):
         max_rows=1,
         most_tokens=2,
     )
-    torch.testing.assert_close(out_TqV[0, 0], rows_TkC[1].mean(0)[0], rtol=0, atol=0.02)
+    torch.testing.assert_close(out_TqC[0, 0], rows_TkC[1].mean(0)[0], rtol=0, atol=0.02)
 
 
 def random_states(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -635,17 +635,17 @@ def test_a_graph_replays_with_other_tokens_rows_and_limits(device):
         partial_attention(*inputs)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out_TqV, lse_Tq = partial_attention(*inputs)
+            out_TqC, lse_Tq = partial_attention(*inputs)
         for call in (captured, other, captured):
             for mine, value in zip(inputs, call, strict=True):
                 if torch.is_tensor(mine):
                     mine.copy_(value)
-            out_TqV.fill_(torch.nan)
+            out_TqC.fill_(torch.nan)
             graph.replay()
             expected_TqV, expected_lse_Tq = partial_attention(*call)
-            assert torch.equal(bits(out_TqV), bits(expected_TqV))
+            assert torch.equal(bits(out_TqC), bits(expected_TqV))
             assert torch.equal(bits(lse_Tq), bits(expected_lse_Tq))
-            assert not out_TqV.isnan().any()
+            assert not out_TqC.isnan().any()
 
 
 @on_cuda_alone

@@ -93,9 +93,9 @@ class Allocation(RuleBasedStateMachine):
 
     @invariant()
     def free_lists_stay_small(self):
-        runs = self.allocator._runs
-        assert sum(len(run.ids) - run.taken for run in runs) == self.allocator._num_free
-        assert sum(len(run.ids) for run in runs[:-1]) <= 2 * NUM_BLOCKS
+        free = self.allocator._free
+        assert sum(len(freed.ids) - freed.taken for freed in free) == self.allocator._num_free
+        assert sum(len(freed.ids) for freed in free[:-1]) <= 2 * NUM_BLOCKS
 
 
 TestAllocation = Allocation.TestCase
@@ -178,13 +178,13 @@ def test_what_nobody_else_holds_comes_back_in_its_order():
     assert list(taken(allocator, 6)) == [0, 2, 3, 5, 6, 7]
 
 
-def test_a_run_that_nobody_shares_is_kept_as_it_is():
+def test_freed_ids_that_nobody_shares_are_kept_as_they_are():
     allocator = BlockAllocator(8)
     shared, ids = taken(allocator, 2), taken(allocator, 4)
     allocator.share(shared)
     allocator.set_hash(0, b"content")
     allocator.release(ids, 0)
-    assert allocator._runs[-1].ids is ids
+    assert allocator._free[-1].ids is ids
 
 
 def test_of_two_blocks_with_the_same_content_the_first_is_found():

@@ -51,10 +51,10 @@ def test_closed_forms_agree_with_the_owner_list(placement, length):
 
 @st.composite
 def continued(draw):
-    """Any policy after any owners."""
-    policy = draw(placements())
-    owners = draw(st.lists(st.integers(0, policy.kvp - 1), min_size=1, max_size=40))
-    return Continued(policy, tuple(owners))
+    """Any placement after any owners."""
+    base = draw(placements())
+    owners = draw(st.lists(st.integers(0, base.kvp - 1), min_size=1, max_size=40))
+    return Continued(base, tuple(owners))
 
 
 @given(placement=continued(), length=st.integers(0, 4000))
@@ -63,7 +63,7 @@ def test_closed_forms_agree_with_the_owner_list_after_any_owners(placement, leng
     owners = owner_list(placement, max(-(-length // block_tokens), len(placement.owners)))
     assert tuple(owners[: len(placement.owners)]) == placement.owners
     for count in range(len(placement.owners), len(owners)):
-        assert owners[count] == placement.policy.next_owner(owners[count - 1], count)
+        assert owners[count] == placement.base.next_owner(owners[count - 1], count)
     by_token = [owners[position // block_tokens] for position in range(length)]
     assert [placement.owner(position) for position in range(length)] == by_token
     held = Counter(by_token)
@@ -72,20 +72,20 @@ def test_closed_forms_agree_with_the_owner_list_after_any_owners(placement, leng
     ]
 
 
-@given(policy=placements(), num_blocks=st.integers(1, 40), length=st.integers(0, 2**40))
-def test_a_policy_that_continues_itself_goes_on_as_if_nothing_had_happened(policy, num_blocks, length):
-    placement = Continued(policy, tuple(owner_list(policy, num_blocks)))
-    assert placement.follows(policy)
-    assert (placement.start, placement.spread) == (policy.start, policy.spread)
-    assert placement.owner(length) == policy.owner(length)
-    for rank in range(policy.kvp):
-        assert placement.local_length(rank, length) == policy.local_length(rank, length)
+@given(base=placements(), num_blocks=st.integers(1, 40), length=st.integers(0, 2**40))
+def test_a_placement_that_continues_itself_goes_on_as_if_nothing_had_happened(base, num_blocks, length):
+    placement = Continued(base, tuple(owner_list(base, num_blocks)))
+    assert placement.follows(base)
+    assert (placement.start, placement.spread) == (base.start, base.spread)
+    assert placement.owner(length) == base.owner(length)
+    for rank in range(base.kvp):
+        assert placement.local_length(rank, length) == base.local_length(rank, length)
 
 
 def test_what_is_local_stays_where_its_first_blocks_are():
     placement = Continued(Local(4, 16, start=1), (3, 3))
     assert [placement.owner(position) for position in (0, 31, 32, 500)] == [3, 3, 3, 3]
-    assert not placement.follows(placement.policy)
+    assert not placement.follows(placement.base)
     assert placement.follows(Local(4, 16, start=3))
 
 

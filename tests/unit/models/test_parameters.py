@@ -96,9 +96,9 @@ def test_slices_lie_in_their_tensors_and_shapes_do_not_depend_on_the_rank(layout
         for name, source in sources_of(spec, layout, rank).items():
             assert source.shape == whole[name].shape
             assert len(source.slices) == len(source.shape)
-            for part, size in zip(source.slices, source.shape, strict=True):
-                assert part.step == 1
-                assert 0 <= part.start <= part.stop <= size
+            for items, size in zip(source.slices, source.shape, strict=True):
+                assert items.step == 1
+                assert 0 <= items.start <= items.stop <= size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)

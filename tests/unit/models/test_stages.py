@@ -14,7 +14,7 @@ from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
 from longhelix.models.weights import load
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
@@ -104,7 +104,7 @@ def make_decoder(spec, mesh):
 
 def make_stage(spec, layout, rank):
     """The decoder of a stage of one rank, and its pool."""
-    group = Group((rank,), rank, None)
+    group = RankGroup((rank,), rank, None)
     decoder = make_decoder(spec, Mesh(layout, rank, group, group, group))
     formats = {
         entry.name: KVFormat.choose(
@@ -166,7 +166,7 @@ def test_a_stages_products_are_those_of_its_layers_and_of_the_head():
 def test_tied_instances_have_the_whole_vocabulary_each_and_do_not_meet_for_it(name, rank):
     spec, token_ids_T = SPECS[name], torch.arange(SPECS[name].vocab_size)
     together = SimpleNamespace(size=2, ranks=(0, 1), index=rank)  # knows no collective
-    mesh = Mesh(Layout(kvp=2, ffn_replicas=2), rank, together, together, Group((rank,), rank, None))
+    mesh = Mesh(Layout(kvp=2, ffn_replicas=2), rank, together, together, RankGroup((rank,), rank, None))
     instance, (whole, _) = make_decoder(spec, mesh), make_stage(spec, Layout(), 0)
     hidden_TH = instance.embed(token_ids_T)
     assert torch.equal(hidden_TH, whole.embed(token_ids_T))

@@ -105,7 +105,7 @@ def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
     if not spec.has_experts(0):
         assert_fullest(perf_weights.dense_ffn(how, layouts), 0, "gate_up", "down")
     if spec.has_experts(last):
-        names = [f"experts.{i}.{part}" for i in range(spec.moe.num_experts) for part in ("gate_up", "down")]
+        names = [f"experts.{i}.{name}" for i in range(spec.moe.num_experts) for name in ("gate_up", "down")]
         held = perf_weights.num_experts(how, layouts) * perf_weights.expert(how, layouts)
         assert_fullest(held, last, *names)
         assert_fullest(perf_weights.shared_experts(how, layouts), last, "shared.gate_up", "shared.down")

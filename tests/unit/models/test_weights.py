@@ -55,7 +55,7 @@ def test_a_rank_reads_its_own_share(tensors, layout):
         assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights.values())
         for parameter in parameters:
             expected = [
-                made[source.name][tuple(slice(part.start, part.stop) for part in source.slices)]
+                made[source.name][tuple(slice(items.start, items.stop) for items in source.slices)]
                 for source in parameter.sources
             ]
             assert torch.equal(weights[parameter.name], torch.cat(expected))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longhelix.errors import PeerLostError
 from longhelix.kernels import merge_states
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.exchange import exchange
 
 pytestmark = pytest.mark.unit
@@ -73,7 +73,7 @@ def exchange_on_all_ranks(states: list[tuple[Tensor, Tensor]], heads_per_rank: l
     size = len(states)
     wire = Wire(size)
     ranks = world_ranks(size)
-    groups = [Group(ranks, rank, wire.handle(index)) for index, rank in enumerate(ranks)]
+    groups = [RankGroup(ranks, rank, wire.handle(index)) for index, rank in enumerate(ranks)]
 
     def run(index: int) -> Tensor:
         try:
@@ -172,7 +172,7 @@ def test_one_rank_holds_all_keys_and_every_rank_gets_its_outputs_bit_by_bit():
 def test_exchanged_bytes_add_up_over_calls():
     states = random_states(2, 5, 3, 8, torch.float32)
     wire = Wire(2)
-    groups = [Group((0, 1), rank, wire.handle(rank)) for rank in range(2)]
+    groups = [RankGroup((0, 1), rank, wire.handle(rank)) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(3):
             list(threads.map(exchange, *zip(*states, strict=True), groups, [[2, 1]] * 2))
@@ -180,7 +180,7 @@ def test_exchanged_bytes_add_up_over_calls():
 
 
 def test_a_group_of_one_returns_its_input_and_sends_nothing():
-    group = Group((7,), 7, None)
+    group = RankGroup((7,), 7, None)
     out_TqC, lse_Tq = torch.randn(5, 3, 8), torch.randn(5, 3)
     before = out_TqC.clone()
     assert exchange(out_TqC, lse_Tq, group, [3]) is out_TqC
@@ -189,7 +189,7 @@ def test_a_group_of_one_returns_its_input_and_sends_nothing():
 
 
 def test_a_failed_message_names_the_group_and_is_not_counted():
-    group = Group((4, 9), 9, Failing("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    group = RankGroup((4, 9), 9, Failing("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     with pytest.raises(PeerLostError, match=r"all-to-all 1 over ranks \(4, 9\): .* Connection closed by peer"):
         exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
     assert group.exchanged_bytes == 0
@@ -197,7 +197,7 @@ def test_a_failed_message_names_the_group_and_is_not_counted():
 
 
 def test_an_error_that_is_not_the_transports_stays_what_it_is():
-    group = Group((4, 9), 9, Failing("ProcessGroupGloo::alltoall_base: invalid tensor size"))
+    group = RankGroup((4, 9), 9, Failing("ProcessGroupGloo::alltoall_base: invalid tensor size"))
     with pytest.raises(RuntimeError, match="invalid tensor size") as raised:
         exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
     assert not isinstance(raised.value, PeerLostError)
@@ -210,7 +210,7 @@ def test_what_a_rank_waits_in_shows_while_it_waits():
             super().alltoall_base()
 
     handle = Looking("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    group = Group((4, 9), 9, handle)
+    group = RankGroup((4, 9), 9, handle)
     with pytest.raises(PeerLostError):
         exchange(torch.randn(5, 3, 8), torch.randn(5, 3), group, [2, 1])
     assert handle.seen == (1, "all-to-all 1 over ranks (4, 9)")

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from longhelix import Layout, UserError
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
-from longhelix.perf.collectives import Group
+from longhelix.perf.collectives import RankGroups
+from longhelix.perf.cost_item import total_seconds
 from longhelix.perf.flops import attention_flops, model_flops
 from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
-from longhelix.perf.part import total_seconds
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_parts, decode_seconds, step_parts, step_seconds
+from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
@@ -92,11 +92,11 @@ def test_better_hardware_never_slows_a_step(drawn, factor):
 @settings(deadline=None, max_examples=60)
 def test_parts_are_finite_and_not_negative(drawn):
     how, layouts, batch, context = drawn
-    for part in decode_parts(how, layouts, batch, context):
-        for values in (part.seconds, part.flops, part.hbm_bytes, part.net_bytes, part.fixed_s):
+    for item in decode_items(how, layouts, batch, context):
+        for values in (item.seconds, item.flops, item.hbm_bytes, item.net_bytes, item.fixed_s):
             assert np.isfinite(values).all()
             assert (values >= 0).all()
-        assert (part.fixed_s <= part.seconds * (1 + 1e-12)).all()
+        assert (item.fixed_s <= item.seconds * (1 + 1e-12)).all()
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
@@ -154,18 +154,18 @@ def test_published_sizes():
 
 def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_the_paper():
     how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(kvp=4, tpa=2)
-    parts = {part.name: part for part in decode_parts(how, layouts, 8.0, 1e5)}
+    items = {item.name: item for item in decode_items(how, layouts, 8.0, 1e5)}
     model = how.model
     kv = 8 * 1e5 / 4 * 2 * model.num_layers * model.num_kv_heads / 2 * model.head_size * 2
-    assert parts["attention"].hbm_bytes[0] == kv
+    assert items["attention"].hbm_bytes[0] == kv
     products = ("QKV", "output projection", "dense FFN", "head")
     embedding = model.vocab_size / 8 * model.hidden_size * 2
-    read = sum(parts[name].hbm_bytes[0] for name in products)
+    read = sum(items[name].hbm_bytes[0] for name in products)
     assert read == pytest.approx(weights_bytes(how, layouts)[0] - embedding)
     # B (H / TPA) (KVP - 1) / KVP elements and LSEs, a layer (Helix, section 2.1.2).
     elements = 8 * model.hidden_size / 2 * 3 / 4
     lses = 8 * model.num_query_heads / 2 * 3 / 4
-    assert parts["exchange"].net_bytes[0] == model.num_layers * (elements * 2 + lses * 4)
+    assert items["exchange"].net_bytes[0] == model.num_layers * (elements * 2 + lses * 4)
 
 
 @given(configurations(), st.integers(1, 10**7))
@@ -173,7 +173,7 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
 def test_exchanged_bytes_do_not_depend_on_the_context(drawn, other):
     how, layouts, batch, context = drawn
     sent = [
-        next(part for part in decode_parts(how, layouts, batch, float(length)) if part.name == "exchange").net_bytes
+        next(item for item in decode_items(how, layouts, batch, float(length)) if item.name == "exchange").net_bytes
         for length in (context, other)
     ]
     assert np.array_equal(*sent)
@@ -185,20 +185,20 @@ def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa, batch, context
     """With TPF = TPA: nothing is exchanged or merged, HOP-B changes nothing, and Wo takes the TPA share of heads."""
     how, layout = setting(name), Layout(1, tpa, tpa)
     on, off = (Layouts.of([layout], hop_b=hop_b) for hop_b in (True, False))
-    parts = {part.name: part for part in decode_parts(how, on, float(batch), float(context))}
+    items = {item.name: item for item in decode_items(how, on, float(batch), float(context))}
     assert (
         decode_seconds(how, on, float(batch), float(context))[0]
         == (decode_seconds(how, off, float(batch), float(context))[0])
     )
     for name in ("exchange", "merge"):
-        assert (parts[name].seconds[0], parts[name].net_bytes[0]) == (0, 0)
+        assert (items[name].seconds[0], items[name].net_bytes[0]) == (0, 0)
     assert on.merged_query_heads(how.heads)[0] == on.query_heads(how.heads)[0]
 
 
 def test_duplicated_kv_heads_stop_dividing_the_read():
     how = setting()
     read = [
-        next(part for part in decode_parts(how, one(tpa=tpa), 1.0, 1e6) if part.name == "attention").hbm_bytes[0]
+        next(item for item in decode_items(how, one(tpa=tpa), 1.0, 1e6) if item.name == "attention").hbm_bytes[0]
         for tpa in (4, 8, 16, 64)
     ]
     assert read[0] == 2 * read[1]
@@ -246,7 +246,7 @@ SMALL, LARGE = np.array([4e3]), np.array([1e9])
 
 
 def group(size, stride=1):
-    return Group(np.array([float(size)]), np.array([float(stride)]))
+    return RankGroups(np.array([float(size)]), np.array([float(stride)]))
 
 
 def test_collectives_of_one_rank_cost_nothing():
@@ -294,7 +294,7 @@ def test_stages_divide_a_prefill_and_not_a_decode():
 def test_kvp_divides_the_attention_of_decode_alone():
     how = setting("llama-3-8b", H100, "bfloat16")
     tied = [
-        {part.name: part for part in decode_parts(how, one(kvp=kvp, tpa=8, tpf=8, ffn_replicas=kvp), 1.0, 1e7)}
+        {item.name: item for item in decode_items(how, one(kvp=kvp, tpa=8, tpf=8, ffn_replicas=kvp), 1.0, 1e7)}
         for kvp in (1, 4)
     ]
     launched = tied[0]["attention"].fixed_s[0]
@@ -332,8 +332,8 @@ def test_latent_attention_of_a_large_chunk_is_direct_and_of_a_small_one_absorbed
     how, layouts = setting("deepseek-r1", GB200, "bfloat16"), one(kvp=1, tpa=8)
 
     def flops(rows):
-        parts = step_parts(how, layouts, Work.chunk(rows, 1e5))
-        return next(part for part in parts if part.name == "attention").flops[0]
+        items = step_items(how, layouts, Work.chunk(rows, 1e5))
+        return next(item for item in items if item.name == "attention").flops[0]
 
     mla, heads, layers = how.model.mla, 16, how.model.num_layers
 
@@ -356,7 +356,7 @@ def test_latent_attention_of_a_large_chunk_is_direct_and_of_a_small_one_absorbed
 def test_a_row_reads_few_experts_and_many_rows_all():
     how = setting("deepseek-r1")
     read = [
-        next(part for part in decode_parts(how, one(kvp=8), batch, 1e3) if part.name == "experts").hbm_bytes[0]
+        next(item for item in decode_items(how, one(kvp=8), batch, 1e3) if item.name == "experts").hbm_bytes[0]
         for batch in (1.0, 4096.0)
     ]
     moe, layers = how.model.moe, how.model.num_layers - how.model.moe.num_dense_layers
@@ -413,7 +413,7 @@ def test_the_threshold_is_where_a_request_alone_loses_a_twentieth(model, kvp):
     layouts = Layouts.of([layout], hop_b=False)
 
     def loss(length):
-        """What KVP times the attention adds, from the step's own parts."""
+        """What KVP times the attention adds, from the step's own cost items."""
         alone, spread = (decode_seconds(how, layouts, 1.0, float(n))[0] for n in (kvp * length, length))
         return alone / spread - 1
 
@@ -431,7 +431,7 @@ def test_fp4_on_hardware_without_it_is_refused():
 def test_weights_are_read_behind_all_reduces_where_the_system_does_that():
     how, layouts = setting(), one(kvp=8, tpa=8)
     ahead = replace(how, system=replace(GB200, prefetch=True))
-    before, after = ({part.name: part for part in decode_parts(each, layouts, 1.0, 1e6)} for each in (how, ahead))
+    before, after = ({item.name: item for item in decode_items(each, layouts, 1.0, 1e6)} for each in (how, ahead))
     for name, wait in (("QKV", "all-reduce after FFN"), ("dense FFN", "all-reduce after attention")):
         hidden_s = before[name].seconds[0] - after[name].seconds[0]
         read_s = before[name].hbm_bytes[0] / (GB200.memory_bytes_per_s * GB200.memory_efficiency)
@@ -447,4 +447,4 @@ def test_weights_are_read_behind_all_reduces_where_the_system_does_that():
 
 def test_parts_add_up_to_the_step():
     how, layouts = setting(), one(kvp=8, tpa=8)
-    assert total_seconds(decode_parts(how, layouts, 4.0, 1e6))[0] == decode_seconds(how, layouts, 4.0, 1e6)[0]
+    assert total_seconds(decode_items(how, layouts, 4.0, 1e6))[0] == decode_seconds(how, layouts, 4.0, 1e6)[0]

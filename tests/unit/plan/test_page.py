@@ -12,7 +12,7 @@ from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_parts, decode_seconds
+from longhelix.perf.step import decode_items, decode_seconds
 from longhelix.plan import plots, terminal
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_DRAWN, MOST_POINTS, Asked, gpu_caps, kind_of, page_data
@@ -36,8 +36,8 @@ def data():
 def tables(data):
     """Rows by name, of every table."""
     document, start, found = data.document, 0, {}
-    parts = [f"{row} {part['name']}" for row in document["part_rows"] for part in document["parts"]]
-    rows = [*document["rows"], *parts]
+    items = [f"{row} {item['name']}" for row in document["item_rows"] for item in document["items"]]
+    rows = [*document["rows"], *items]
     for key, table in document["tables"].items():
         size = len(rows) * table["points"]
         found[key] = dict(zip(rows, data.numbers[start : start + size].reshape(len(rows), -1), strict=True))
@@ -71,10 +71,10 @@ def test_a_points_numbers_are_the_performance_models(data, tables, choice):
             batch = float(row["batch"])
             assert row["ttl_s"] == pytest.approx(decode_seconds(setting, layouts, batch, context)[0], rel=1e-6)
             assert row["kv_bytes"] == pytest.approx(memory(setting, layouts, batch, context).kv_bytes[0], rel=2e-4)
-            for part in decode_parts(setting, layouts, batch, context):
-                for measure in data.document["part_rows"]:
-                    expected = getattr(part, measure)[0]
-                    assert row[f"{measure} {part.name}"] == pytest.approx(expected, rel=2e-4), part.name
+            for item in decode_items(setting, layouts, batch, context):
+                for measure in data.document["item_rows"]:
+                    expected = getattr(item, measure)[0]
+                    assert row[f"{measure} {item.name}"] == pytest.approx(expected, rel=2e-4), item.name
 
 
 def test_what_is_asked_for_keeps_the_best_at_every_speed(data, tables):
@@ -114,7 +114,7 @@ def test_caps_are_powers_of_two_and_the_most():
 def test_every_part_has_a_kind(name):
     setting = Setting(load_model(name), GB200, "fp4", "fp4")
     layouts = Layouts.of([Layout(kvp=2)])
-    assert all(kind_of(part.name) for part in decode_parts(setting, layouts, 1.0, 4096.0))
+    assert all(kind_of(item.name) for item in decode_items(setting, layouts, 1.0, 4096.0))
 
 
 def test_owners_are_the_layouts(data):

@@ -27,7 +27,7 @@ return {
   target: plot.layout.shapes?.map(({ x0 }) => x0) ?? [],
   title: document.getElementById("chosen-title").textContent,
   chosen: document.getElementById("chosen").textContent,
-  parts: document.getElementById("parts").textContent,
+  items: document.getElementById("items").textContent,
   layout: document.getElementById("layout-title").textContent,
 };
 """
@@ -98,7 +98,7 @@ def test_the_page_opens_with_what_was_asked(page):
     assert "Best within 20 ms per token" in found["title"]
     assert found["target"] == [pytest.approx(50)]
     assert "Helix" in [name for name, _, _ in found["lines"]]
-    assert "attention" in found["parts"]
+    assert "attention" in found["items"]
     assert page.find_element("id", "context-shown").text == "1M tokens"
     assert page.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
@@ -127,7 +127,7 @@ def test_the_target_moves_and_the_best_with_it(page):
     page.execute_script(SET, "ttl", 0.35)
     after = shown(page)
     assert after["target"] != before["target"]
-    assert (after["title"], after["chosen"], after["parts"]) != (before["title"], before["chosen"], before["parts"])
+    assert (after["title"], after["chosen"], after["items"]) != (before["title"], before["chosen"], before["items"])
 
 
 def test_a_target_out_of_reach_is_said_to_be(page):

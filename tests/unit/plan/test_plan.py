@@ -88,8 +88,8 @@ def test_estimate_equals_the_sweep(llama):
         one = estimate(LLAMA, Layout(**degrees), context=10**6, batch=candidate.batch, chunk=1, hop_b=hop_b)
         assert one.tokens_per_s_per_user == pytest.approx(candidate.tokens_per_s_per_user, rel=1e-12)
         assert one.tokens_per_s_per_gpu == pytest.approx(candidate.tokens_per_s_per_gpu, rel=1e-12)
-        assert one.ttl_s == pytest.approx(sum(part.seconds for part in one.parts), rel=1e-12)
-        assert all(part.source for part in one.parts)
+        assert one.ttl_s == pytest.approx(sum(item.seconds for item in one.items), rel=1e-12)
+        assert all(item.source for item in one.items)
 
 
 def test_batches_are_every_small_one_and_go_on_in_small_steps():
@@ -148,12 +148,12 @@ def test_users_and_fewest_gpus():
     assert found.best.batch >= 16
 
 
-def test_users_held_within_a_ttl_are_the_largest_batches(r1):
+def test_users_served_within_a_ttl_are_the_largest_batches(r1):
     swept, strategy = r1.sweep.points, r1.sweep.space.strategy[r1.sweep.points.layout]
-    for held in r1.users_at_ttl:
-        index = next(i for i, each in enumerate(STRATEGIES) if each.name == held.strategy)
-        within = swept.batch[(strategy == index) & (swept.ttl_s <= held.ttl_s)]
-        assert (held.most.batch if held.most else 0) == within.max(initial=0)
+    for served in r1.users_at_ttl:
+        index = next(i for i, each in enumerate(STRATEGIES) if each.name == served.strategy)
+        within = swept.batch[(strategy == index) & (swept.ttl_s <= served.ttl_s)]
+        assert (served.most.batch if served.most else 0) == within.max(initial=0)
 
 
 def test_both_targets_give_a_frontier_of_latencies_and_the_fewest_gpus():

@@ -15,13 +15,13 @@ from longhelix.kernels import ROWS, KVFormat
 from longhelix.kv import splits
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 from longhelix.request import Request, SamplingParams, Step
 from longhelix.runner import runner as runner_module
 from longhelix.runner import sampler
-from longhelix.runner.arrangement import Arrangement, Found
+from longhelix.runner.execution import Execution, Found
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.unit
 
 VOCAB, CPU = 11, torch.device("cpu")
 FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
-OP_BY_OP = Arrangement.resolve(compile=False, replay=False, whole=False, found=FOUND)
+OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
 SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB)
 
 
@@ -60,7 +60,7 @@ class Model:
 
 
 def make_runner(kvp=1, rank=0, num_blocks=64):
-    groups = (Group((0,), 0, None),) * 3
+    groups = (RankGroup((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
         alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "waited_s": 0.0}
         group = SimpleNamespace(index=rank, traffic=Traffic(), broadcast=lambda tokens_S: tokens_S, **alone)
@@ -134,13 +134,13 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
         scheduler.add(make_request(id, 5, 4, logprobs=2))
     runner.model.broken = {1}
     broadcasts = []
-    broadcast = Group.broadcast
+    broadcast = RankGroup.broadcast
 
     def counted(group, tokens_S):
         broadcasts.append(tokens_S.tolist())
         return broadcast(group, tokens_S)
 
-    monkeypatch.setattr(Group, "broadcast", counted)
+    monkeypatch.setattr(RankGroup, "broadcast", counted)
     first, second, third = runner.execute(scheduler.schedule(0.0)).sampled
     assert (second.token_id, second.error) == (
         0,

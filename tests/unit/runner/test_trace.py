@@ -14,7 +14,7 @@ from torch.futures import Future
 from longhelix.errors import UserError
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
-from longhelix.parallel.collectives import Group
+from longhelix.parallel.collectives import RankGroup
 from longhelix.runner.trace import TraceEvent, TraceFile
 from longhelix.runner.tracer import Tracer
 
@@ -69,7 +69,7 @@ def layer_of(parts):
         parts=parts,
     )
     tracer = Tracer(torch.device("cpu"))
-    group = Group((0, 1), 0, SlowLink(), tracer)
+    group = RankGroup((0, 1), 0, SlowLink(), tracer)
     q_TqC = torch.arange(ROWS * HEADS * SIZE, dtype=torch.float32).view(ROWS, HEADS, SIZE)
     out_TnC = attend_and_exchange(q_TqC, None, batch, 1.0, group, [2, 2], attend, tracer)
     return out_TnC, tracer.take(), group.waited_s

@@ -186,7 +186,7 @@ def test_blocks_are_free_after_the_last_of_those_that_share_them(ends):
 
 
 @pytest.mark.parametrize("tail", [0, 3])
-def test_a_request_goes_on_by_its_own_policy_after_another_ones_blocks(tail):
+def test_a_request_goes_on_by_its_own_placement_after_another_ones_blocks(tail):
     """A short donor on one rank; a long request that begins with its blocks is spread over all ranks, and the other
     way round."""
     asked = config(kvp=3, placement="auto", kvp_threshold_tokens=40, num_blocks=64)

@@ -669,11 +669,11 @@ def test_a_request_is_placed_by_its_lengths():
 
 
 @pytest.mark.parametrize(
-    ("threshold_tokens", "policy"), [(0, "striped"), (9, "striped"), (10, "growing"), (19, "growing"), (20, "local")]
+    ("threshold_tokens", "name"), [(0, "striped"), (9, "striped"), (10, "growing"), (19, "growing"), (20, "local")]
 )
-def test_the_threshold_counts_the_prompt_and_what_may_come(threshold_tokens, policy):
+def test_the_threshold_counts_the_prompt_and_what_may_come(threshold_tokens, name):
     settings = config(placement="auto", kvp_threshold_tokens=threshold_tokens)
-    assert settings.policy(prompt_tokens=10, capacity_tokens=20) == policy
+    assert settings.placement_of(prompt_tokens=10, capacity_tokens=20) == name
 
 
 def test_short_requests_take_turns_over_the_ranks():

@@ -53,13 +53,13 @@ def partial_attention(
     max_rows: int,
     most_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed rows over this rank's part of their KV: `ops.partial_attention` over one pool.
+    """Attention of packed rows over this rank's shard of their KV: `ops.partial_attention` over one pool.
 
     q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
     scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows,
     most_tokens: no sequence has more rows, no row sees more. They and the shapes decide the launches; nothing is read
     back from the device. No limit may exceed most_tokens or its sequence's blocks, which is not checked. Returns
-    out_TqV (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
+    out_TqC (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
     SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each sequence, and as many at a
     time as `splits.STATES_BYTES` holds.
     """
@@ -72,10 +72,10 @@ def partial_attention(
     assert extents_B2.is_contiguous()
     assert num_arrays == 1 or value_size == key_size
     assert (scales_PADk is None) == (kv_PADkC.dtype in _DOT_DTYPES)
-    out_TqV = q_TqC.new_empty(num_rows, num_query_heads, value_size)
+    out_TqC = q_TqC.new_empty(num_rows, num_query_heads, value_size)
     lse_Tq = q_TqC.new_empty(num_rows, num_query_heads, dtype=torch.float32)
     if num_rows == 0:
-        return out_TqV, lse_Tq
+        return out_TqC, lse_Tq
     group = num_query_heads // num_kv_heads
     dot_dtype = q_TqC.dtype if scales_PADk is not None else torch.promote_types(q_TqC.dtype, kv_PADkC.dtype)
     few, many = (_FLOAT32, _FLOAT32) if dot_dtype == torch.float32 else (_FEW, _MANY)
@@ -124,21 +124,21 @@ def partial_attention(
 
     def attend_split(sequences: range) -> None:
         states = num_splits, len(sequences) * slots, num_query_heads
-        out_NXqV = q_TqC.new_empty(*states, value_size, dtype=torch.float32)
+        out_NXqC = q_TqC.new_empty(*states, value_size, dtype=torch.float32)
         lse_NXq = q_TqC.new_empty(states, dtype=torch.float32)
-        attend(out_NXqV, lse_NXq, tile, range(1, FEW_ROWS + 1), num_splits, sequences)
+        attend(out_NXqC, lse_NXq, tile, range(1, FEW_ROWS + 1), num_splits, sequences)
         rows = row_starts_B, limits_T, sequences, slots
-        merge_splits(out_NXqV, lse_NXq, *rows, SPLIT_TOKENS, FEW_ROWS, out_TqV, lse_Tq)
+        merge_splits(out_NXqC, lse_NXq, *rows, SPLIT_TOKENS, FEW_ROWS, out_TqC, lse_Tq)
 
     if num_splits > 1:
         at_once = splits.sequences_at_once(splits.state_bytes(num_splits, slots, num_query_heads, value_size))
         for first in range(0, num_sequences, at_once):
             attend_split(range(first, min(first + at_once, num_sequences)))
     else:
-        attend(out_TqV, lse_Tq, tile, range(1, FEW_ROWS + 1), 1, range(num_sequences))
+        attend(out_TqC, lse_Tq, tile, range(1, FEW_ROWS + 1), 1, range(num_sequences))
     if max_rows > FEW_ROWS:
-        attend(out_TqV, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1, range(num_sequences))
-    return out_TqV, lse_Tq
+        attend(out_TqC, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1, range(num_sequences))
+    return out_TqC, lse_Tq
 
 
 def _padded(size: int) -> int:

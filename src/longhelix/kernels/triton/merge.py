@@ -77,7 +77,7 @@ def _merge_states(
 
 
 def merge_splits(
-    out_NXqV: Tensor,
+    out_NXqC: Tensor,
     lse_NXq: Tensor,
     row_starts_B: Tensor,
     limits_T: Tensor,
@@ -85,21 +85,21 @@ def merge_splits(
     slots: int,
     split_tokens: int,
     most_rows: int,
-    out_TqV: Tensor,
+    out_TqC: Tensor,
     lse_Tq: Tensor,
 ) -> None:
-    """Merge the states of N splits (float32) into the rows of out_TqV, lse_Tq whose sequences have at most `most_rows`.
+    """Merge the states of N splits (float32) into the rows of out_TqC, lse_Tq whose sequences have at most `most_rows`.
 
     X counts `slots` for each of `sequences`, one per row. Which splits hold a state follows from limits_T.
     """
-    _, num_slots, num_query_heads, value_size = out_NXqV.shape
+    _, num_slots, num_query_heads, value_size = out_NXqC.shape
     padded = triton.next_power_of_2(value_size)
     _merge_splits[num_slots, num_query_heads](
-        out_NXqV,
+        out_NXqC,
         lse_NXq,
         row_starts_B,
         limits_T,
-        out_TqV,
+        out_TqC,
         lse_Tq,
         slots,
         sequences.start,

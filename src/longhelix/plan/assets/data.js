@@ -8,7 +8,7 @@ async function inflated(id) {
 const plan = await (await inflated("document")).json();
 const numbers = new Float32Array(await (await inflated("numbers")).arrayBuffer());
 
-const rows = [...plan.rows, ...plan.part_rows.flatMap((row) => plan.parts.map((part) => `${row} ${part.name}`))];
+const rows = [...plan.rows, ...plan.item_rows.flatMap((row) => plan.items.map((item) => `${row} ${item.name}`))];
 const rowIndex = Object.fromEntries(rows.map((row, index) => [row, index]));
 
 let nextStart = 0;
@@ -40,9 +40,9 @@ function configuration(table, point) {
   const found = { gpus: gpusOf(table, point), ...speeds(table, point) };
   for (const row of plan.rows) found[row] = value(table, row, point);
   found.strategy = plan.strategies[found.strategy];
-  found.parts = plan.parts.map((part) => ({
-    ...part,
-    ...Object.fromEntries(plan.part_rows.map((row) => [row, value(table, `${row} ${part.name}`, point)])),
+  found.items = plan.items.map((item) => ({
+    ...item,
+    ...Object.fromEntries(plan.item_rows.map((row) => [row, value(table, `${row} ${item.name}`, point)])),
   }));
   const stage = ["kvp", "tpa", "tpf", "ep", "ffn_replicas"].map((degree) => found[degree]).join(" ");
   // Stages that are too large to draw have no owners.

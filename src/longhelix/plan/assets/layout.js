@@ -48,7 +48,7 @@ function sequenceOf(layout, rank) {
 
 function ffnOf(layout, rank) {
   const { tpf, ffn_replicas: copies } = layout.chosen;
-  const columns = tpf === 1 ? "all columns" : `column part ${rank.tpf_rank} of ${tpf}`;
+  const columns = tpf === 1 ? "all columns" : `column shard ${rank.tpf_rank} of ${tpf}`;
   const experts = plan.num_experts > 1 ? `${range(rank.experts, "expert")}, ` : "";
   return experts + columns + (copies > 1 ? `, in one of ${copies} copies` : "");
 }

@@ -1,38 +1,38 @@
-// Where a step's time goes: one bar, and the parts as a table.
+// Where a step's time goes: one bar, and the cost items as a table.
 
 const LEAST_SHARE = 0.01;
 
-function shownParts(parts, total) {
-  const shown = parts.filter((part) => part.seconds >= LEAST_SHARE * total);
-  const rest = parts.filter((part) => part.seconds > 0 && part.seconds < LEAST_SHARE * total);
+function shownItems(items, total) {
+  const shown = items.filter((item) => item.seconds >= LEAST_SHARE * total);
+  const rest = items.filter((item) => item.seconds > 0 && item.seconds < LEAST_SHARE * total);
   if (rest.length > 1) {
-    const sum = { name: plural(rest.length, "part") + " under 1%", kind: "other" };
-    for (const row of plan.part_rows) sum[row] = rest.reduce((total, part) => total + part[row], 0);
+    const sum = { name: plural(rest.length, "item") + " under 1%", kind: "other" };
+    for (const row of plan.item_rows) sum[row] = rest.reduce((total, item) => total + item[row], 0);
     return [...shown, sum];
   }
   return [...shown, ...rest];
 }
 
-function partRow(part, total, longest) {
-  const bar = element("div", { class: "length", style: `width:${(100 * part.seconds) / longest}%` });
-  bar.style.background = `var(--kind-${part.kind})`;
+function itemRow(item, total, longest) {
+  const bar = element("div", { class: "length", style: `width:${(100 * item.seconds) / longest}%` });
+  bar.style.background = `var(--kind-${item.kind})`;
   return element("tr", {},
-    element("th", { scope: "row" }, part.name),
-    element("td", {}, time(part.seconds)),
-    element("td", { class: "lengths", title: `${digits((100 * part.seconds) / total)}% of the step` }, bar),
-    element("td", {}, scaled(part.flops, "")),
-    element("td", {}, scaled(part.hbm_bytes, "B")),
-    element("td", {}, scaled(part.net_bytes, "B")));
+    element("th", { scope: "row" }, item.name),
+    element("td", {}, time(item.seconds)),
+    element("td", { class: "lengths", title: `${digits((100 * item.seconds) / total)}% of the step` }, bar),
+    element("td", {}, scaled(item.flops, "")),
+    element("td", {}, scaled(item.hbm_bytes, "B")),
+    element("td", {}, scaled(item.net_bytes, "B")));
 }
 
 function drawStep(chosen) {
   const total = chosen.ttl_s;
-  const parts = shownParts(chosen.parts, total);
-  const longest = Math.max(...parts.map((part) => part.seconds));
+  const items = shownItems(chosen.items, total);
+  const longest = Math.max(...items.map((item) => item.seconds));
   document.getElementById("step-title").textContent = `One step on one GPU: ${time(total)}`;
-  document.querySelector("#parts tbody").replaceChildren(...parts.map((part) => partRow(part, total, longest)));
+  document.querySelector("#items tbody").replaceChildren(...items.map((item) => itemRow(item, total, longest)));
   const kinds = new Map();
-  for (const part of chosen.parts) kinds.set(part.kind, (kinds.get(part.kind) ?? 0) + part.seconds);
+  for (const item of chosen.items) kinds.set(item.kind, (kinds.get(item.kind) ?? 0) + item.seconds);
   const shown = [...kinds].filter(([, seconds]) => seconds > 0);
   const words = shown.map(([kind, seconds]) => `${kind} ${digits((100 * seconds) / total, 2)}%`);
   const bar = document.getElementById("bar");

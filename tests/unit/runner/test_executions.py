@@ -1,4 +1,4 @@
-"""The runner on one rank in each of its arrangements: the same tokens, and what it says of itself."""
+"""The runner on one rank in each of its executions: the same tokens, and what it says of itself."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ from longhelix.models.weights import load
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import layers as layers_module
-from longhelix.runner.arrangement import Arrangement
+from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find
 from longhelix.runner.runner import ModelRunner
@@ -67,8 +67,8 @@ def make_runner(compile, replay, spans=UNTRACED, graphs=False):
     mesh = Mesh.build(Layout(), 0, spans=spans)
     model = Decoder(SPEC, mesh, weights, "float32", UNTRACED if compile else spans)
     pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, CPU)}, LAYERS, 16, CPU)
-    arrangement = Arrangement.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
-    runner = ModelRunner(SPEC, mesh, model, pool, arrangement, spans=spans)
+    execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
+    runner = ModelRunner(SPEC, mesh, model, pool, execution, spans=spans)
     if graphs:
         runner.layers = GraphedLayers(runner.layers, mesh, capture=run_again)
     return runner
@@ -110,7 +110,7 @@ def expected():
         pytest.param(True, False, True, marks=needs_compiler, id="compiled in graphs"),
     ],
 )
-def test_every_arrangement_chooses_the_same_tokens(expected, compile, replay, graphs):
+def test_every_execution_chooses_the_same_tokens(expected, compile, replay, graphs):
     torch.compiler.reset()
     runner = make_runner(compile, replay, graphs=graphs)
     tokens, steps = tokens_of(runner)
@@ -119,8 +119,8 @@ def test_every_arrangement_chooses_the_same_tokens(expected, compile, replay, gr
     # Tapes run their layers out of sight, and so does the compiler; what stands for a graph's replay is Python.
     seen, op_by_op = runner.progress().layers, LAYERS * steps
     assert seen == 0 if compile else seen < op_by_op if replay else seen > op_by_op
-    assert runner.arrangement.packed == (native.module is not None)
-    assert (runner.arrangement.overlaps, runner.arrangement.sums_in_rank_order) == (False, True)
+    assert runner.execution.packed == (native.module is not None)
+    assert (runner.execution.overlaps, runner.execution.sums_in_rank_order) == (False, True)
 
 
 @needs_native

@@ -1,4 +1,4 @@
-"""How a rank runs a step: resolved once at its start, from what was asked for and from what it finds."""
+"""How a rank runs its layers: resolved once when it starts, from what was asked for and from what the rank finds."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,9 +6,12 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank finds. device: "cpu" or "cuda". native: this install has the native kernels. overlaps: what the KVP
-    ranks exchange travels while they compute. sums_in_rank_order: so do all sums over ranks. packed: the pool and all
-    products are."""
+    """What a rank finds when it starts.
+
+    device: "cpu" or "cuda". native: this install has the native kernels. overlaps: exchanges between KVP ranks travel
+    while the ranks compute. sums_in_rank_order: sums over ranks add in rank order, so their bits repeat. packed: the
+    pool and all weights are packed for the native kernels.
+    """
 
     device: str
     native: bool
@@ -18,16 +21,17 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """compiled: all layers are one graph of the compiler. tapes, graphs: decode steps on a CPU run from tapes, all
-    steps on a GPU from CUDA graphs; with neither, layers run op by op or as they are compiled.
+class Execution:
+    """How a rank runs its layers.
 
-    overlaps: as found; another model of the links follows from it. parts: a batch may attend in parts (HOP-B).
+    compiled: all layers are one graph of torch.compile. tapes: decode steps on a CPU run from tapes. graphs: steps on a
+    GPU run from CUDA graphs. With none of the three, layers run op by op.
+
+    overlaps: as found; the cost model of the links depends on it. parts: a batch may attend in parts (HOP-B).
     sees_waits: the time that a rank waits for exchanges is measured. sums_in_rank_order: as found. packed: no kernel is
-    a reference. compiles: shapes that are new may call a compiler, so that steps of all of them run before the first
-    request.
+    a reference kernel. compiles: a new shape may call a compiler, so steps of all shapes run before the first request.
 
-    `parts` changes which collectives run, so that all ranks must have it; in the others ranks may differ.
+    `parts` changes which collectives run: a batch attends in parts only if all ranks can. Ranks may differ in the rest.
     """
 
     compiled: bool
@@ -42,7 +46,7 @@ class Arrangement:
 
     @classmethod
     def resolve(cls, compile: bool, replay: bool, whole: bool, found: Found) -> Self:
-        """compile, replay: as in EngineConfig. whole: attention is planned for whole batches, as FlashInfer's is."""
+        """compile, replay: as in EngineConfig. whole: attention must see whole batches, as FlashInfer does."""
         on_gpu = found.device == "cuda"
         return cls(
             compiled=compile,

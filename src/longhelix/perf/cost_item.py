@@ -1,4 +1,4 @@
-"""Parts of a step: what a rank computes, reads and sends, and how long that takes."""
+"""The cost items of a step: what a rank computes, reads and sends, and how long each takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from longhelix.perf.setting import Setting
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a step on the critical path, arrays over layouts.
+class CostItem:
+    """One kernel, or collective, of a step on the critical path; arrays over layouts.
 
     hbm_bytes: read and written by one rank; net_bytes: sent by one rank. fixed_s: that much of `seconds` are fixed
     costs of kernels and collectives. compute_bound: arithmetic takes longer than memory.
@@ -25,9 +25,9 @@ class Part:
     fixed_s: Array
     compute_bound: Mask
 
-    def times(self, count: float | Array) -> "Part":
+    def times(self, count: float | Array) -> "CostItem":
         """The same, `count` times."""
-        return Part(
+        return CostItem(
             self.name,
             self.seconds * count,
             self.flops * count,
@@ -37,7 +37,7 @@ class Part:
             self.compute_bound,
         )
 
-    def where(self, mask: Mask) -> "Part":
+    def where(self, mask: Mask) -> "CostItem":
         """The same where `mask` holds, and nothing elsewhere."""
         return self.times(np.where(mask, 1.0, 0.0))
 
@@ -52,7 +52,7 @@ def kernels(
     dtype: str = "bfloat16",
     count: float | Array = 1.0,
     compute_efficiency: float | None = None,
-) -> Part:
+) -> CostItem:
     """`count` kernels that take the longer of arithmetic and memory, and a fixed cost each (roofline)."""
     efficiency = setting.system.compute_efficiency if compute_efficiency is None else compute_efficiency
     zeros = layouts.zeros
@@ -60,18 +60,18 @@ def kernels(
     memory_s = hbm_bytes / (system.memory_bytes_per_s * system.memory_efficiency * share)
     compute_s = flops / (system.rate(dtype) * efficiency * share)
     fixed_s = zeros + count * system.kernel_s
-    return Part(
+    return CostItem(
         name, np.maximum(memory_s, compute_s) + fixed_s, zeros + flops, zeros + hbm_bytes, zeros, fixed_s,
         compute_s > memory_s,
     )  # fmt: skip
 
 
-def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> Part:
+def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostItem:
     """A collective, or a send."""
     zeros = np.zeros_like(seconds)
-    return Part(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros_like(seconds, dtype=np.bool_))
+    return CostItem(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros_like(seconds, dtype=np.bool_))
 
 
-def total_seconds(parts: Iterable[Part]) -> Array:
+def total_seconds(items: Iterable[CostItem]) -> Array:
     # numpy's own sum has another order of additions, and so other bits, for one layout than for many.
-    return sum((part.seconds for part in parts), np.zeros(1))
+    return sum((item.seconds for item in items), np.zeros(1))

@@ -8,7 +8,7 @@ import pytest
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _layers_run
 from longhelix.errors import UserError
-from longhelix.runner.arrangement import Arrangement, Found
+from longhelix.runner.execution import Execution, Found
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +36,7 @@ def test_every_combination(device, native, transport):
     overlaps, rank_order = OVERLAPS[transport], transport in ("alone", "shared memory")
     for compile, replay, whole, packed in itertools.product(BOTH, repeat=4):
         found = Found(device, native, overlaps, rank_order, packed)
-        made = Arrangement.resolve(compile, replay, whole, found)
+        made = Execution.resolve(compile, replay, whole, found)
         assert (made.compiled, made.tapes, made.graphs) == FLAGS[LAYERS[device, native][compile, replay]]
         assert (made.overlaps, made.sums_in_rank_order) == (overlaps, rank_order)
         assert made.parts == (transport in ("gloo", "NCCL") and not compile and not whole)
@@ -49,7 +49,7 @@ def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone()
     """Whether a rank has native kernels, or could pack its weights, is its own; the transport is that of all."""
     for compile, replay, whole, overlaps in itertools.product(BOTH, repeat=4):
         ranks = [
-            Arrangement.resolve(compile, replay, whole, Found("cpu", native, overlaps, not overlaps, packed))
+            Execution.resolve(compile, replay, whole, Found("cpu", native, overlaps, not overlaps, packed))
             for native, packed in itertools.product(BOTH, repeat=2)
         ]
         assert len({rank.parts for rank in ranks}) == 1
