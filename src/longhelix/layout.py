@@ -256,7 +256,7 @@ def _degree(name: str, degree: object) -> int:
 
 
 def _stages(layers: object, pp: int) -> tuple[int, ...]:
-    counts = items("stage_layers", layers, _MOST_RANKS, "numbers of layers")
+    counts = items("stage_layers", layers, _MOST_RANKS, "numbers of layers", code="invalid_layout")
     if len(counts) != pp:
         raise UserError(
             f"stage_layers has {len(counts)} stages, but pp is {pp}: give a number of layers for each stage",

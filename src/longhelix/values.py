@@ -8,7 +8,7 @@ the sentence "NAME is VALUE: set it to ...".
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from longhelix.errors import UserError
 
@@ -79,15 +79,15 @@ def one_of(name: str, value: object, known: Sequence[str], code: str = "invalid_
     return str.__str__(value)
 
 
-def items(name: str, value: object, most: int, of: str) -> tuple[object, ...]:
+def items(name: str, value: object, most: int, of: str, code: str = "invalid_argument") -> tuple[object, ...]:
     """The items of a list, a tuple or the like, `most` at the most; `of` says what they are to be."""
     if isinstance(value, (str, bytes)):
-        raise UserError(f"{name} is the string {shown(value)}: give a tuple of {of}")
-    if not (isinstance(value, Iterable) and isinstance(value, Sized)):
-        raise refused(name, value, f"a tuple of {of}")
+        raise UserError(f"{name} is the string {shown(value)}: give a tuple of {of}", code)
+    if not (isinstance(value, Iterable) and isinstance(value, Sized)) or isinstance(value, Mapping):
+        raise refused(name, value, f"a tuple of {of}", code)
     try:
         if len(value) <= most:
             return tuple(value)
     except Exception as error:  # of whatever users make
-        raise refused(name, value, f"a tuple of {of}") from error
-    raise UserError(f"{name} has {len(value)} {of}: give at most {most}")
+        raise refused(name, value, f"a tuple of {of}", code) from error
+    raise UserError(f"{name} has {len(value)} {of}: give at most {most}", code)

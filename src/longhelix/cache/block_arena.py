@@ -21,13 +21,13 @@ class BlockArena:
     """One run of memory that never moves, `blocks_X`, with an extent of ids for each sequence, in position order.
 
     Extents are opened one behind the other, with room for all that their sequences may ever need; at the end of the
-    memory those that live move together. Together they have at most `num_blocks` ids, and the memory has room for twice
+    memory those that live move together. Together they have at most `num_ids` ids, and the memory has room for twice
     as many: between two moves as many are opened as a move can move, so that an id costs the same however many there
     are. Steps are prepared on the host and run on `device`: where that is a GPU, it has a copy.
     """
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
-        self._host_X = torch.zeros(2 * num_blocks, dtype=torch.int64)
+    def __init__(self, num_ids: int, device: torch.device) -> None:
+        self._host_X = torch.zeros(2 * num_ids, dtype=torch.int64)
         self.blocks_X = self._host_X.to(device)
         self._ids: NDArray[np.int64] = self._host_X.numpy()
         self._live: dict[Extent, None] = {}

@@ -36,9 +36,9 @@ class Arrangement(Protocol):
 
 
 class Rows:
-    """A tensor (P, A, D, k, C) of numbers; A is [keys, values], both of C channels, or [keys] alone where values are the
-    first channels of the keys (MLA, absorbed). Narrow numbers have float32 scales (P, A, D, k) beside them. GPUs and
-    the reference read them."""
+    """A tensor (P, A, D, k, C) of numbers; A is [keys, values], both of C channels, or [keys] alone where values are
+    the first channels of the keys (MLA, absorbed). Narrow numbers have float32 scales (P, A, D, k) beside them. GPUs
+    and the reference read them."""
 
     name = "rows"
 

@@ -4,6 +4,7 @@ Every placement is a list of owners; the closed forms below say the same without
 attention over a set of keys may be split over any partition of that set (docs/attention.md).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -166,6 +167,11 @@ class Continued:
         return all(placement.owner(index * self.block_tokens) == owner for index, owner in enumerate(self.owners))
 
     @cached_property
+    def blocks_by_owner(self) -> Counter[int]:
+        """How many of the blocks each KVP rank has."""
+        return Counter(self.owners)
+
+    @cached_property
     def _turn(self) -> int:
         """How many ranks lie between the next owner and the one that `base` would choose without these blocks."""
         return self.base.next_owner(self.owners[-1], len(self.owners)) - self.base.owner(self.tokens)
@@ -184,7 +190,7 @@ class Continued:
             return self.owners[:blocks].count(rank) * self.block_tokens + rest * (self.owners[blocks] == rank)
         turned = (rank - self._turn) % self.kvp
         added = self.base.local_length(turned, length) - self.base.local_length(turned, self.tokens)
-        return self.owners.count(rank) * self.block_tokens + added
+        return self.blocks_by_owner[rank] * self.block_tokens + added
 
 
 PLACEMENTS = ("striped", "growing", "local")

@@ -64,6 +64,7 @@ class Decoder(nn.Module):
         self.head = make_weight(head_vH, weight_dtype) if layout.has_head(rank) else None
         shared = self.head is not None and self.head.has_rows and head_vH is embedding_vH
         self.embedding = self.head if shared else _plain(embedding_vH, weight_dtype)
+        assert not weights, f"declared, but not used: {list(weights)}"
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with. A weight of which the rank has nothing is left out."""

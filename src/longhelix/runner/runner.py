@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.kernels.flashinfer import PageLists
+from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
@@ -60,7 +61,7 @@ class ModelRunner:
         self.sequences: dict[int, SequenceState] = {}
         self.decoding: dict[int, SequenceState] = {}  # those with a row in every step, in the order of its rows
         self._step_id = 0
-        self.arena = BlockArena(pool.num_blocks, self.device)
+        self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
         self._spans = spans
 
     @torch.inference_mode()

@@ -78,7 +78,7 @@ class Tracer(Spans):
 
     def layer(self, index: int | None) -> None:
         self._layer = {} if index is None else {"layer": index}
-        self._attended = []
+        self._attended, self._part = [], {}
 
     def begin(self, name: str, kind: str = "compute", part: int | None = None) -> _Span:
         if part is not None:

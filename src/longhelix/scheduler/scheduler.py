@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block, BlockAllocator
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator
 from longhelix.kv.placement import Continued, Local, Placement
 from longhelix.request import Chunk, NewSequence, Request, SampledToken, Step, StepResult, Work
 from longhelix.scheduler.chunk_rule import ChunkRule, FixedChunks
@@ -60,6 +60,7 @@ class Scheduler:
         self._cut = cut
         self._prefixes = prefixes
         self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
+        self._listed = [0] * config.kvp  # block ids that the running sequences may come to have, shared ones each time
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # cancelled anywhere at the cost of one
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
@@ -173,8 +174,9 @@ class Scheduler:
         self._prompts.pop(request_id, None)
         if seq in self._decodes:
             self._decodes.leave(seq)
-        for allocator, block_ids, reserved in zip(self._allocators, seq.block_ids, seq.reserved, strict=True):
-            allocator.release(block_ids, reserved)
+        for rank, (block_ids, reserved) in enumerate(zip(seq.block_ids, seq.reserved, strict=True)):
+            self._listed[rank] -= len(block_ids) + reserved
+            self._allocators[rank].release(block_ids, reserved)
         self._ended.append(request_id)
         return self._kv_tokens_per_rank(seq)
 
@@ -209,6 +211,10 @@ class Scheduler:
             reserved = [count - shared[rank] for rank, count in enumerate(needed)]
             if any(count > allocator.available for count, allocator in zip(reserved, self._allocators, strict=True)):
                 break
+            listed = [count + more for count, more in zip(self._listed, needed, strict=True)]
+            if max(listed) > IDS_PER_BLOCK * self.config.num_blocks:
+                break
+            self._listed = listed
             for count, allocator in zip(reserved, self._allocators, strict=True):
                 allocator.reserve(count)
             del self._waiting[request.id]

@@ -127,8 +127,8 @@ class Ranks:
 
 
 class Watch:
-    """Ends ranks that take too long, and ranks of which one has gone, by a signal or with an error: the others might wait
-    for it forever.
+    """Ends ranks that take too long, and ranks of which one has gone, by a signal or with an error: the others might
+    wait for it forever.
 
     error: why the ranks were ended; None while they run, and if they ended by themselves.
     """

@@ -6,11 +6,13 @@ from itertools import takewhile
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import VOCAB, WHOLE, Engine, expected_output
 
-from longhelix.kv.blocks import Block
+from longhelix.cache.block_arena import BlockArena
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import NewSequence, Request, SamplingParams, Step
 from longhelix.scheduler.config import SchedulerConfig
@@ -348,3 +350,28 @@ def test_messages_carry_copies_and_what_is_cached():
     new = NewSequence(3, SamplingParams(), 0, 9, (1,), False, 3, (target,), b"1234")
     step = Step(7, (new,), copies=((source, target),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
+
+
+def test_sequences_that_share_list_no_more_ids_than_workers_have_room_for():
+    """All share the blocks of the first: they take next to nothing of the pool, and ids of their own all the same."""
+    settings = config(kvp=1, num_blocks=40, max_running=64)
+    long = [index % VOCAB for index in range(100)]
+    requests = [request(id, [*long, id], 20) for id in range(12)]
+    engine = engine_with(Beginnings(whole=True), settings)
+    engine.add(requests[0])
+    engine.step()
+    for one in requests[1:]:
+        engine.add(one)
+    arena, extents, most = BlockArena(IDS_PER_BLOCK * settings.num_blocks, torch.device("cpu")), {}, 0
+    seen = 0
+    while engine.scheduler.has_work:
+        for step in engine.runner.steps[seen:]:
+            for id in step.ended:
+                arena.close(extents.pop(id))
+            for new in step.new:
+                extents[new.id] = arena.open(new.blocks_per_rank[0])
+            most = max(most, len(extents))
+        seen = len(engine.runner.steps)
+        engine.step()
+    assert 1 < most < len(requests)  # the ids are what they wait for: blocks there are for all of them
+    assert_outputs(engine, *requests)
