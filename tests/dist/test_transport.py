@@ -10,7 +10,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.request import Step, StepResult
-from longhelix.runner.arrangement import Arrangement, Found
+from longhelix.runner.execution import Execution, Found
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
 from longhelix.workers.transport import (
@@ -39,7 +39,7 @@ FROM_WORKERS = [
     Alive(Progress(3, 5, "all-reduce 5", 2)),
     Loaded(2**40),
     Warmed(0.25),
-    Ready(Arrangement.resolve(compile=False, replay=True, whole=False, found=FOUND)),
+    Ready(Execution.resolve(compile=False, replay=True, whole=False, found=FOUND)),
     Done(StepResult(7, (), 1, 0, fingerprint=2**64 - 1)),
     Traced([TraceEvent("attention", "compute", 1.5, 2.5, {"layer": 3})]),
     RowCounts([[1, 2], []]),
