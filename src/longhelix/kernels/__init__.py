@@ -1,10 +1,9 @@
 """Local kernels. One op = signature with shapes, reference (the truth), fast forms, fake."""
 
-from longhelix.kernels.arrangement import ROWS, TILES
 from longhelix.kernels.attention import merge_states, partial_attention
 from longhelix.kernels.direct import can_expand, direct_attention, expand_latents
 from longhelix.kernels.experts import Experts, route, run_experts
-from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.layer import ROWS, TILES, KVFormat, KVLayer
 from longhelix.kernels.products import linear, take_rows
 from longhelix.kernels.reference import rms_norm, rotate_heads
 from longhelix.kernels.weight import PANELS, PLAIN, Weight, make_weight

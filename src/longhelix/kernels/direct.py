@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longhelix.kernels import native, reference
-from longhelix.kernels.arrangement import ROWS, TILES
 from longhelix.kernels.attention import partial_attention
-from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.layer import ROWS, TILES, KVFormat, KVLayer
 from longhelix.kernels.library import dense, format_arguments, is_compiling, layer_of, library
 from longhelix.kernels.numbers import STORED
 

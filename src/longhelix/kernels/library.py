@@ -9,8 +9,7 @@ than a small kernel does.
 import torch
 from torch import Tensor
 
-from longhelix.kernels.arrangement import ARRANGEMENTS
-from longhelix.kernels.layer import KVFormat, KVLayer
+from longhelix.kernels.layer import ARRANGEMENTS, KVFormat, KVLayer
 
 library = torch.library.Library("longhelix", "DEF")
 is_compiling = torch.compiler.is_compiling

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
-from longhelix.kernels.arrangement import TILES
-from longhelix.kernels.layer import KVLayer
+from longhelix.kernels.layer import TILES, KVLayer
 from longhelix.kernels.library import (
     dense,
     dense_rows,
