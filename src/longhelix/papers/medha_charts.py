@@ -7,6 +7,7 @@ from longhelix.papers.claims import Drawing
 from longhelix.papers.pipelines import Bars, Pipeline, sequence_schedule, standard_schedule
 from longhelix.papers.tied import SERVER, Deployment, gpus_for, growth
 from longhelix.perf.setting import Setting
+from longhelix.spec.weights import num_parameters
 
 M = 1e6
 CHUNK = 4096
@@ -50,7 +51,7 @@ def _figure_1(small: Setting) -> Chart:
 def _figure_5(small: Setting) -> Chart:
     lengths = (0.125, 0.25, 0.5, 1, 2, 4)
     system, model = small.system, small.model
-    held = [n * 2**20 * small.kv_token_bytes + model.num_parameters * small.weight_bytes
+    held = [n * 2**20 * small.kv_token_bytes + num_parameters(model) * small.weight_bytes
             for n in lengths]  # fmt: skip
     curves = (
         Curve.of("compute: TTFT 30 s", lengths, [gpus_for(small, n * 2**20, 30) for n in lengths]),

@@ -13,6 +13,7 @@ from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_secon
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds, step_items, step_seconds
 from longhelix.request import Work
+from longhelix.spec.weights import num_parameters
 
 SERVER = 8
 _P95 = 0.95
@@ -88,7 +89,7 @@ class Deployment:
     def mbu(self, context: float) -> float:
         """Model bandwidth utilisation of a decode: weights of every copy and KV, over what all GPUs could read."""
         model = self.setting.model
-        weights_bytes = self.kvp * model.num_parameters * self.setting.weight_bytes
+        weights_bytes = self.kvp * num_parameters(model) * self.setting.weight_bytes
         read = weights_bytes + context * self.setting.kv_token_bytes
         # Stages read one after the other.
         return read / self.decode_s(context) / (self.setting.system.memory_bytes_per_s * self.gpus / self.stages)

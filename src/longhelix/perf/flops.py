@@ -1,6 +1,7 @@
 """Useful work of a model, by formula: what utilisation is measured against."""
 
 from longhelix.spec import ModelSpec
+from longhelix.spec.weights import num_active_parameters
 
 
 def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:
@@ -15,4 +16,4 @@ def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bo
 
 def model_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:
     """2 P n + attention."""
-    return 2.0 * model.num_active_parameters * rows + attention_flops(model, rows, context, causal=causal)
+    return 2.0 * num_active_parameters(model) * rows + attention_flops(model, rows, context, causal=causal)

@@ -16,6 +16,7 @@ from longhelix.plan.crossover import Crossover
 from longhelix.plan.latency import CHUNKS
 from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.space import STRATEGIES
+from longhelix.spec.weights import num_parameters
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
 _MOST_ROWS = 12
@@ -28,7 +29,7 @@ def as_json(
     """What `longhelix plan --json` prints."""
     question, headline = plan.question, plan.headline
     return {
-        "model_parameters": question.setting.model.num_parameters,
+        "model_parameters": num_parameters(question.setting.model),
         "system": question.setting.system.name,
         "weight_dtype": question.setting.weight_dtype,
         "kv_dtype": question.setting.kv_dtype,

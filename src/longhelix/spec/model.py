@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec import weights
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.config import (
     count,
@@ -97,16 +96,6 @@ class ModelSpec:
     def num_dense_layers(self) -> int:
         """The first layers, whose FFNs have no experts."""
         return self.num_layers if self.moe is None else self.moe.num_dense_layers
-
-    @property
-    def num_parameters(self) -> int:
-        """All numbers of the model: matrices, norms and biases; a tied head counts once, further heads (MTP) not."""
-        return weights.num_parameters(self)
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token is multiplied with: all but the embedding, and of the experts those it takes."""
-        return weights.num_active_parameters(self)
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:

@@ -1,20 +1,17 @@
 """The weights of a model, each declared once: what it is called, its rows and columns, and who shares them.
 
 Three read this table: `models.parameters` (what one rank loads, and from where), `perf.weights` (numbers on the fullest
-rank) and `ModelSpec` (how many parameters there are, and how many of them a token meets).
+rank), and below `num_parameters` and `num_active_parameters`: how many there are, and how many of them a token meets.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import prod
-from typing import TYPE_CHECKING
 
 from longhelix.spec.mla import MLA
+from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
-
-if TYPE_CHECKING:
-    from longhelix.spec.model import ModelSpec
 
 
 class Split(Enum):
@@ -74,41 +71,42 @@ class WeightSpec:
         return prod(dim.size for dim in self.dims)
 
 
-def embedding(spec: "ModelSpec") -> WeightSpec:
+def embedding(spec: ModelSpec) -> WeightSpec:
     return WeightSpec("embedding", "model.embed_tokens.weight", Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
-def last_norm(spec: "ModelSpec") -> WeightSpec:
+def last_norm(spec: ModelSpec) -> WeightSpec:
     return WeightSpec("norm", "model.norm.weight", _hidden(spec))
 
 
-def head(spec: "ModelSpec") -> WeightSpec:
+def head(spec: ModelSpec) -> WeightSpec:
     """Where embeddings are tied, the embedding's tensor."""
     tensor = embedding(spec).tensor if spec.tied_embeddings else "lm_head.weight"
     return WeightSpec("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
-def layer_weights(spec: "ModelSpec", with_experts: bool) -> tuple[WeightSpec, ...]:
+def layer_weights(spec: ModelSpec, with_experts: bool) -> tuple[WeightSpec, ...]:
     """Those of one layer, whose FFN has experts or is dense; names and tensors without the layer's own prefix."""
     weights, renamed = (*_attention(spec), *_ffn(spec, spec.moe if with_experts else None)), spec.family.tensors
     return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
 
 
-def num_parameters(spec: "ModelSpec") -> int:
-    """All of a model's; a head that is the embedding counts once."""
+def num_parameters(spec: ModelSpec) -> int:
+    """All numbers of a model: matrices, norms and biases; a head that is the embedding counts once, further heads (MTP)
+    not."""
     own_head = 0 if spec.tied_embeddings else head(spec).num_elements
     num_experts = 0 if spec.moe is None else spec.moe.num_experts
     ends = embedding(spec).num_elements + last_norm(spec).num_elements + own_head
     return ends + _in_layers(spec, num_experts)
 
 
-def num_active_parameters(spec: "ModelSpec") -> int:
+def num_active_parameters(spec: ModelSpec) -> int:
     """Those that one token meets: all but an embedding that is not the head, and of the experts those it takes."""
     taken = 0 if spec.moe is None else spec.moe.experts_per_token
     return last_norm(spec).num_elements + head(spec).num_elements + _in_layers(spec, taken)
 
 
-def _in_layers(spec: "ModelSpec", num_experts: int) -> int:
+def _in_layers(spec: ModelSpec, num_experts: int) -> int:
     """With so many experts in each layer that has any."""
     layers = {False: spec.num_dense_layers, True: spec.num_layers - spec.num_dense_layers}
     return sum(
@@ -119,7 +117,7 @@ def _in_layers(spec: "ModelSpec", num_experts: int) -> int:
     )
 
 
-def _attention(spec: "ModelSpec") -> Iterator[WeightSpec]:
+def _attention(spec: ModelSpec) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
     yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
     yield from _grouped_query(spec) if spec.mla is None else _latent(spec, spec.mla)
@@ -127,7 +125,7 @@ def _attention(spec: "ModelSpec") -> Iterator[WeightSpec]:
         yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
 
 
-def _grouped_query(spec: "ModelSpec") -> Iterator[WeightSpec]:
+def _grouped_query(spec: ModelSpec) -> Iterator[WeightSpec]:
     hidden, size = _hidden(spec), spec.head_size
     queries, keys = (
         Dim(Split.QUERY_HEADS, spec.num_query_heads, size),
@@ -144,7 +142,7 @@ def _grouped_query(spec: "ModelSpec") -> Iterator[WeightSpec]:
     yield WeightSpec("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
 
 
-def _latent(spec: "ModelSpec", mla: MLA) -> Iterator[WeightSpec]:
+def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
     """MLA: down-projections whole on every rank, up-projections and the output by query heads."""
     hidden, latent = _hidden(spec), _whole(mla.kv_lora_rank)
     queries = Dim(Split.QUERY_HEADS, spec.num_query_heads, spec.head_size)
@@ -167,7 +165,7 @@ def _latent(spec: "ModelSpec", mla: MLA) -> Iterator[WeightSpec]:
     yield WeightSpec("output", "self_attn.o_proj.weight", hidden, values)
 
 
-def _ffn(spec: "ModelSpec", moe: MoE | None) -> Iterator[WeightSpec]:
+def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
     yield WeightSpec("ffn_norm", "post_attention_layernorm.weight", hidden)
     if moe is not None:
@@ -176,7 +174,7 @@ def _ffn(spec: "ModelSpec", moe: MoE | None) -> Iterator[WeightSpec]:
     yield from _biased_swiglu(spec, "", "mlp.", Dim(Split.FFN_COLUMNS, spec.ffn_size))
 
 
-def _mixture(spec: "ModelSpec", moe: MoE) -> Iterator[WeightSpec]:
+def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     experts = _whole(moe.num_experts)
     yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec))
     if moe.routing_bias:
@@ -190,7 +188,7 @@ def _mixture(spec: "ModelSpec", moe: MoE) -> Iterator[WeightSpec]:
         yield WeightSpec("shared_gate", "mlp.shared_expert_gate.weight", _whole(1), _hidden(spec))
 
 
-def _biased_swiglu(spec: "ModelSpec", name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
+def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
     yield from _swiglu(spec, name, tensor, columns)
     if spec.ffn_bias:
         yield WeightSpec(name + "gate_up_bias", tensor + "gate_proj.bias", columns)
@@ -198,14 +196,14 @@ def _biased_swiglu(spec: "ModelSpec", name: str, tensor: str, columns: Dim) -> I
         yield WeightSpec(name + "down_bias", tensor + "down_proj.bias", _hidden(spec))
 
 
-def _swiglu(spec: "ModelSpec", name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
+def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
     yield WeightSpec(name + "gate_up", tensor + "gate_proj.weight", columns, hidden, experts)
     yield WeightSpec(name + "gate_up", tensor + "up_proj.weight", columns, hidden, experts)
     yield WeightSpec(name + "down", tensor + "down_proj.weight", hidden, columns, experts)
 
 
-def _hidden(spec: "ModelSpec") -> Dim:
+def _hidden(spec: ModelSpec) -> Dim:
     return _whole(spec.hidden_size)
 
 
