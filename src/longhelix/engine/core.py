@@ -3,6 +3,7 @@
 import math
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -57,13 +58,11 @@ class TokenCore:
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why it ended, once it has
         self._next_id = 0
-        # Nothing that the pool keeps leads back here: a core that nobody holds ends at once, without the collector.
+        # Nothing that the pool keeps leads back here: a core that nobody holds ends at once, without the collector. The
+        # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
+        weakref.finalize(self, self._pool.close)
         self._loop = Loop(Scheduler(config.scheduler, cut=self._pool.cut), self._pool, time.monotonic)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pool"):
-            self.close()
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
