@@ -10,13 +10,13 @@ import signal as signals
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
 import pytest
 import zmq
+from msgspec.structs import replace
 from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
