@@ -4,14 +4,16 @@ import json
 
 import psutil
 import pytest
+import torch
 
-from longhelix.bench import peers
+from longhelix.bench import kernels, peers
 from longhelix.bench.peers import Peers, beside
 from longhelix.bench.report import Report
 from longhelix.bench.section import Column, Plot, Section
 from longhelix.cli.main import main
 from longhelix.kernels import native
 from longhelix.layout import Layout
+from longhelix.measure import memory
 from longhelix.measure.configuration import configure
 
 pytestmark = [
@@ -160,6 +162,33 @@ def run(capfd, *arguments):
     return json.loads(out)
 
 
+def test_every_kernel_is_timed_beside_its_bounds(monkeypatch, tmp_path):
+    """In this process, and of sizes that take a moment."""
+    for name, sizes in {
+        "LATENT_QUERY_HEADS": (2,), "WEIGHT_SHAPES": ((48, 32),), "CHUNK_HEADS": ((6, 2, 32),), "CHUNK_ROWS": 20,
+        "CHUNK_CONTEXT": 64,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernels, name, sizes)
+    monkeypatch.setattr(memory, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "SQUARE", 64)
+    threads = torch.get_num_threads()
+    job = kernels.KernelsJob(64, ("int8",), (32,), (3,), (1,), repeats=1)
+    try:
+        rows = list(job.measure(0, tmp_path))
+    finally:
+        native.set_num_threads(threads)
+    assert [row["part"] for row in rows] == [
+        "attention", "latent", *["products"] * 3, "chunk_attention", *["chunk_products"] * 3
+    ]  # fmt: skip
+    attention, latent, product = rows[0], rows[1], rows[2]
+    assert attention["read_bytes"] == 64 * 2 * 2 * (32 + 2)  # tokens, KV heads, keys and values, channels and a scale
+    assert latent["read_bytes"] == 64 * 576 * 2
+    assert product["read_bytes"] == 48 * 32 * 2
+    assert attention["fraction"] == pytest.approx(attention["bytes_per_s"] / attention["memory_bytes_per_s"])
+    assert all(row["speedup"] > 0 for row in rows if "products" in row["part"])
+
+
+@pytest.mark.slow  # minutes on processors whose torch multiplies bfloat16 number by number
 @pytest.mark.dist
 def test_kernels(capfd, monkeypatch):
     found = run(capfd, "kernels", "--context", "4096", "--kv-dtype", "int8", "--head-size", "64", "--group", "3",
