@@ -240,12 +240,16 @@ INLINE f32x16 exp2(f32x16 x) {
     __m512 whole = _mm512_roundscale_ps(bounded, 0);
     return (f32x16)_mm512_scalef_ps((__m512)exp2_fraction((f32x16)(bounded - whole)), whole);
 #else
-    f32x16 bounded = larger(splat(-127.0f), x);
+    f32x16 bounded = larger(splat(-200.0f), x);
+    // What is below the normal numbers is raised by 2^100, and lowered at the end; from 2^-150 on nothing is left.
+    auto tiny = bounded < -126.0f;
+    f32x16 raised = choose(tiny, bounded + 100.0f, bounded);
     // Adding and taking away 1.5 * 2^23 rounds to an integer, whose low bits are the exponent.
-    f32x16 shifted = bounded + 12582912.0f;
-    f32x16 f = bounded - (shifted - 12582912.0f);
+    f32x16 shifted = raised + 12582912.0f;
+    f32x16 f = raised - (shifted - 12582912.0f);
     i32x16 exponent = (as<i32x16>(shifted) << 23) + (127 << 23);
-    return choose(x < -126.0f, f32x16{}, exp2_fraction(f) * as<f32x16>(exponent));
+    f32x16 value = exp2_fraction(f) * as<f32x16>(exponent);
+    return choose(tiny, value * 0x1p-100f, value);
 #endif
 }
 

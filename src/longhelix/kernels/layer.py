@@ -44,7 +44,7 @@ class Rows:
         kv = format.number.kv
         # What is narrow to be fast is not left to the reference kernels of a CPU.
         slow = device.type == "cpu" and TILES.name in kv and kv[TILES.name].bits > 0
-        return self.name in kv and not slow and len({*format.vector_sizes}) == 1
+        return self.name in kv and not slow
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         arrays, stored = len(format.vector_sizes), STORED[format.dtype]
