@@ -65,7 +65,11 @@ double read(const void* data, std::size_t bytes) {
             }
         }
         double own = 0.0;
-        for (int i = 0; i < 8; ++i) own += total(as<f32x16>(sums[i]));
+        for (int i = 0; i < 8; ++i) {
+            u32 lanes[kLanes];
+            store(lanes, sums[i]);
+            own += lanes[2 * i];
+        }
         std::atomic_ref(sum).fetch_add(own);
     });
     return sum;
