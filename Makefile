@@ -20,8 +20,8 @@ setup: .venv/installed
 
 run: setup
 	@mkdir -p build
-	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,$$p' docs/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
-	@printf '[%s, docs/architecture.md from "Who decides" on]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
+	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,/^## Processes/p' docs/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
+	@printf '[%s, "Who decides" of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
 test: setup
