@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,8 +15,10 @@ def main():
     task = started.arguments[started.rank]
     found = {"rank": started.rank, "directory": str(started.directory), "arguments": started.arguments}
     found |= {"stdin": sys.stdin.read(), "spins": os.environ["GOMP_SPINCOUNT"]}
+    if task == "start a child":
+        subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
     print(json.dumps(found), flush=True)
-    if task == "stay":
+    if task in ("stay", "start a child"):
         time.sleep(600)
     if task == "die":
         os.kill(os.getpid(), signal.SIGKILL)

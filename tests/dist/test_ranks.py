@@ -59,6 +59,22 @@ def test_whoever_a_signal_ended_is_named_and_nobody_else():
             ranks.check_signals()
 
 
+def test_ranks_that_were_ended_from_here_are_nobodys_fault():
+    with Ranks() as ranks:
+        start(ranks, "stay", "stay")
+        ranks.kill()
+        assert ranks.statuses() == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+        ranks.check_signals()
+
+
+def test_what_a_rank_has_started_ends_with_it():
+    with Ranks() as ranks:
+        start(ranks, "start a child")
+        (child,) = psutil.Process(ranks.process_ids[0]).children()
+        ranks.kill()
+    child.wait(60)
+
+
 def test_ranks_that_end_by_themselves_are_no_error():
     with Ranks() as ranks, ranks.watched(timeout_s=30) as watch:
         start(ranks, "0", "3")

@@ -88,9 +88,11 @@ class LLM:
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
-        self._core.close()
-        if self._trace is not None:
-            self._trace.close()
+        try:
+            self._core.close()
+        finally:
+            if self._trace is not None:
+                self._trace.close()
 
     @property
     def process_ids(self) -> dict[int, int]:

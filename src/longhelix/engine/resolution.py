@@ -53,7 +53,7 @@ def resolve(
     scheduler = _scheduler(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
-        affordable_blocks(spec, layout, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
+        affordable_blocks(spec, layout, dtype, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
         for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
     )
     held = num_blocks(options.kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
@@ -98,7 +98,8 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
     if options.attention == "flashinfer" and (device == "cpu" or not replay):
         raise UserError(
-            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, and neither execution eager nor a trace"
+            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, a model without experts, and neither "
+            "execution eager nor a trace"
         )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")

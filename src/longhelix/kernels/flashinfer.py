@@ -85,13 +85,14 @@ class PageLists:
         device, int32 = blocks_X.device, torch.int32
         if self._workspace is None:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        most_ids = len(blocks_X) // 2  # see BlockArena
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=self._num_query_heads // self._format.num_kv_heads >= _FEW_HEADS,
             paged_kv_indptr_buffer=torch.empty(sequences + 1, dtype=int32, device=device),
-            paged_kv_indices_buffer=torch.empty(len(blocks_X) + sequences, dtype=int32, device=device),
+            paged_kv_indices_buffer=torch.empty(most_ids + sequences, dtype=int32, device=device),
             paged_kv_last_page_len_buffer=torch.empty(sequences, dtype=int32, device=device),
         )
 

@@ -15,11 +15,15 @@ from longhelix.errors import UserError
 class Placement(Protocol):
     """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
 
-    spread: they go to all ranks at once, so that all take part in the request from its first row on.
+    spread: they go to all ranks at once, so that all take part in the request from its first row on. home: the rank
+    that alone takes part in it at first; None if several do.
     """
 
     @property
     def spread(self) -> bool: ...
+
+    @property
+    def home(self) -> int | None: ...
 
     @property
     def kvp(self) -> int: ...
@@ -56,6 +60,7 @@ class Striped:
     """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
 
     spread: ClassVar[bool] = True
+    home: ClassVar[None] = None
     kvp: int
     block_tokens: int
     start: int = 0
@@ -82,6 +87,10 @@ class Growing:
     block_tokens: int
     limit_tokens: int
     start: int = 0
+
+    @property
+    def home(self) -> int:
+        return self.start
 
     def __post_init__(self) -> None:
         if self.limit_tokens < 1 or self.limit_tokens % self.block_tokens:
@@ -120,6 +129,10 @@ class Local:
     block_tokens: int
     start: int = 0
 
+    @property
+    def home(self) -> int:
+        return self.start
+
     def next_owner(self, last: int, count: int) -> int:
         return last if count else self.start
 
@@ -144,6 +157,10 @@ class Continued:
     @property
     def spread(self) -> bool:
         return self.base.spread
+
+    @property
+    def home(self) -> int | None:
+        return None if self.spread or len(self.blocks_by_owner) > 1 else self.start
 
     @property
     def kvp(self) -> int:

@@ -11,7 +11,6 @@ from longhelix.measure.model import LongRequests, RankModel
 from longhelix.measure.timing import forget_peak, interleave, resident_bytes, seconds
 from longhelix.measure.world import Row, collect
 from longhelix.runner.config import EngineConfig
-from longhelix.spec import number_format
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
@@ -39,7 +38,6 @@ class DecodeJob(msgspec.Struct, frozen=True):
             total_s = sum(seconds(request.step) for _ in range(self.repeats))
         kinds = clock.mean(total_s, self.repeats)
         kv_bytes = model.local_length(context) * config.kv_bytes_per_token(rank)
-        weights_bytes = config.weight_elements(rank) * number_format(config.weight_dtype).weight_bytes
         return {
             "context": context,
             **timings["step"].row("step_s"),
@@ -48,7 +46,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
             "read_bytes": config.weight_bytes_read(rank) + kv_bytes,
             "memory_bytes_per_s": buffer_bytes / timings["read"].median_s,
             "peak_rss_bytes": peak_rss_bytes,
-            "formula_bytes": int(weights_bytes) + kv_bytes,
+            "formula_bytes": config.weight_bytes(rank) + kv_bytes,
         }
 
 

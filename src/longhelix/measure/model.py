@@ -45,8 +45,9 @@ class RankModel:
 
     def runner(self, *contexts: int) -> ModelRunner:
         """A runner whose pool has room for requests of `contexts` tokens; contents undefined."""
-        needed = [self.blocks_per_rank(context, index)[self.kvp_rank] for index, context in enumerate(contexts)]
-        pool = new_pool(self.config, self.mesh.rank, max(sum(needed), 1))
+        needed = zip(*(self.blocks_per_rank(context, index) for index, context in enumerate(contexts)), strict=True)
+        # As many on all ranks: schedulers of theirs then decide the same.
+        pool = new_pool(self.config, self.mesh.rank, max(*map(sum, needed), 1))
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:

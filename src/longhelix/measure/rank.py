@@ -6,12 +6,11 @@ Its argument is the job's class, `module:name`; the job lies in the ranks' direc
 import importlib
 import json
 import sys
-import traceback
 
 import msgspec
 import torch
 
-from longhelix.errors import PeerLostError, UserError
+from longhelix.workers.failure import failure
 from longhelix.workers.started_rank import StartedRank
 
 
@@ -25,12 +24,7 @@ def main() -> int:
         for row in job.measure(started.rank, started.directory):
             print(json.dumps(row), flush=True)
     except Exception as error:
-        code = error.code if isinstance(error, UserError) else ""
-        lost_peer = isinstance(error, PeerLostError)
-        if not code and not lost_peer:
-            traceback.print_exc()
-        cause = str(error) if code else f"{type(error).__name__}: {error}"
-        print(json.dumps({"failed": cause, "user_error_code": code, "lost_peer": lost_peer}), flush=True)
+        print(json.dumps({"failed": msgspec.to_builtins(failure(error))}), flush=True)
         return 1
     return 0
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import prod
 
+from longhelix.spec.weights import Stored
+
 
 @dataclass(frozen=True)
 class Source:
@@ -22,12 +24,13 @@ class Parameter:
     """A tensor of this rank, by the model's own name for it. It consists of its sources, one after the other along dim
     0.
 
-    `exact`: it keeps the dtype of the checkpoint.
+    `exact`: it is loaded in the dtype of the checkpoint. `stored`: the dtype that it is then kept in.
     """
 
     name: str
     sources: tuple[Source, ...]
     exact: bool = False
+    stored: Stored = Stored.ACTIVATION
 
     @property
     def num_elements(self) -> int:

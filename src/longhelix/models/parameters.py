@@ -10,8 +10,8 @@ from itertools import groupby
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameter import Parameter, Source
-from longhelix.spec import DTYPES, ModelSpec
-from longhelix.spec.weights import Dim, Split, WeightSpec, embedding, head, last_norm, layer_weights
+from longhelix.spec import DTYPES, ModelSpec, number_format
+from longhelix.spec.weights import Dim, Split, Stored, WeightSpec, embedding, head, last_norm, layer_weights
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
@@ -20,6 +20,26 @@ def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]
     If embeddings are tied, a last stage that has no embedding loads it as its "head".
     """
     return tuple(_parameters(spec, layout, rank))
+
+
+def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_dtype: str) -> dict[str, int]:
+    """The bytes that each parameter of `rank` takes once it is laid out, by its name.
+
+    Tied embeddings are the "head", with "embedding" beside it where the head's format cannot give its rows back.
+    """
+    bytes_of = {
+        Stored.ACTIVATION: number_format(dtype).weight_bytes,
+        Stored.PRODUCT: number_format(weight_dtype).weight_bytes,
+        Stored.FLOAT32: number_format("float32").weight_bytes,
+    }
+    parameters = declare(spec, layout, rank)
+    found = {parameter.name: int(parameter.num_elements * bytes_of[parameter.stored]) for parameter in parameters}
+    if spec.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
+        elements = next(parameter.num_elements for parameter in parameters if parameter.name == "embedding")
+        found["head"] = int(elements * bytes_of[Stored.PRODUCT])
+        if not number_format(weight_dtype).weight_scales.bits:
+            del found["embedding"]
+    return found
 
 
 def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
@@ -52,7 +72,8 @@ def _stacked(
 
 def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str, at: str) -> Parameter:
     """The parameter of weights with one name, which has "{}" for the number of an expert."""
-    return Parameter(to + same[0].name, tuple(_source(weight, held, at) for weight in same), same[0].exact)
+    sources = tuple(_source(weight, held, at) for weight in same)
+    return Parameter(to + same[0].name, sources, same[0].exact, same[0].stored)
 
 
 def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
@@ -63,7 +84,7 @@ def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source
 
 def _of_expert(template: Parameter, expert: int) -> Parameter:
     sources = tuple(Source(source.name.format(expert), source.shape, source.slices) for source in template.sources)
-    return Parameter(template.name.format(expert), sources, template.exact)
+    return Parameter(template.name.format(expert), sources, template.exact, template.stored)
 
 
 def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from longhelix.layout import HeadShape, Layout
-from longhelix.models.parameters import declare
+from longhelix.models.parameters import declare, stored_bytes
 from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import HardwareSpec, ModelSpec, number_format
+from longhelix.spec import HardwareSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,21 @@ class EngineConfig:
         """Numbers in the weights that `rank` keeps."""
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
 
+    def weight_bytes(self, rank: int) -> int:
+        """Bytes of the weights that `rank` keeps."""
+        return sum(self._stored_bytes(rank).values())
+
     def weight_bytes_read(self, rank: int) -> int:
         """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
         head, and of the experts only those that the row takes."""
-        parameters = declare(self.spec, self.layout, rank)
-        is_head = self.spec.tied_embeddings and self.layout.has_head(rank)
-        read = [parameter for parameter in parameters if parameter.name != "embedding" or is_head]
-        experts = sum(parameter.num_elements for parameter in read if ".experts." in parameter.name)
-        others = sum(parameter.num_elements for parameter in read) - experts
+        found = self._stored_bytes(rank)
+        experts = sum(size for name, size in found.items() if ".experts." in name)
+        others = sum(found.values()) - found.get("embedding", 0) - experts
         moe = self.spec.moe
-        taken = 0 if moe is None else experts * moe.experts_per_token // moe.num_experts
-        return int((others + taken) * number_format(self.weight_dtype).weight_bytes)
+        return others + (0 if moe is None else experts * moe.experts_per_token // moe.num_experts)
+
+    def _stored_bytes(self, rank: int) -> dict[str, int]:
+        return stored_bytes(self.spec, self.layout, rank, self.dtype, self.weight_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""

@@ -5,8 +5,8 @@ import warnings
 from longhelix.errors import UserError
 from longhelix.kv.splits import most_state_bytes
 from longhelix.layout import HeadShape, Layout
-from longhelix.models.parameters import declare
-from longhelix.spec import ModelSpec, number_format
+from longhelix.models.parameters import stored_bytes
+from longhelix.spec import ModelSpec
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -28,6 +28,7 @@ def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank
 def affordable_blocks(
     spec: ModelSpec,
     layout: Layout,
+    dtype: str,
     weight_dtype: str,
     kv_dtype: str,
     device: str,
@@ -36,8 +37,7 @@ def affordable_blocks(
     ranks: range,
 ) -> int:
     """KV blocks that each of `ranks` can have in the memory that they share, beside their weights."""
-    elements = sum(parameter.num_elements for rank in ranks for parameter in declare(spec, layout, rank))
-    held_bytes = int(elements * number_format(weight_dtype).weight_bytes)
+    held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
     token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank) for rank in ranks)
     affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
     if affordable_tokens < 1:

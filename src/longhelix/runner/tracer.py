@@ -114,7 +114,7 @@ class Tracer(Spans):
     def take(self) -> list[TraceEvent]:
         """The events since the last call. Waits for their ends."""
         events = self._read + self._events(self._spans)
-        self._spans, self._read = [], []
+        self._spans, self._read, self._attended = [], [], []
         return events
 
     def _new(self, name: str, kind: str, details: dict[str, int], start: Mark, follows: tuple[_Span, ...]) -> _Span:

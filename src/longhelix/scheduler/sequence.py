@@ -40,5 +40,5 @@ class Sequence:
 
     @property
     def home(self) -> int | None:
-        """The KVP rank that alone computes the prompt; None where all ranks take part."""
-        return None if self.placement.spread else self.placement.start
+        """The KVP rank that alone computes the prompt; None where several take part."""
+        return self.placement.home

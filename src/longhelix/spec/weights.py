@@ -28,6 +28,14 @@ class Split(Enum):
     VOCABULARY = auto()  # over all ranks of an FFN
 
 
+class Stored(Enum):
+    """The dtype in which the engine keeps a weight."""
+
+    ACTIVATION = auto()  # that of activations
+    PRODUCT = auto()  # that of weights, which may be narrower: those of large products
+    FLOAT32 = auto()
+
+
 @dataclass(frozen=True)
 class Dim:
     """`count` items of `unit` numbers each, of which ranks have some, whole."""
@@ -50,7 +58,7 @@ class WeightSpec:
 
     name: what the model calls it; what has one name is stacked by rows in the order of the table. tensor: what it is in
     checkpoints. Where every one of `experts` has its own, "{}" in both stands for the expert's number. exact: it
-    keeps the checkpoint's dtype.
+    is loaded in the checkpoint's dtype.
     """
 
     name: str
@@ -59,6 +67,7 @@ class WeightSpec:
     columns: Dim | None = None
     experts: Dim = _ONCE
     exact: bool = False
+    stored: Stored = Stored.ACTIVATION
 
     @property
     def dims(self) -> tuple[Dim, ...]:
@@ -82,7 +91,7 @@ def last_norm(spec: ModelSpec) -> WeightSpec:
 def head(spec: ModelSpec) -> WeightSpec:
     """Where embeddings are tied, the embedding's tensor."""
     tensor = embedding(spec).tensor if spec.tied_embeddings else "lm_head.weight"
-    return WeightSpec("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
+    return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
 def layer_weights(spec: ModelSpec, with_experts: bool) -> tuple[WeightSpec, ...]:
@@ -133,13 +142,13 @@ def _grouped_query(spec: ModelSpec) -> Iterator[WeightSpec]:
     )
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     for name, rows in projections.items():
-        yield WeightSpec("qkv", f"self_attn.{name}.weight", rows, hidden)
+        yield _product("qkv", f"self_attn.{name}.weight", rows, hidden)
     for name, rows in projections.items() if spec.qkv_bias else ():
         yield WeightSpec("qkv_bias", f"self_attn.{name}.bias", rows)
     if spec.qk_norm:
         yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
         yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
-    yield WeightSpec("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
+    yield _product("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
 
 
 def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
@@ -148,21 +157,21 @@ def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
     queries = Dim(Split.QUERY_HEADS, spec.num_query_heads, spec.head_size)
     down = {"kv_a_proj_with_mqa": _whole(mla.cached_size)}
     if mla.q_lora_rank is None:
-        yield WeightSpec("query_up", "self_attn.q_proj.weight", queries, hidden)
+        yield _product("query_up", "self_attn.q_proj.weight", queries, hidden)
     else:
         query_latent = _whole(mla.q_lora_rank)
         down = {"q_a_proj": query_latent} | down
         yield WeightSpec("query_norm", "self_attn.q_a_layernorm.weight", query_latent)
-        yield WeightSpec("query_up", "self_attn.q_b_proj.weight", queries, query_latent)
+        yield _product("query_up", "self_attn.q_b_proj.weight", queries, query_latent)
     for name, rows in down.items():
-        yield WeightSpec("latent_down", f"self_attn.{name}.weight", rows, hidden)
+        yield _product("latent_down", f"self_attn.{name}.weight", rows, hidden)
     for name, rows in down.items() if spec.qkv_bias else ():
         yield WeightSpec("latent_down_bias", f"self_attn.{name}.bias", rows)
     yield WeightSpec("latent_norm", "self_attn.kv_a_layernorm.weight", latent)
     made = Dim(Split.QUERY_HEADS, spec.num_query_heads, mla.nope_size + mla.value_size)
     yield WeightSpec("latent_up", "self_attn.kv_b_proj.weight", made, latent)
     values = Dim(Split.OUTPUT_HEADS, spec.num_query_heads, mla.value_size)
-    yield WeightSpec("output", "self_attn.o_proj.weight", hidden, values)
+    yield _product("output", "self_attn.o_proj.weight", hidden, values)
 
 
 def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
@@ -176,16 +185,18 @@ def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
 
 def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     experts = _whole(moe.num_experts)
-    yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec))
+    yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec), stored=Stored.FLOAT32)
     if moe.routing_bias:
-        yield WeightSpec("routing_bias", "mlp.gate.e_score_correction_bias", experts, exact=True)
+        tensor = "mlp.gate.e_score_correction_bias"
+        yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=Stored.FLOAT32)
     columns = Dim(Split.EXPERT_COLUMNS, moe.expert_size)
     yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, Dim(Split.EXPERTS, moe.num_experts))
     if moe.shared_size:
         shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
         yield from _biased_swiglu(spec, "shared.", "mlp.shared_experts.", shared)
     if moe.shared_gate:
-        yield WeightSpec("shared_gate", "mlp.shared_expert_gate.weight", _whole(1), _hidden(spec))
+        tensor = "mlp.shared_expert_gate.weight"
+        yield WeightSpec("shared_gate", tensor, _whole(1), _hidden(spec), stored=Stored.FLOAT32)
 
 
 def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
@@ -198,9 +209,13 @@ def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Ite
 
 def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
-    yield WeightSpec(name + "gate_up", tensor + "gate_proj.weight", columns, hidden, experts)
-    yield WeightSpec(name + "gate_up", tensor + "up_proj.weight", columns, hidden, experts)
-    yield WeightSpec(name + "down", tensor + "down_proj.weight", hidden, columns, experts)
+    yield _product(name + "gate_up", tensor + "gate_proj.weight", columns, hidden, experts)
+    yield _product(name + "gate_up", tensor + "up_proj.weight", columns, hidden, experts)
+    yield _product(name + "down", tensor + "down_proj.weight", hidden, columns, experts)
+
+
+def _product(name: str, tensor: str, rows: Dim, columns: Dim, experts: Dim = _ONCE) -> WeightSpec:
+    return WeightSpec(name, tensor, rows, columns, experts, stored=Stored.PRODUCT)
 
 
 def _hidden(spec: ModelSpec) -> Dim:

@@ -232,6 +232,7 @@ class WorkerPool:
             if message.user_error_code:
                 raise UserError(message.cause, message.user_error_code)
             if not message.lost_peer:
+                self._processes.check_signals()  # whose end its error may follow from
                 raise EngineError(f"rank {rank} failed: {message.cause}")
             # The rank that went first says so itself, or shows as a dead or silent process; wait for that.
             self._consequences[rank] = message.cause

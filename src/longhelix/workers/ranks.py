@@ -31,6 +31,7 @@ class Ranks:
         """Make the directory, or take over one that was made for these ranks."""
         self.directory = Path(tempfile.mkdtemp(prefix="longhelix-")) if directory is None else directory
         self.processes: dict[int, subprocess.Popen[str]] = {}
+        self._killed: set[int] = set()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -77,13 +78,13 @@ class Ranks:
 
     def statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
-        found = {rank: process.poll() for rank, process in self.processes.items()}
+        found = {rank: process.poll() for rank, process in list(self.processes.items())}
         return {rank: status for rank, status in found.items() if status is not None}
 
     def check_signals(self) -> None:
-        """Raise EngineError with the rank and the signal if a signal has ended a rank."""
+        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`."""
         for rank, status in self.statuses().items():
-            if status < 0:
+            if status < 0 and rank not in self._killed:
                 raise EngineError(f"{self.describe(rank)} was ended by {_signal_name(-status)}")
 
     def check_statuses(self) -> None:
@@ -107,9 +108,11 @@ class Ranks:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """End all ranks, and return once they are gone."""
-        for process in self.processes.values():
-            process.kill()
+        """End all ranks and what they have started, such as compilers; return once the ranks are gone."""
+        for rank, process in self.processes.items():
+            if process.poll() is None:
+                self._killed.add(rank)
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes.values():
             process.wait()
 

@@ -40,12 +40,13 @@ class StartedRank:
 
 def end_with_parent(parent: int, directory: Path) -> None:
     """From now on, leave interrupts to the process `parent`, and end this one, whatever its main thread does, once
-    `parent` is gone; `directory` is removed.
+    `parent` is gone; `directory` is removed. A terminal does not stop it for what it prints.
 
     A rank is told its parent's id, because by the time that torch is imported the parent may be gone, and the id that
     the system then gives is another's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     atexit.register(_clean_up_after, parent, directory)
     threading.Thread(target=_await_end, args=(parent, directory), daemon=True).start()
 

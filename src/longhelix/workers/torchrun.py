@@ -35,10 +35,11 @@ def join(world_size: int) -> None:
         raise UserError("ranks on several hosts do not run yet: set --nnodes 1", "invalid_layout")
     rank = int(os.environ["RANK"])
     if rank:
+        parent = os.getppid()  # before torch is imported: see `end_with_parent`
         from longhelix.workers import worker  # brings torch, which the engine's own process does without
 
         directory = _await_directory()
-        end_with_parent(os.getppid(), directory)
+        end_with_parent(parent, directory)
         raise SystemExit(worker.serve(directory, rank))
 
 

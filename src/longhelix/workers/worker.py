@@ -3,11 +3,10 @@
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from longhelix.errors import PeerLostError, UserError
+from longhelix.errors import UserError
 from longhelix.kv.splits import length_buckets
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
@@ -16,13 +15,13 @@ from longhelix.runner.runner import ModelRunner
 from longhelix.runner.tracer import Tracer
 from longhelix.runner.warm_up import warm_up_steps
 from longhelix.spans import UNTRACED, Spans
+from longhelix.workers.failure import failure
 from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.transport import (
     Alive,
     CountRows,
     Done,
     Execute,
-    Failed,
     Joined,
     Loaded,
     Ready,
@@ -50,12 +49,7 @@ def serve(directory: Path, rank: int) -> int:
     try:
         _serve(socket, directory, rank, heart)
     except Exception as error:
-        user_error_code = error.code if isinstance(error, UserError) else ""
-        lost_peer = isinstance(error, PeerLostError)
-        if not user_error_code and not lost_peer:
-            traceback.print_exc()
-        cause = str(error) if user_error_code else f"{type(error).__name__}: {error}"
-        socket.send(Failed(cause, lost_peer, user_error_code))
+        socket.send(failure(error))
         return 1
     finally:
         socket.close()

@@ -33,7 +33,7 @@ def weights_bytes(layout, ranks):
 
 
 def affordable(layout, memory_bytes, ranks, block_tokens=16):
-    return affordable_blocks(SPEC, layout, "bfloat16", "bfloat16", "cpu", block_tokens, memory_bytes, ranks)
+    return affordable_blocks(SPEC, layout, "bfloat16", "bfloat16", "bfloat16", "cpu", block_tokens, memory_bytes, ranks)
 
 
 def test_a_token_takes_the_keys_and_values_of_the_ranks_own_heads():

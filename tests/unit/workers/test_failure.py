@@ -1,0 +1,30 @@
+"""What a rank says of the error that ends it."""
+
+import pytest
+import torch.distributed as dist
+
+from longhelix.errors import PeerLostError, UserError
+from longhelix.workers.failure import failure
+from longhelix.workers.transport import Failed
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "printed"),
+    [
+        (UserError("too much: set less", "out_of_memory"), Failed("too much: set less", False, "out_of_memory"), False),
+        (PeerLostError("barrier 1"), Failed("PeerLostError: barrier 1", True, ""), False),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer"),
+            Failed("RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection reset by peer", True, ""),
+            False,
+        ),
+        (dist.DistBackendError("a peer is gone"), Failed("DistBackendError: a peer is gone", True, ""), False),
+        (RuntimeError("shapes differ"), Failed("RuntimeError: shapes differ", False, ""), True),
+        (KeyError("weight"), Failed("KeyError: 'weight'", False, ""), True),
+    ],
+)
+def test_causes_are_told_from_consequences(error, said, printed, capsys):
+    assert failure(error) == said
+    assert bool(capsys.readouterr().err) == printed
