@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
+from longhelix.models.gguf_file import GgufFile, GgufTensor
 
 if TYPE_CHECKING:
     import torch
@@ -55,33 +56,30 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        reader, self.metadata = _read_gguf(path)
+        file = _read_gguf(path)
+        self.metadata = file.metadata
         self._head_size = _gguf_head_size(path, self.metadata)
         self.rope_factors: tuple[float, ...] | None = None
-        self._stored = {}
-        for tensor in reader.tensors:
+        self._stored: dict[str, GgufTensor] = {}
+        for tensor in file.tensors.values():
             _check_readable(path, tensor)
             if tensor.name == "rope_freqs.weight":
-                self.rope_factors = tuple(dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
+                self.rope_factors = tuple(dequantize(tensor.data, tensor.kind).ravel().tolist())
             else:
                 self._stored[_hugging_face_name(path, tensor.name)] = tensor
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(
-                name,
-                tuple(reversed(tensor.shape.tolist())),
-                _GGUF_DTYPES.get(tensor.tensor_type, tensor.tensor_type.name),
-            )
+            name: TensorInfo(name, tensor.shape, _GGUF_DTYPES.get(tensor.kind, tensor.kind.name))
             for name, tensor in self._stored.items()
         }
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`; rows of q_proj and k_proj are cut at whole heads."""
         stored = self._stored[name]
-        block, block_bytes = GGML_QUANT_SIZES[stored.tensor_type]
+        block, block_bytes = GGML_QUANT_SIZES[stored.kind]
         *lead, last = slices
         first_block, end_block = last.start // block, -(-last.stop // block)
         covering = slice(first_block * block_bytes, end_block * block_bytes)
-        values = _decode(stored.data.view(np.uint8)[(*lead, covering)], stored.tensor_type)
+        values = _decode(stored.data[(*lead, covering)], stored.kind)
         values = values[..., last.start - first_block * block : last.stop - first_block * block]
         return self._in_halves(values, slices[0]) if _GGUF_PERMUTED.search(name) else values
 
@@ -93,29 +91,15 @@ class GgufCheckpoint:
         return heads.transpose(1, 2).reshape(values.shape)
 
 
-class _BoundedReader(GGUFReader):
-    """Refuses to read past the file's end, where GGUFReader would loop forever or go on with an empty array."""
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > len(self.data):
-            raise ValueError(f"it ends at byte {len(self.data)}, but must hold byte {end - 1}")
-        return super()._get(offset, dtype, count, override_order)
-
-
-def _read_gguf(path: Path) -> tuple[GGUFReader, dict[str, object]]:
+def _read_gguf(path: Path) -> GgufFile:
     try:
-        with np.errstate(over="raise"):  # a tensor offset near 2**64 would wrap to inside the header
-            reader = _BoundedReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        file = GgufFile(path)
+    except (OSError, ValueError, LookupError, RecursionError) as error:
         raise invalid_checkpoint(f"{path} is not a sound GGUF file ({error}): download it again.") from error
-    if reader.byte_order == "S":
-        raise invalid_checkpoint(f"{path} is big-endian: convert it to a little-endian GGUF file.")
-    architecture = metadata.get("general.architecture")
+    architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
         raise invalid_checkpoint(f'{path} is of architecture {architecture!r}: give a GGUF file of "llama".')
-    return reader, metadata
+    return file
 
 
 def _gguf_head_size(path: Path, metadata: Mapping[str, Any]) -> int:
@@ -133,12 +117,12 @@ def _gguf_head_size(path: Path, metadata: Mapping[str, Any]) -> int:
     return size
 
 
-def _check_readable(path: Path, tensor: Any) -> None:
+def _check_readable(path: Path, tensor: GgufTensor) -> None:
     try:
-        dequantize(np.zeros(GGML_QUANT_SIZES[tensor.tensor_type][1], np.uint8), tensor.tensor_type)
+        dequantize(np.zeros(GGML_QUANT_SIZES[tensor.kind][1], np.uint8), tensor.kind)
     except NotImplementedError:
         raise invalid_checkpoint(
-            f"{path} stores {tensor.name} as {tensor.tensor_type.name}, which cannot be read: "
+            f"{path} stores {tensor.name} as {tensor.kind.name}, which cannot be read: "
             "give a file quantised otherwise, such as Q8_0."
         ) from None
 

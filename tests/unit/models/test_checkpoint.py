@@ -1,7 +1,9 @@
 import json
+import random
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
@@ -15,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from longhelix.errors import UserError
 from longhelix.models.checkpoint import TensorInfo
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.models.gguf_file import GgufFile
 from longhelix.models.model_files import open_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -347,6 +350,35 @@ def test_gguf_truncated(tmp_path):
     for size in range(len(content)):
         path.write_bytes(content[:size])
         assert_refused(path, str(path))
+
+
+def test_gguf_damaged(tmp_path):
+    """Any few bytes of the header may be any others: nothing but a UserError is raised."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    sound, chance = path.read_bytes(), random.Random(0)
+    for _ in range(1500):
+        content = bytearray(sound)
+        for _ in range(chance.randrange(1, 4)):
+            content[chance.randrange(len(sound) - 64 * 4)] = chance.choice([0, 1, 8, 9, 0x7F, 0x80, 0xFF])
+        path.write_bytes(content)
+        with suppress(UserError):
+            open_checkpoint(str(path))
+
+
+def test_gguf_says_what_the_package_of_the_format_says(builtin):
+    """All metadata but the reader's own, and the places of all tensors."""
+    reader = gguf.GGUFReader(builtin.path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert builtin.metadata == fields
+    file = GgufFile(builtin.path)
+    assert list(file.tensors) == [tensor.name for tensor in reader.tensors]
+    for theirs in reader.tensors:
+        ours = file.tensors[theirs.name]
+        assert (ours.kind, ours.shape) == (theirs.tensor_type, tuple(reversed(theirs.shape.tolist())))
+        assert ours.data.nbytes == theirs.n_bytes
+        assert np.shares_memory(ours.data, file._bytes[theirs.data_offset : theirs.data_offset + theirs.n_bytes])
+        assert ours.data.reshape(-1)[0] == theirs.data.view(np.uint8).reshape(-1)[0]
 
 
 def test_gguf_garbage(tmp_path):
