@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -20,7 +19,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 VOCAB, NEW_TOKENS = 199, 32
 # Short ones leave shards empty; the longest goes round six ranks of 4-token blocks three times.
@@ -177,17 +175,3 @@ def save_tokenizer_files(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({}))
-
-
-def gguf_model(path):
-    """A GGUF file as transformers' own reader and model take it, in float32."""
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=skeleton)["tensors"]
-    # On the meta device the buffers of the rotary embedding would have no values.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import gguf_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.models.model_files import open_checkpoint
@@ -15,10 +15,23 @@ NEW_TOKENS = 64
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def prompt():
-    """Text of the project's own, long enough."""
-    return Path(__file__).parents[2].joinpath("LICENSE").read_text()
+def builtin_of_transformers():
+    """SmolLM2-135M in float32. Its sizes are written down here; that the file's numbers are read as transformers reads
+    them is tested in test_checkpoint."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )  # fmt: skip
+    model, checkpoint = LlamaForCausalLM(config).eval(), open_checkpoint("builtin")
+    tensors = {
+        name: checkpoint.read(name, tuple(slice(0, size) for size in info.shape)).float()
+        for name, info in checkpoint.tensors.items()
+    }
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model
 
 
 @torch.no_grad()
@@ -35,14 +48,16 @@ def continue_with_transformers(model, prompt_ids, count):
     return tokens, gaps
 
 
-def test_greedy_continuation_equals_transformers(prompt):
+@pytest.mark.parametrize("prompt_tokens", [600, pytest.param(2000, marks=pytest.mark.slow)])
+def test_greedy_continuation_equals_transformers(prompt_tokens):
+    """After text of the project's own, of more tokens than a chunk has."""
+    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
     with LLM("builtin", Layout(kvp=2), dtype="float32") as llm:
-        prompt_ids = llm.tokenizer.encode(prompt)
+        prompt_ids = llm.tokenizer.encode(text)[:prompt_tokens]
         (result,) = llm.generate([prompt_ids], SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
-    assert len(prompt_ids) > 2000
+    assert len(prompt_ids) == prompt_tokens
     assert sum(result.kv_tokens_per_rank) == len(prompt_ids) + NEW_TOKENS - 1
-    model = gguf_model(open_checkpoint("builtin").path)
-    tokens, gaps = continue_with_transformers(model, prompt_ids, NEW_TOKENS)
+    tokens, gaps = continue_with_transformers(builtin_of_transformers(), prompt_ids, NEW_TOKENS)
     assert len(set(tokens)) >= 8
     differs = next((i for i in range(NEW_TOKENS) if result.token_ids[i] != tokens[i]), None)
     assert differs is None or gaps[differs] < 2 * TOLERANCE, (differs, gaps[differs])

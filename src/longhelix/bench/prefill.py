@@ -27,8 +27,9 @@ COLUMNS = (
 )
 NOTE = (
     "A prompt of random tokens in chunks, first token sampled. GFLOP/s counts what causal attention needs, not what is "
-    "computed. MFU = GFLOP/s over torch.mm in the model's dtype (square matrices), in turn with the prefills, all "
-    "ranks together. attention, products, collectives: inside native calls of each kind; overhead: outside of all "
+    "computed. MFU = GFLOP/s over torch.mm in the model's dtype (square matrices; in float32 where that is faster), in "
+    "turn with the prefills, all ranks together. attention, products, collectives: inside native calls of each kind; "
+    "overhead: outside of all "
     "native calls; means over all prefills."
 )
 

@@ -5,6 +5,7 @@ import json
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix.bench import kernels, peers
 from longhelix.bench.peers import Peers, beside
@@ -152,6 +153,18 @@ def test_a_mistake_gets_one_sentence_and_starts_nothing(arguments, sentence, cap
 # The real thing, tiny
 
 
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A folder with a model of two small layers, whose heads are those of the built-in one."""
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=144, intermediate_size=96, vocab_size=1000, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("toy")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
 def run(capfd, *arguments):
     """The JSON of a sub-command; nothing that it started is left."""
     before = set(psutil.Process().children())  # other tests keep worlds of ranks
@@ -202,22 +215,21 @@ def test_kernels(capfd, monkeypatch):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", [(), ("--kvp", "2", "--threads", "1")])
-def test_decode(capfd, layout):
-    found = run(
-        capfd, "decode", "--contexts", "40", "1k", "--kv-dtype", "int4", "--repeats", "2", "--no-peers", *layout
-    )
+def test_decode(capfd, toy, layout):
+    found = run(capfd, "decode", "--model", toy, "--contexts", "40", "1k", "--kv-dtype", "int4", "--repeats", "2",
+                "--no-peers", *layout)  # fmt: skip
     short, long = found["decode"]["rows"]
     # Tokens, layers, KV heads, keys and values, channels and a scale: on two ranks each keeps half of them.
-    assert long["read_bytes"] - short["read_bytes"] == (1000 - 40) * 30 * 3 * 2 * (64 // 2 + 2)
+    assert long["read_bytes"] - short["read_bytes"] == (1000 - 40) * 2 * 3 * 2 * (64 // 2 + 2)
     assert short["native_s"] > 0 < short["outside_s"]
     assert short["layout"] == ("2 x 1" if layout else "1 x 1")
 
 
 @pytest.mark.dist
-def test_prefill(capfd):
-    (row,) = run(capfd, "prefill", "--prompts", "80", "--chunk-tokens", "32", "--repeats", "1", "--no-peers")[
-        "prefill"
-    ]["rows"]
+def test_prefill(capfd, toy):
+    found = run(capfd, "prefill", "--model", toy, "--prompts", "80", "--chunk-tokens", "32", "--repeats", "1",
+                "--no-peers")  # fmt: skip
+    (row,) = found["prefill"]["rows"]
     assert row["tokens_per_s"] == pytest.approx(80 / row["prefill_s"])
     assert row["attention_s"] > 0 < row["products_s"]
 
@@ -230,15 +242,22 @@ def test_collectives(capfd):
 
 
 @pytest.mark.dist
-def test_layouts(capfd):
-    """Bytes of the exchange, counted in the transport: 9 heads of 64 numbers of 2 bytes and an LSE, 30 layers."""
-    found = run(capfd, "layouts", "--requests", "2", "--contexts", "64", "--repeats", "1")
+def test_layouts(capfd, toy):
+    """Bytes of the exchange, counted in the transport: 9 heads of 64 numbers of 2 bytes and an LSE, 2 layers."""
+    found = run(capfd, "layouts", "--model", toy, "--requests", "2", "--contexts", "64", "--repeats", "1")
     rows = {row["strategy"]: row for row in found["layouts"]["rows"]}
     assert list(rows) == ["Helix", "local", "TP", "tied"]
-    row_bytes = 30 * 9 * (64 * 2 + 4)  # of one row: each rank sends the heads that it does not keep
+    row_bytes = 2 * 9 * (64 * 2 + 4)  # of one row: each rank sends the heads that it does not keep
     assert rows["Helix"]["exchanged_bytes"] == 2 * row_bytes
     assert rows["local"]["exchanged_bytes"] == row_bytes  # each rank has one of the rows
     assert rows["TP"]["exchanged_bytes"] == 0
-    assert rows["tied"]["exchanged_bytes"] == 2 * row_bytes + 2 * 30 * 9 * 64 * 2
+    assert rows["tied"]["exchanged_bytes"] == 2 * row_bytes + 2 * 2 * 9 * 64 * 2
     assert rows["Helix"]["over_helix"] == rows["Helix"]["prefill_over_helix"] == 1
     assert all(row["step_s"] > 0 < row["prefill_s"] for row in rows.values())
+
+
+@pytest.mark.dist
+def test_layouts_whose_ranks_hold_different_shares(capfd, toy):
+    """One request of 33 blocks over two ranks, 17 and 16: their schedulers have pools of one size all the same."""
+    found = run(capfd, "layouts", "--model", toy, "--requests", "1", "--contexts", "520", "--repeats", "1")
+    assert [row["strategy"] for row in found["layouts"]["rows"]] == ["Helix", "local", "TP", "tied"]

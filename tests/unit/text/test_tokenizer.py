@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from anything import VALUES
 from longhelix.errors import UserError
+from longhelix.models.gguf_file import GgufFile
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 from longhelix.text.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def smollm_file() -> Path:
 
 @pytest.fixture(scope="module")
 def smollm_metadata(smollm_file):
-    return {key: field.contents() for key, field in gguf.GGUFReader(smollm_file).fields.items()}
+    return GgufFile(smollm_file).metadata
 
 
 @pytest.fixture(scope="module")
