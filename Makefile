@@ -24,11 +24,14 @@ run: setup
 	@printf '[%s, "Who decides" of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
+# A file of tests to each core: tests of ranks wait for them much of their time.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: setup sanitize
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 # The native code, for every instruction set that this processor has, under sanitizers of memory and of threads.
 sanitize: sanitize-address,undefined sanitize-thread
