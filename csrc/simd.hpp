@@ -9,16 +9,18 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX2__)
+// All that a form uses; a compiler that was told less takes a narrower one.
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define LONGHELIX_AVX512
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define LONGHELIX_AVX2
+#endif
+
+#if defined(LONGHELIX_AVX512) || defined(LONGHELIX_AVX2)
 #include <immintrin.h>
 #endif
 
 #include "kernels.hpp"
-
-// All that the widest form uses; a compiler that was told less takes the one of AVX2.
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define LONGHELIX_AVX512
-#endif
 
 #define INLINE [[gnu::always_inline]] static inline
 
@@ -30,7 +32,7 @@ using u32 = std::uint32_t;
 constexpr int kLanes = 16;
 #if defined(LONGHELIX_AVX512)
 constexpr int kRegisterLanes = 16, kRegisters = 32;
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
 constexpr int kRegisterLanes = 8, kRegisters = 16;
 #elif defined(__aarch64__)
 constexpr int kRegisterLanes = 4, kRegisters = 32;
@@ -213,7 +215,7 @@ INLINE V multiply_add(V a, V b, V c) {
     } else {
 #if defined(LONGHELIX_AVX512)
         return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
         return a * b + c;
@@ -313,7 +315,7 @@ INLINE f32x16 load_f16(const void* from) {
     return widen<f32x16>(from, [](Shorts bits) {
 #if defined(LONGHELIX_AVX512)
         return (Floats)_mm512_cvtph_ps((__m256i)bits);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (Floats)_mm256_cvtph_ps((__m128i)bits);
 #else
         Floats lanes;
@@ -327,7 +329,7 @@ INLINE void store_f16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
 #if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtps_ph((__m512)lanes, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (Shorts)_mm256_cvtps_ph((__m256)lanes, _MM_FROUND_TO_NEAREST_INT);
 #else
         Shorts bits;
