@@ -292,14 +292,16 @@ INLINE void narrow(void* to, V lanes, Register of_register) {
     }
 }
 
-// As bfloat16, to nearest even, in order; values are finite.
+// As bfloat16, to nearest even, in order; NaN stays.
 INLINE void store_bf16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
 #if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtneps_pbh((__m512)lanes);
 #else
         Words wide = (Words)lanes;
-        return __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, Shorts);
+        // Rounding would carry some NaNs over into zeros.
+        Words rounded = choose(lanes == lanes, wide + 0x7fff + ((wide >> 16) & 1), wide | 0x400000);
+        return __builtin_convertvector(rounded >> 16, Shorts);
 #endif
     });
 }
