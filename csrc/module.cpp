@@ -28,7 +28,6 @@ using longhelix::perform;
 using longhelix::Pool;
 using longhelix::Rows;
 using longhelix::Tape;
-using longhelix::timed;
 using longhelix::Weight;
 
 namespace {
@@ -88,7 +87,8 @@ void bind_collectives(nb::module_& module) {
         .def(
             "all_reduce",
             [](Channel& self, Address values, std::size_t count, Number number) {
-                timed(Kind::collectives, [&] { self.all_reduce(at<void>(values), count, number); });
+                perform(Kind::collectives,
+                        [&self, values, count, number] { self.all_reduce(at<void>(values), count, number); });
             },
             unlocked)
         .def(
@@ -112,21 +112,24 @@ void bind_collectives(nb::module_& module) {
         .def(
             "reduce_scatter",
             [](Channel& self, Address input, Address output, std::size_t count, Number number) {
-                timed(Kind::collectives,
-                      [&] { self.reduce_scatter(at<const void>(input), at<void>(output), count, number); });
+                perform(Kind::collectives, [&self, input, output, count, number] {
+                    self.reduce_scatter(at<const void>(input), at<void>(output), count, number);
+                });
             },
             unlocked)
         .def(
             "all_gather",
             [](Channel& self, Address input, Address output, std::size_t bytes) {
-                timed(Kind::collectives, [&] { self.all_gather(at<const void>(input), at<void>(output), bytes); });
+                perform(Kind::collectives, [&self, input, output, bytes] {
+                    self.all_gather(at<const void>(input), at<void>(output), bytes);
+                });
             },
             unlocked)
         .def(
             "all_to_all",
             [](Channel& self, Address send, const std::vector<std::size_t>& send_bytes, Address received,
                const std::vector<std::size_t>& received_bytes) {
-                timed(Kind::collectives, [&] {
+                perform(Kind::collectives, [&self, send, send_bytes, received, received_bytes] {
                     self.all_to_all(at<const std::byte>(send), send_bytes, at<std::byte>(received), received_bytes);
                 });
             },
@@ -134,10 +137,12 @@ void bind_collectives(nb::module_& module) {
         .def(
             "broadcast",
             [](Channel& self, Address values, std::size_t bytes, int root) {
-                timed(Kind::collectives, [&] { self.broadcast(at<void>(values), bytes, root); });
+                perform(Kind::collectives,
+                        [&self, values, bytes, root] { self.broadcast(at<void>(values), bytes, root); });
             },
             unlocked)
-        .def("barrier", &Channel::barrier, unlocked)
+        .def(
+            "barrier", [](Channel& self) { perform(Kind::collectives, [&self] { self.barrier(); }); }, unlocked)
         .def_prop_ro("exchanged_bytes", &Channel::exchanged_bytes)
         .def_prop_ro("fingerprint", &Channel::fingerprint)
         .def(
