@@ -213,6 +213,16 @@ def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
         assert lse_Tq[:, 3:].isfinite().all() != broken_key
 
 
+def test_rows_of_numbers_that_the_kernels_do_not_know_are_refused():
+    layer = Shape(kv_heads=1, group=1, key_size=16, value_size=16).poisoned(1)
+    rows_TkC = torch.ones(1, 1, 16, dtype=torch.float64)
+    table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        write_kv(rows_TkC, rows_TkC, layer, torch.tensor([0]))
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        partial_attention(rows_TkC, layer, *table, scale=1.0)
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_numbers_in_the_middle_of_two_codes_go_to_the_even_one(kv_dtype):
     shape = Shape(kv_heads=1, key_size=16, value_size=16, kv_dtype=kv_dtype)
