@@ -71,6 +71,9 @@ void Channel::all_reduce_add(void* values, const void* residual, void* out, std:
 
 void Channel::exchange(const void* out, const float* lse, std::size_t rows, const std::int64_t* places,
                        const std::vector<int>& heads, std::size_t head_size, Number number, void* merged) {
+    if (head_size > kLongestHead) {
+        throw std::invalid_argument("heads of more than " + std::to_string(kLongestHead) + " channels are not merged");
+    }
     Running running(*this, places ? Collective::exchange_among_holders : Collective::exchange, rows);
     auto place_of = [&](int rank, std::size_t row) {
         return places ? places[rank * rows + row] : static_cast<std::int64_t>(row);

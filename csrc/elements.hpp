@@ -142,7 +142,7 @@ INLINE Rows2 decode(u32x16 codes) {
 
 // The bytes of one unit row at `position`, each in the high byte of its lane.
 INLINE Words lane_bytes(Words codes, int row, int position) {
-#if defined(__AVX2__)
+#if defined(LONGHELIX_AVX2)
     int at = row * 8 + position;
     __m128i four = _mm_setr_epi8(-1, -1, -1, at, -1, -1, -1, at + 2, -1, -1, -1, at + 4, -1, -1, -1, at + 6);
     return (Words)_mm256_shuffle_epi8((__m256i)codes, _mm256_broadcastsi128_si256(four));

@@ -28,7 +28,6 @@ using longhelix::perform;
 using longhelix::Pool;
 using longhelix::Rows;
 using longhelix::Tape;
-using longhelix::timed;
 using longhelix::Weight;
 
 namespace {
@@ -38,6 +37,18 @@ using Address = std::uintptr_t;
 template <typename T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
+}
+
+bool is_row_number(Number number) {
+    return number == Number::float32 || number == Number::bfloat16 || number == Number::float16;
+}
+
+// Kernels would take the bytes of any other number for those of one that they know.
+Rows rows_at(Address data, Number number, std::int64_t stride) {
+    if (!is_row_number(number)) {
+        throw std::invalid_argument("native kernels take rows of float32, bfloat16 or float16");
+    }
+    return {at<const void>(data), number, stride};
 }
 
 void bind_calls(nb::module_& module) {
@@ -88,7 +99,8 @@ void bind_collectives(nb::module_& module) {
         .def(
             "all_reduce",
             [](Channel& self, Address values, std::size_t count, Number number) {
-                timed(Kind::collectives, [&] { self.all_reduce(at<void>(values), count, number); });
+                perform(Kind::collectives,
+                        [&self, values, count, number] { self.all_reduce(at<void>(values), count, number); });
             },
             unlocked)
         .def(
@@ -112,21 +124,24 @@ void bind_collectives(nb::module_& module) {
         .def(
             "reduce_scatter",
             [](Channel& self, Address input, Address output, std::size_t count, Number number) {
-                timed(Kind::collectives,
-                      [&] { self.reduce_scatter(at<const void>(input), at<void>(output), count, number); });
+                perform(Kind::collectives, [&self, input, output, count, number] {
+                    self.reduce_scatter(at<const void>(input), at<void>(output), count, number);
+                });
             },
             unlocked)
         .def(
             "all_gather",
             [](Channel& self, Address input, Address output, std::size_t bytes) {
-                timed(Kind::collectives, [&] { self.all_gather(at<const void>(input), at<void>(output), bytes); });
+                perform(Kind::collectives, [&self, input, output, bytes] {
+                    self.all_gather(at<const void>(input), at<void>(output), bytes);
+                });
             },
             unlocked)
         .def(
             "all_to_all",
             [](Channel& self, Address send, const std::vector<std::size_t>& send_bytes, Address received,
                const std::vector<std::size_t>& received_bytes) {
-                timed(Kind::collectives, [&] {
+                perform(Kind::collectives, [&self, send, send_bytes, received, received_bytes] {
                     self.all_to_all(at<const std::byte>(send), send_bytes, at<std::byte>(received), received_bytes);
                 });
             },
@@ -134,10 +149,12 @@ void bind_collectives(nb::module_& module) {
         .def(
             "broadcast",
             [](Channel& self, Address values, std::size_t bytes, int root) {
-                timed(Kind::collectives, [&] { self.broadcast(at<void>(values), bytes, root); });
+                perform(Kind::collectives,
+                        [&self, values, bytes, root] { self.broadcast(at<void>(values), bytes, root); });
             },
             unlocked)
-        .def("barrier", &Channel::barrier, unlocked)
+        .def(
+            "barrier", [](Channel& self) { perform(Kind::collectives, [&self] { self.barrier(); }); }, unlocked)
         .def_prop_ro("exchanged_bytes", &Channel::exchanged_bytes)
         .def_prop_ro("fingerprint", &Channel::fingerprint)
         .def(
@@ -177,6 +194,10 @@ void bind_kernels(nb::module_& module) {
         .def(
             "__init__",
             [](Weight* self, Address data, Number number, std::int64_t depth) {
+                bool narrow = number == Number::int8 || number == Number::int4;
+                if (!narrow && !is_row_number(number)) {
+                    throw std::invalid_argument("a weight does not hold numbers of this type");
+                }
                 new (self) Weight{at<const std::uint8_t>(data), number, depth};
             },
             "data"_a, "number"_a, "depth"_a);
@@ -191,7 +212,7 @@ void bind_kernels(nb::module_& module) {
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
            Address blocks, Address extents, Address row_starts, Address limits, float scale, Address out, Address lse,
            bool onto) {
-            longhelix::Attention call{{at<const void>(q), number, q_stride},
+            longhelix::Attention call{rows_at(q, number, q_stride),
                                          pool,
                                          num_query_heads,
                                          num_sequences,
@@ -214,7 +235,7 @@ void bind_kernels(nb::module_& module) {
         [](Address up, Number number, std::int64_t up_stride, const Pool& latents, Address blocks,
            std::int64_t first_tile, const Pool& made) {
             longhelix::Expansion call{
-                {at<const void>(up), number, up_stride}, latents, at<const std::int64_t>(blocks), first_tile, made};
+                rows_at(up, number, up_stride), latents, at<const std::int64_t>(blocks), first_tile, made};
             perform(Kind::attention, [call] { longhelix::kernels().expand(call); });
         },
         unlocked);
@@ -222,8 +243,8 @@ void bind_kernels(nb::module_& module) {
         "write",
         [](Address k, std::int64_t k_stride, Address v, std::int64_t v_stride, Number number, const Pool& pool,
            Address slots, std::int64_t num_rows) {
-            longhelix::Write call{{at<const void>(k), number, k_stride},
-                                        {at<const void>(v), number, v_stride},
+            longhelix::Write call{rows_at(k, number, k_stride),
+                                        rows_at(v, number, v_stride),
                                         pool,
                                         at<const std::int64_t>(slots),
                                         num_rows};
@@ -234,7 +255,7 @@ void bind_kernels(nb::module_& module) {
         "rotate",
         [](Address qkv, std::int64_t stride, Number number, Address q_norm, Address k_norm, float norm_eps, Address cos,
            Address sin, const Pool& pool, int num_query_heads, Address slots, std::int64_t num_rows, Address q) {
-            longhelix::Rotate call{{at<const void>(qkv), number, stride},
+            longhelix::Rotate call{rows_at(qkv, number, stride),
                                          at<const void>(q_norm),
                                          at<const void>(k_norm),
                                          norm_eps,
@@ -253,14 +274,14 @@ void bind_kernels(nb::module_& module) {
         [](Address x, Number number, std::int64_t x_stride, std::int64_t num_rows, Address norm, float norm_eps,
            const Weight& weight, Address bias, bool swiglu, Address residual, std::int64_t residual_stride, Address out,
            Number out_number, std::int64_t outputs) {
-            longhelix::Linear call{{at<const void>(x), number, x_stride},
+            longhelix::Linear call{rows_at(x, number, x_stride),
                                          num_rows,
                                          at<const void>(norm),
                                          norm_eps,
                                          weight,
                                          at<const void>(bias),
                                          swiglu,
-                                         {at<const void>(residual), out_number, residual_stride},
+                                         rows_at(residual, out_number, residual_stride),
                                          at<void>(out),
                                          out_number,
                                          outputs};
@@ -294,7 +315,7 @@ void bind_kernels(nb::module_& module) {
         [](Address x, Number number, std::int64_t num_rows, std::int64_t hidden, Address norm, float norm_eps,
            const ExpertSet& set, Address weights, Address experts, int per_row, Address residual, Address out,
            Address rows_of) {
-            longhelix::Experts call{{at<const void>(x), number, hidden},
+            longhelix::Experts call{rows_at(x, number, hidden),
                                     num_rows,
                                     hidden,
                                     at<const void>(norm),
@@ -303,7 +324,7 @@ void bind_kernels(nb::module_& module) {
                                     at<const float>(weights),
                                     at<const std::int64_t>(experts),
                                     per_row,
-                                    {at<const void>(residual), number, hidden},
+                                    rows_at(residual, number, hidden),
                                     at<void>(out),
                                     at<std::int64_t>(rows_of)};
             perform(Kind::products, [call] { longhelix::kernels().experts(call); });

@@ -9,16 +9,18 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX2__)
+// All that a form uses; a compiler that was told less takes a narrower one.
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define LONGHELIX_AVX512
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define LONGHELIX_AVX2
+#endif
+
+#if defined(LONGHELIX_AVX512) || defined(LONGHELIX_AVX2)
 #include <immintrin.h>
 #endif
 
 #include "kernels.hpp"
-
-// All that the widest form uses; a compiler that was told less takes the one of AVX2.
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define LONGHELIX_AVX512
-#endif
 
 #define INLINE [[gnu::always_inline]] static inline
 
@@ -30,7 +32,7 @@ using u32 = std::uint32_t;
 constexpr int kLanes = 16;
 #if defined(LONGHELIX_AVX512)
 constexpr int kRegisterLanes = 16, kRegisters = 32;
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
 constexpr int kRegisterLanes = 8, kRegisters = 16;
 #elif defined(__aarch64__)
 constexpr int kRegisterLanes = 4, kRegisters = 32;
@@ -213,7 +215,7 @@ INLINE V multiply_add(V a, V b, V c) {
     } else {
 #if defined(LONGHELIX_AVX512)
         return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
         return a * b + c;
@@ -249,7 +251,9 @@ INLINE f32x16 exp2(f32x16 x) {
     f32x16 f = raised - (shifted - 12582912.0f);
     i32x16 exponent = (as<i32x16>(shifted) << 23) + (127 << 23);
     f32x16 value = exp2_fraction(f) * as<f32x16>(exponent);
-    return choose(tiny, value * 0x1p-100f, value);
+    // A product below the normal numbers costs some processors a hundred cycles, even in a lane that is thrown away.
+    f32x16 lowered = choose(bounded < -150.0f, f32x16{}, splat(0x1p-100f));
+    return value * choose(tiny, lowered, splat(1.0f));
 #endif
 }
 
@@ -288,14 +292,16 @@ INLINE void narrow(void* to, V lanes, Register of_register) {
     }
 }
 
-// As bfloat16, to nearest even, in order; values are finite.
+// As bfloat16, to nearest even, in order; NaN stays.
 INLINE void store_bf16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
 #if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtneps_pbh((__m512)lanes);
 #else
         Words wide = (Words)lanes;
-        return __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, Shorts);
+        // Rounding would carry some NaNs over into zeros.
+        Words rounded = choose(lanes == lanes, wide + 0x7fff + ((wide >> 16) & 1), wide | 0x400000);
+        return __builtin_convertvector(rounded >> 16, Shorts);
 #endif
     });
 }
@@ -311,7 +317,7 @@ INLINE f32x16 load_f16(const void* from) {
     return widen<f32x16>(from, [](Shorts bits) {
 #if defined(LONGHELIX_AVX512)
         return (Floats)_mm512_cvtph_ps((__m256i)bits);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (Floats)_mm256_cvtph_ps((__m128i)bits);
 #else
         Floats lanes;
@@ -325,7 +331,7 @@ INLINE void store_f16(void* to, f32x16 value) {
     narrow(to, value, [](Floats lanes) {
 #if defined(LONGHELIX_AVX512)
         return (Shorts)_mm512_cvtps_ph((__m512)lanes, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__AVX2__)
+#elif defined(LONGHELIX_AVX2)
         return (Shorts)_mm256_cvtps_ph((__m256)lanes, _MM_FROUND_TO_NEAREST_INT);
 #else
         Shorts bits;

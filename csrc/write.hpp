@@ -66,8 +66,10 @@ struct TileWriter {
         u32 bits;
         std::memcpy(&bits, &wanted, 4);
         std::uint16_t rounded = static_cast<std::uint16_t>((bits + 0xffff) >> 16);
+        // The inverse of a scale below the normal numbers may be infinite: vectors that small are zeros.
+        if (bf16_to_float(rounded) < 0x1p-126f) rounded = 0;
         std::memcpy(scale, &rounded, 2);
-        float used = bf16_to_float(rounded), inverse = used > 0 ? 1.0f / used : 0.0f;
+        float inverse = rounded ? 1.0f / bf16_to_float(rounded) : 0.0f;
         for (int c = 0; c < size; ++c) values[c] *= inverse;
     }
 };

@@ -117,6 +117,30 @@ def test_ranks_in_different_collectives_say_so():
     ]
 
 
+def test_a_tape_holds_every_collective():
+    """What they compute is linear: a tape that runs them makes twice the results of twice the numbers."""
+
+    def record(end):
+        channel, number, tape = end._handle.channel, native.NUMBER_BY_DTYPE[torch.float32], Tape()
+        inputs_34 = torch.arange(1.0, 13.0).view(3, 4) * (1 + end.index)
+        given_34, made_34 = inputs_34.clone(), torch.zeros(3, 4)
+        with tape:
+            channel.all_reduce(given_34[0].data_ptr(), 4, number)
+            channel.broadcast(given_34[1].data_ptr(), 16, 0)
+            channel.reduce_scatter(given_34[2].data_ptr(), made_34[0].data_ptr(), 2, number)
+            channel.all_gather(given_34[2].data_ptr(), made_34[1].data_ptr(), 8)
+            channel.all_to_all(given_34[2].data_ptr(), [8, 8], made_34[2].data_ptr(), [8, 8])
+            channel.barrier()
+        first = torch.cat((given_34, made_34))
+        given_34.copy_(2 * inputs_34)
+        tape.run()
+        assert torch.equal(torch.cat((given_34, made_34)), 2 * first)
+
+    ends = threads_ends()
+    on_both(ends, record, record)
+    assert [end.progress() for end in ends] == [(12, "")] * 2
+
+
 def start_peer(fd):
     """A process that takes part in whatever all-reduces come, until it is ended."""
     own, values = os.getpid(), torch.ones(16)

@@ -259,6 +259,18 @@ void run_differences() {
     });
 }
 
+// What every rank refuses before it begins: they stay together.
+void run_too_long_heads() {
+    on_ranks(2, [](Channel& channel, int) {
+        std::vector<float> out(1026), merged(513), lse(2);
+        check_throws<std::invalid_argument>(
+            [&] { channel.exchange(out.data(), lse.data(), 1, nullptr, {1, 1}, 513, Number::float32, merged.data()); },
+            "more than 512 channels");
+        channel.barrier();
+        check(channel.progress().begun == 1, "an exchange that was refused counts");
+    });
+}
+
 }  // namespace
 
 void test_collectives() {
@@ -270,6 +282,7 @@ void test_collectives() {
     });
     run_without_descriptors();
     run_differences();
+    run_too_long_heads();
     std::printf("collectives of 1, 2 and 3 ranks\n");
 }
 

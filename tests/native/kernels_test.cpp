@@ -221,6 +221,43 @@ void test_attend(const Kernels& kernels, Random& random) {
     check(!attended, "a limit beyond the blocks is not refused");
 }
 
+// Vectors at the ends of what narrow numbers hold, each alone in its block. What is read back of them is exact, and 0
+// where the scale would be below the normal numbers.
+void test_write(const Kernels& kernels, Random& random) {
+    constexpr int kVectors = 8;
+    Number stored = random.of({Number::int8, Number::float8, Number::int4});
+    int size = kLanes * (1 + random.below(3));
+    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : 7;
+    Pool pool{nullptr, stored, 1, kVectors, 1, size, size, false};
+    Bytes memory(kVectors * tile_bytes(pool));
+    pool.data = memory.data.get();
+    Matrix vectors(Number::float32, kVectors, size), expected(Number::float32, kVectors, size);
+    Matrix q(Number::float32, kVectors, size), out(Number::float32, kVectors, size), lse(Number::float32, kVectors, 1);
+    q.fill(random, 0, 1);
+    std::vector<std::int64_t> slots, blocks, extents, row_starts{0}, limits(kVectors, 1);
+    for (int vector = 0; vector < kVectors; ++vector) {
+        double scale = random.of({0x1p-149, 0x1p-133, 0x1p-127, 0x1p-126, 0x1p-20, 1.0, 0x1p100});
+        // The smallest numbers of fp8, below its own normal ones.
+        double step = stored == Number::float8 && scale >= 0x1p-20 && random.one_in(2) ? 0x1p-9 : 1.0;
+        for (int c = 0; c < size; ++c) vectors.set(vector, c, scale * step * (random.below(15) - 7));
+        vectors.set(vector, random.below(size), scale * random.of({largest, -largest}));
+        for (int c = 0; c < size; ++c) expected.set(vector, c, scale < 0x1p-126 ? 0 : vectors.get(vector, c));
+        slots.push_back(vector * kLanes), blocks.push_back(vector), row_starts.push_back(vector + 1);
+        extents.push_back(vector), extents.push_back(vector + 1);
+    }
+    on_threads([&] {
+        kernels.write({vectors.as_rows(), vectors.as_rows(), pool, slots.data(), kVectors});
+        kernels.attend({q.as_rows(), pool, 1, kVectors, blocks.data(), extents.data(), row_starts.data(), limits.data(),
+                        1.0f, out.data(), lse.floats(), false});
+        return out.bytes.copy();
+    });
+    for (int vector = 0; vector < kVectors; ++vector) {
+        for (int c = 0; c < size; ++c) {
+            check_near(out.get(vector, c), expected.get(vector, c), 0, "a number that was stored");
+        }
+    }
+}
+
 void test_expand(const Kernels& kernels, Random& random) {
     Number stored = random.number();
     int rope = kLanes * random.below(3), latent = kLanes * (1 + random.below(6)), heads = 1 + random.below(4);
@@ -354,6 +391,9 @@ void test_linear(const Kernels& kernels, Random& random) {
     Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), bias(number, 1, halves * outputs);
     Matrix residual(out_number, rows, outputs, random.of({0, 16})), out(out_number, rows, outputs);
     x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12), bias.fill(random, 0.25, 7), residual.fill(random, 0.25, 7);
+    // All ones: a NaN that rounding to fewer bits would carry over into a zero.
+    std::int64_t broken = rows && random.one_in(2) ? random.below(static_cast<int>(rows)) : -1;
+    if (broken >= 0) x.set(broken, random.below(static_cast<int>(depth)), std::bit_cast<double>(~0ULL));
     on_threads([&] {
         out.bytes.reset();
         Rows added = has_residual ? residual.as_rows() : Rows{nullptr, out_number, 0};
@@ -365,6 +405,10 @@ void test_linear(const Kernels& kernels, Random& random) {
     double tolerance = std::max(rounding(number, stored), rounding(out_number, stored));
     for (int sample = 0; sample < 30 && rows; ++sample) {
         int row = random.below(static_cast<int>(rows)), output = random.below(static_cast<int>(outputs));
+        if (row == broken) {
+            check(std::isnan(out.get(row, output)), "a product of what is no number is one");
+            continue;
+        }
         auto input = x.get_run(row, 0, depth);
         double squares = std::inner_product(input.begin(), input.end(), input.begin(), 0.0);
         for (std::int64_t c = 0; c < depth && has_norm; ++c) {
@@ -406,6 +450,10 @@ void test_route(const Kernels& kernels, Random& random) {
     Matrix logits(Number::float32, rows, experts + gate), bias(Number::float32, 1, experts);
     Matrix weights(Number::float32, rows, per_token + shared), taken(Number::int64, rows, per_token + shared);
     logits.fill(random, 0.25, 12), bias.fill(random, 0.3, 2);  // many are equal
+    // Some scores lie on both sides of the smallest normal number, at -87.3.
+    for (std::int64_t row = 0; row < rows && sigmoid; row += 2) {
+        for (int e = 0; e < experts + gate; ++e) logits.set(row, e, logits.get(row, e) - 87);
+    }
     on_threads([&] {
         weights.bytes.reset(), taken.bytes.reset();
         kernels.route({logits.floats(), rows, has_bias ? bias.floats() : nullptr, experts, per_token, groups,
@@ -521,8 +569,8 @@ void test_read(const Kernels& kernels, Random& random) {
 
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
-        {"attend", test_attend}, {"expand", test_expand}, {"rotate", test_rotate},   {"linear", test_linear},
-        {"route", test_route},   {"read", test_read},     {"experts", test_experts}};
+        {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
+        {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -26,12 +26,12 @@ class Tape:
         self._watch = _Watch()
 
     def __enter__(self) -> None:
-        native.module.record(self._calls)
         self._watch.__enter__()
+        native.module.record(self._calls)  # last: what is entered in vain is never left
 
     def __exit__(self, *error: object) -> None:
-        self._watch.__exit__(*error)
         native.module.record(None)
+        self._watch.__exit__(*error)
 
     @property
     def complete(self) -> bool:

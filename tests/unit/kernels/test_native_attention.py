@@ -178,6 +178,19 @@ def test_every_code_of_narrow_numbers_is_stored_and_read_as_what_it_stands_for(k
         assert float(result[1]) == pytest.approx(number, rel=8 * UNIT)
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-133, 2.0**-127, 2.0**-126])
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_vectors_whose_scale_would_be_below_the_normal_numbers_are_zeros(kv_dtype, scale):
+    shape = Shape(kv_heads=1, key_size=16, value_size=16, kv_dtype=kv_dtype)
+    rows_TkC = torch.zeros(1, 1, 16)
+    rows_TkC[0, 0, :3] = torch.tensor([LARGEST[kv_dtype], -3, 1]) * scale
+    layer = shape.poisoned(1)
+    write_kv(rows_TkC, rows_TkC, layer, torch.tensor([5]))
+    kept_TkC = rows_TkC if scale >= 2.0**-126 else torch.zeros(1, 1, 16)
+    for side in stored(layer).decoded():
+        np.testing.assert_array_equal(side[0, 5], kept_TkC[0].numpy())
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
@@ -198,6 +211,16 @@ def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
         assert not out_TqC[:, 3:, channels].isfinite().any()
         assert lse_Tq[:, :3].isfinite().all()
         assert lse_Tq[:, 3:].isfinite().all() != broken_key
+
+
+def test_rows_of_numbers_that_the_kernels_do_not_know_are_refused():
+    layer = Shape(kv_heads=1, group=1, key_size=16, value_size=16).poisoned(1)
+    rows_TkC = torch.ones(1, 1, 16, dtype=torch.float64)
+    table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        write_kv(rows_TkC, rows_TkC, layer, torch.tensor([0]))
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        partial_attention(rows_TkC, layer, *table, scale=1.0)
 
 
 @pytest.mark.parametrize("kv_dtype", LARGEST)

@@ -504,6 +504,17 @@ def test_fewer_threads_than_asked_for_do_all_of_the_work():
 
 
 @needs_native
+def test_numbers_that_the_kernels_do_not_know_are_refused():
+    x_TX, weight = torch.randn(3, 64), make_weight(matrix(20, 64, 21), "float32")
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        linear(x_TX.double(), weight)
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        linear(x_TX, weight, dtype=torch.float64)
+    with pytest.raises(ValueError, match="a weight does not hold"):
+        native.module.Weight(weight.values.data_ptr(), native.module.Number.fp8, 64)
+
+
+@needs_native
 def test_no_rows_give_no_rows_and_read_nothing():
     weight = make_weight(matrix(20, 64, 21), "float32")
     assert linear(torch.zeros(0, 64), weight).shape == (0, 20)

@@ -97,6 +97,15 @@ def test_an_error_ends_the_recording(weight):
     assert len(tape._calls) == 1
 
 
+def test_a_recording_that_fails_to_begin_records_nothing(monkeypatch):
+    tape = Tape()
+    monkeypatch.setattr(type(tape._watch), "__enter__", lambda watch: 1 / 0)
+    with pytest.raises(ZeroDivisionError), tape:
+        pass
+    mark(ctypes.c_int64())
+    assert len(tape._calls) == 0
+
+
 def test_what_other_threads_call_meanwhile_is_not_on_it(weight):
     tape, other = Tape(), threading.Thread(target=lambda: mark(ctypes.c_int64()))
     with tape:
