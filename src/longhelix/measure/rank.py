@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from longhelix.errors import PeerLostError, UserError
+from longhelix.parallel.collectives import is_lost_peer
 from longhelix.workers.started_rank import StartedRank
 
 
@@ -26,7 +27,8 @@ def main() -> int:
             print(json.dumps(row), flush=True)
     except Exception as error:
         code = error.code if isinstance(error, UserError) else ""
-        lost_peer = isinstance(error, PeerLostError)
+        # Some jobs call process groups themselves, whose errors no RankGroup has named.
+        lost_peer = isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and is_lost_peer(error))
         if not code and not lost_peer:
             traceback.print_exc()
         cause = str(error) if code else f"{type(error).__name__}: {error}"
