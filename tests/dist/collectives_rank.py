@@ -131,7 +131,7 @@ def death(group, backend):
     start = time.monotonic()
     with pytest.raises(PeerLostError, match=f"rank {group.size - 1}" if backend == "shm" else None):
         [group.all_reduce(torch.ones(4)) for _ in range(3)]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     os._exit(0)  # a group that lost a peer cannot be taken down in order
 
 

@@ -8,7 +8,9 @@ def worlds():
     started = {}
 
     def world(size):
-        if size not in started or not started[size].is_up:
+        if size in started and not started[size].is_up:
+            started.pop(size).close()
+        if size not in started:
             started[size] = World(size)
         return started[size]
 

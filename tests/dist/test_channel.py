@@ -163,7 +163,7 @@ def start_peer(fd):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_time_in_which_a_rank_was_stopped_is_none_that_it_waited():
     fd, (read, write) = segment(), os.pipe()
-    test_pid, timeout_s = os.getpid(), 1.0
+    test_pid, timeout_s = os.getpid(), 3.0
     pid = os.fork()
     if not pid:
         try:

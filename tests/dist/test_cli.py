@@ -7,7 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -108,7 +108,7 @@ def test_without_native_kernels_the_command_runs_and_says_so_once(oracle, tmp_pa
         [sys.executable, "-m", "longhelix", *map(str, generate(oracle.path, "--kvp", 2, "--json"))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
@@ -137,39 +137,42 @@ def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
 
 def test_torchrun_starts_the_ranks_and_gives_the_same_tokens(oracle):
     arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--json")]
-    plain = subprocess.run([sys.executable, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    plain = subprocess.run([sys.executable, "-m", "longhelix", *arguments], capture_output=True, timeout=240)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    by_torchrun = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    by_torchrun = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=240)
     assert by_torchrun.returncode == 0, by_torchrun.stderr.decode()
     assert json.loads(by_torchrun.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle, as_json):
-    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--max-model-len", "100k")]
-    arguments += ["--ignore-eos", *(["--json"] if as_json else [])]
+@contextmanager
+def generating(oracle, *more):
+    """A command that generates for minutes, once its engine is up. It and its ranks end with the test."""
+    endless = ["--kvp", 2, "--max-model-len", "100k", "--ignore-eos"]
+    arguments = [str(argument) for argument in generate(oracle.path, *endless, *more)]
     arguments[arguments.index("8")] = "50000"
     command = subprocess.Popen(
         [sys.executable, "-m", "longhelix", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    workers = wait_for(lambda: [p for p in psutil.Process(command.pid).children() if p.num_threads() > 1], 2)
-    while b"KV cache holds" not in command.stderr.readline():
-        pass
-    workers[1].kill()
-    out, err = command.communicate(timeout=30)
-    assert command.returncode == 1
-    message = json.loads(out)["error"]["message"] if as_json else err.decode().splitlines()[-1]
-    assert "SIGKILL" in message
-    assert "rank" in message
-    assert not any(worker.is_running() for worker in workers)
+    try:
+        while b"KV cache holds" not in (line := command.stderr.readline()):
+            assert line, "the command has ended"
+        yield command
+    finally:
+        command.kill()
+        command.communicate()
 
 
-def wait_for(find, count, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while len(found := find()) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+@pytest.mark.parametrize("as_json", [False, True])
+def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle, as_json):
+    with generating(oracle, *(["--json"] if as_json else [])) as command:
+        workers = psutil.Process(command.pid).children()
+        workers[1].kill()
+        out, err = command.communicate(timeout=120)
+        assert command.returncode == 1
+        message = json.loads(out)["error"]["message"] if as_json else err.decode().splitlines()[-1]
+        assert "SIGKILL" in message
+        assert "rank" in message
+        assert not any(worker.is_running() for worker in workers)
 
 
 MISTAKES = {
@@ -300,23 +303,19 @@ def test_unknown_verb_names_the_nearest(capfd):
 
 
 def test_terminated_command_leaves_nothing(oracle):
-    arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--max-model-len", "100k")]
-    arguments[arguments.index("8")] = "50000"
-    command = subprocess.Popen([sys.executable, "-m", "longhelix", *arguments], stderr=subprocess.PIPE)
-    while b"KV cache holds" not in command.stderr.readline():
-        pass
-    workers = psutil.Process(command.pid).children()
-    command.terminate()
-    command.communicate(timeout=30)
-    assert command.returncode == 143
-    assert len(workers) == 2
-    assert not any(worker.is_running() for worker in workers)
+    with generating(oracle) as command:
+        workers = psutil.Process(command.pid).children()
+        command.terminate()
+        command.communicate(timeout=120)
+        assert command.returncode == 143
+        assert len(workers) == 2
+        assert not any(worker.is_running() for worker in workers)
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_is_told_the_right_one(oracle):
     arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=120)
+    done = subprocess.run([*torchrun, "-m", "longhelix", *arguments], capture_output=True, timeout=240)
     assert done.returncode != 0
     assert b"set --nproc-per-node 2" in done.stderr
 
@@ -380,7 +379,7 @@ def test_chat_keeps_the_conversation(oracle, tmp_path):
         [sys.executable, "-m", "longhelix", *arguments],
         input=b"w1 w2\nw3\n\n",
         capture_output=True,
-        timeout=60,
+        timeout=240,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -404,13 +403,16 @@ def test_interrupt_cuts_an_answer_short_and_the_chat_goes_on(oracle, tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as chat:
-        for _ in range(2):
-            chat.stdin.write(b"w1 w2\n")
-            chat.stdin.flush()
-            assert chat.stdout.read(20).strip()
-            os.killpg(chat.pid, signal.SIGINT)
-        chat.stdin.close()
-        assert chat.wait(timeout=20) == 0
+        try:
+            for _ in range(2):
+                chat.stdin.write(b"w1 w2\n")
+                chat.stdin.flush()
+                assert chat.stdout.read(20).strip()
+                os.killpg(chat.pid, signal.SIGINT)
+            chat.stdin.close()
+            assert chat.wait(timeout=60) == 0  # a whole answer would wait for someone who reads it
+        finally:
+            chat.kill()
 
 
 def expected_tokens(folder, ids, count):

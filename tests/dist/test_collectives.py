@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from world import run_ranks
 
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 pytestmark = pytest.mark.dist
 needs_native = pytest.mark.skipif(

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,8 @@ class World:
 
     def close(self):
         for process in self.ranks.processes.values():
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # what a rank that is gone was to be told
+                process.stdin.close()
         self.ranks.wait(10)
         self.ranks.close()
 

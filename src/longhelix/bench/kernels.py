@@ -46,7 +46,7 @@ class KernelsJob(msgspec.Struct, frozen=True):
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         matmul = {name: memory.multiplier(getattr(torch, name)) for name in memory.DTYPES}
-        read = {"read": memory.reader()}
+        read = {"read": memory.reader(memory.READ_BYTES)}
         for threads in self.threads:
             native.set_num_threads(threads)
             for row in self._rows(read, matmul):
@@ -171,7 +171,7 @@ def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
 def _arithmetic(timings: Mapping[str, Timing], flops: int) -> Row:
     """The rate at which the kernel computes, beside those of torch's matrix products."""
     flops_per_s = flops / timings["kernel"].median_s
-    peaks = {f"{name}_flops_per_s": memory.MULTIPLIER_FLOPS / timings[name].median_s for name in memory.DTYPES}
+    peaks = {f"{name}_flops_per_s": memory.multiplier_flops() / timings[name].median_s for name in memory.DTYPES}
     row = timings["kernel"].row("time_s") | {"flops": flops, "flops_per_s": flops_per_s} | peaks
     return row | {"matmul_fraction": flops_per_s / peaks["bfloat16_flops_per_s"]}
 

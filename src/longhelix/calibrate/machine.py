@@ -33,7 +33,7 @@ class MachineJob(msgspec.Struct, frozen=True):
         timings = interleave(calls, self.repeats)
         yield {
             "kernel_s": timings["kernels"].median_s / TINY_KERNELS,
-            "flops_per_s.float32": memory.MULTIPLIER_FLOPS / timings["matmul"].median_s,
+            "flops_per_s.float32": memory.multiplier_flops() / timings["matmul"].median_s,
         }
 
 

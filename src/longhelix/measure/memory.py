@@ -13,7 +13,6 @@ DTYPES = ("bfloat16", "float32")  # of those matrices
 SQUARE = 1024  # rows of the matrices whose product is the arithmetic peak
 SQUARES = 4  # products of one measurement
 PROBE = 256  # rows of matrices whose product says which dtype is the faster
-MULTIPLIER_FLOPS = SQUARES * 2 * SQUARE**3
 
 
 def check_native() -> None:
@@ -22,7 +21,7 @@ def check_native() -> None:
         raise UserError("bench measures the native kernels, which this install lacks: run `make setup` with a compiler")
 
 
-def reader(num_bytes: int = READ_BYTES) -> Callable[[], object]:
+def reader(num_bytes: int) -> Callable[[], object]:
     """A call that reads (sums) `num_bytes` bytes of memory, as fast as the machine can."""
     memory = torch.ones(num_bytes, dtype=torch.uint8)
     return lambda: native.module.read(memory.data_ptr(), memory.nbytes)
@@ -44,3 +43,8 @@ def _products(dtype: torch.dtype, count: int, size: int) -> Callable[[], None]:
             torch.mm(left, right, out=out)
 
     return multiply
+
+
+def multiplier_flops() -> int:
+    """Floating-point operations of one call of a `multiplier`."""
+    return SQUARES * 2 * SQUARE**3

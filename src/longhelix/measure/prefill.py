@@ -47,7 +47,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
             "chunk_tokens": config.scheduler.chunk_tokens,
             **timings["prefill"].row("prefill_s"),
             **clock.mean(sum(taken_s), len(taken_s)),
-            "matmul_flops_per_s": memory.MULTIPLIER_FLOPS / timings["matmul"].median_s,
+            "matmul_flops_per_s": memory.multiplier_flops() / timings["matmul"].median_s,
         }
 
 

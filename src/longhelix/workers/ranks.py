@@ -98,7 +98,9 @@ class Ranks:
         return f"rank {rank} (process {self.processes[rank].pid})"
 
     def watched(self, timeout_s: float) -> "Watch":
-        """Watch the ranks in a `with` statement, so that its body may wait for them without a time limit of its own."""
+        """Watch the ranks in a `with` statement, so that its body may wait for them without a time limit of its own.
+        All of them are started by now: their start is no part of the time, and the watch looks at them from a thread.
+        """
         return Watch(self, timeout_s)
 
     def wait(self, timeout_s: float) -> None:

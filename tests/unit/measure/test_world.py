@@ -31,9 +31,13 @@ def test_ranks_that_take_too_long_are_ended():
 @pytest.mark.parametrize("after_s", [0.1, 8], ids=["before it meets the others", "among them"])
 def test_a_rank_that_is_killed_is_named(after_s):
     with World(ENDLESS, 2) as ranks:
-        threading.Timer(after_s, os.kill, (ranks.process_ids[1], signal.SIGKILL)).start()
-        with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
-            next(ranks.points())
+        killer = threading.Timer(after_s, os.kill, (ranks.process_ids[1], signal.SIGKILL))
+        killer.start()
+        try:
+            with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
+                next(ranks.points())
+        finally:
+            killer.cancel()
 
 
 def test_ranks_end_with_the_process_that_started_them():

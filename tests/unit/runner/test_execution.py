@@ -8,6 +8,7 @@ import pytest
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _layers_run
 from longhelix.errors import UserError
+from longhelix.runner import rank
 from longhelix.runner.execution import Execution, Found
 
 pytestmark = pytest.mark.unit
@@ -77,6 +78,20 @@ def test_the_option_means_compile_and_replay(execution, device, experts, trace, 
     spec = SimpleNamespace(moe=object() if experts else None)
     options = EngineOptions(execution=execution, trace="t.json" if trace else None)
     assert _layers_run(spec, options, device) == expected
+
+
+def test_flashinfer_attends_to_whole_batches(monkeypatch):
+    """Where our own attention would attend in parts."""
+    found = Found("cuda", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
+    monkeypatch.setattr(rank, "find", lambda *of_a_rank: found)
+    monkeypatch.setattr(rank, "new_page_lists", lambda *of_a_pool: None)
+    monkeypatch.setattr(rank, "ModelRunner", lambda spec, mesh, model, pool, execution, *more: execution)
+
+    def parts(attention):
+        config = SimpleNamespace(attention=attention, compile=False, replay=True, spec=None)
+        return rank.new_runner(config, SimpleNamespace(rank=0), model=None, pool=None).parts
+
+    assert (parts("own"), parts("flashinfer")) == (True, False)
 
 
 def test_a_graph_of_experts_is_refused():
