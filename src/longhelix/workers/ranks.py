@@ -78,7 +78,7 @@ class Ranks:
 
     def statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
-        found = {rank: process.poll() for rank, process in list(self.processes.items())}
+        found = {rank: process.poll() for rank, process in self.processes.items()}
         return {rank: status for rank, status in found.items() if status is not None}
 
     def check_signals(self) -> None:
