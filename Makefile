@@ -34,7 +34,7 @@ test-all: setup sanitize
 	$(PYTEST)
 
 # The native code, for every instruction set that this processor has, under sanitizers of memory and of threads.
-sanitize: sanitize-address,undefined sanitize-thread
+sanitize: sanitize-address,undefined,float-cast-overflow sanitize-thread
 
 sanitize-%: setup
 	$(BIN)/cmake -G 'Unix Makefiles' --log-level=WARNING -S . -B build/sanitize/$* -DLONGHELIX_SANITIZE=$*
