@@ -1,7 +1,9 @@
 """The sockets between engine and workers: every message, small and large, and ends that are gone, full or closed."""
 
 import time
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from builtin import builtin
@@ -45,6 +47,13 @@ FROM_WORKERS = [
     RowCounts([[1, 2], []]),
     Failed("it broke: \u00e9", lost_peer=True, user_error_code="out_of_memory"),
 ]
+
+
+def test_no_socket_makes_a_decoder(tmp_path, monkeypatch):
+    """Two threads of a rank have a socket each, and msgspec does not survive two that make decoders at once."""
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", Mock(side_effect=AssertionError))
+    EngineSocket(tmp_path).close()
+    WorkerSocket(tmp_path, 0).close()
 
 
 def step_that_ends(count):

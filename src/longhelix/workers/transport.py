@@ -107,6 +107,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 ToWorker = Start | Execute | CountRows | Stop
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Failed
 
+# Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).
+_TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+
 
 class EngineSocket:
     """The engine's end: one socket to all ranks."""
@@ -123,7 +127,6 @@ class EngineSocket:
             self._context.destroy(linger=0)
             raise
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def _bind(self, path: Path) -> None:
         try:
@@ -150,7 +153,7 @@ class EngineSocket:
         if not self._socket.poll(math.ceil(timeout_s * 1000)):
             return None
         identity, payload = self._socket.recv_multipart()
-        return int(identity.split(b"-")[1]), self._decoder.decode(payload)
+        return int(identity.split(b"-")[1]), _TO_ENGINE.decode(payload)
 
     def close(self) -> None:
         # By name: when the garbage collector ends an engine, its context has lost sight of the socket, and would wait.
@@ -169,7 +172,6 @@ class WorkerSocket:
         self._socket.setsockopt(zmq.IDENTITY, _identity(rank, role))
         self._socket.connect(f"ipc://{directory / 'engine'}")
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: ToEngine) -> None:
         """Send, once there is room; an idle engine reads nothing."""
@@ -181,7 +183,7 @@ class WorkerSocket:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> ToWorker:
-        return self._decoder.decode(self._socket.recv())
+        return _TO_WORKER.decode(self._socket.recv())
 
     def close(self) -> None:
         """Close, after giving what was sent a second to leave."""

@@ -162,20 +162,20 @@ def test_an_engine_of_nonsense_is_refused_before_anything_starts(arguments, word
 
 @pytest.mark.parametrize(("cores", "most"), [(2, 64), (96, 384)])
 def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for_each(monkeypatch, cores, most):
-    declared = []
+    asked = []
 
-    def declare(spec, layout, rank):
-        declared.append(rank)
-        return ()
+    def stored_bytes(spec, layout, rank, dtype, weight_dtype):
+        asked.append(rank)
+        return {}
 
     monkeypatch.setattr(host, "cores", lambda: cores)
-    monkeypatch.setattr(pool_size, "declare", declare)
+    monkeypatch.setattr(pool_size, "stored_bytes", stored_bytes)
     with pytest.raises(UserError, match=f"10000 ranks, .* {cores} cores .* at most {most} ranks"):
         resolved(Layout(kvp=10_000))
-    assert declared == []
+    assert asked == []
     with warnings.catch_warnings(action="ignore"):
         resolved(Layout(kvp=most))
-    assert declared == list(range(most))
+    assert asked == list(range(most))
 
 
 @pytest.mark.parametrize(

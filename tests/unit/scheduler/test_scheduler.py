@@ -177,7 +177,8 @@ class FakeRunner:
         for chunk in chunks:
             seq = self.replicas[chunk.id]
             first = self.first_blocks.get(chunk.id, chunk.new_blocks[0].owner if chunk.new_blocks else None)
-            home = None if seq.new.spread else first
+            shared = len({block.owner for block in seq.new.cached_blocks}) > 1
+            home = None if seq.new.spread or shared else first
             assert home not in held_up, "a prompt runs before an older one of the same rank has all its tokens"
             assert 0 < chunk.num_tokens <= seq.prompt_left
             assert chunk.sample == (chunk.num_tokens == seq.prompt_left)
