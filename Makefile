@@ -24,8 +24,8 @@ run: setup
 	@printf '[%s, "Who decides" of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
-# A file of tests to each core: tests of ranks wait for them much of their time.
-PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist loadfile
+# Each core takes one file of tests after the other, in their order: those that take longest come first.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) -m 'not slow'

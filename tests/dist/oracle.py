@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-VOCAB, NEW_TOKENS = 199, 32
-# Short ones leave shards empty; the longest goes round six ranks of 4-token blocks three times.
+VOCAB, NEW_TOKENS = 199, 16
+# Short ones leave shards empty; the longest goes round six ranks of 4-token blocks more than twice.
 PROMPT_LENGTHS = (1, 3, 18, 41)
 _COMMON = {
     "vocab_size": VOCAB,

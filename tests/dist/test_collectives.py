@@ -20,19 +20,18 @@ def run(case, backend, size):
 
 
 @backends
-@pytest.mark.parametrize("size", [2, 3])
-def test_values(backend, size):
-    run("sums,pieces,gathers,mixture", backend, size)
+@pytest.mark.parametrize(
+    ("cases", "size"),
+    [("sums,pieces,gathers,mixture,functional_forms", 2), ("sums,pieces,gathers,mixture", 3)],
+    ids=["2", "3"],
+)
+def test_values(backend, cases, size):
+    run(cases, backend, size)
 
 
 @needs_native
 def test_four_ranks_choose_shared_memory_by_themselves():
     run("sums,pieces,gathers,mixture", "auto", 4)
-
-
-@backends
-def test_functional_collectives(backend):
-    run("functional_forms", backend, 2)
 
 
 @backends
@@ -50,10 +49,5 @@ def test_dead_peer_is_told_from_other_errors_in_a_graph(backend):
 
 
 @needs_native
-def test_waiting_does_not_burn_a_core():
-    run("idle", "shm", 2)
-
-
-@needs_native
-def test_what_the_backend_does_not_do_is_refused_in_words():
-    run("refusals", "shm", 2)
+def test_waiting_does_not_burn_a_core_and_what_the_backend_does_not_do_is_refused_in_words():
+    run("idle,refusals", "shm", 2)
