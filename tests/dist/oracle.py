@@ -140,7 +140,7 @@ class Oracle:
     logits: list[np.ndarray]
 
 
-def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS):
+def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS, new_tokens=NEW_TOKENS):
     torch.manual_seed(seed)
     forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **forms).eval()
@@ -153,7 +153,7 @@ def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS):
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in prompt_lengths]
-    tokens, logits = zip(*(greedy(model, prompt) for prompt in prompts), strict=True)
+    tokens, logits = zip(*(greedy(model, prompt, new_tokens) for prompt in prompts), strict=True)
     return Oracle(Path(folder), prompts, list(tokens), list(logits))
 
 

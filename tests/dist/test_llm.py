@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    made = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    made = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"), new_tokens=32)
     save_tokenizer_files(made.path)
     return made
 
