@@ -95,7 +95,4 @@ def main():
         print(json.dumps({"steps": steps} | held()), flush=True)
     if size > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

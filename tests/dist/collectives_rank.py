@@ -182,7 +182,4 @@ def main():
     for name in case.split(","):
         globals()[name](mesh.kvp, dist.get_backend(mesh.kvp._handle))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -164,7 +164,8 @@ def build(case, rank, meshes):
     if (layout, backend) not in meshes:
         meshes[layout, backend] = Mesh.build(layout, rank, backend)
     mesh = meshes[layout, backend]
-    torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
     checkpoint = open_checkpoint(case["model"])
     settings = {setting.name: case[setting.name] for setting in fields(EngineOptions) if setting.name in case}
     if case["placement"] != "auto":
@@ -329,7 +330,4 @@ def main():
         except Exception:
             traceback.print_exc()
             print("failed", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -425,7 +425,4 @@ def main():
     check(run, mesh, tensors, prompt, kv_dtype, placement)
     print(json.dumps(FIGURES))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

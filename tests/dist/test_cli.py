@@ -165,14 +165,15 @@ def generating(oracle, *more):
 @pytest.mark.parametrize("as_json", [False, True])
 def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle, as_json):
     with generating(oracle, *(["--json"] if as_json else [])) as command:
-        workers = psutil.Process(command.pid).children()
+        (server,) = psutil.Process(command.pid).children()
+        workers = server.children()
         workers[1].kill()
         out, err = command.communicate(timeout=120)
         assert command.returncode == 1
         message = json.loads(out)["error"]["message"] if as_json else err.decode().splitlines()[-1]
         assert "SIGKILL" in message
         assert "rank" in message
-        assert not any(worker.is_running() for worker in workers)
+        assert not any(process.is_running() for process in (server, *workers))
 
 
 MISTAKES = {
@@ -304,12 +305,12 @@ def test_unknown_verb_names_the_nearest(capfd):
 
 def test_terminated_command_leaves_nothing(oracle):
     with generating(oracle) as command:
-        workers = psutil.Process(command.pid).children()
+        processes = psutil.Process(command.pid).children(recursive=True)
         command.terminate()
         command.communicate(timeout=120)
         assert command.returncode == 143
-        assert len(workers) == 2
-        assert not any(worker.is_running() for worker in workers)
+        assert len(processes) == 3  # two ranks, and the one that they are forked from
+        assert not any(process.is_running() for process in processes)
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_is_told_the_right_one(oracle):

@@ -24,6 +24,8 @@ from longhelix.cli.generate import measurements
 from longhelix.request import Step
 from longhelix.runner.progress import Progress
 from longhelix.workers import pool, ranks, watchdog
+from longhelix.workers.environment import rank_environment
+from longhelix.workers.process import Process, server_for
 from longhelix.workers.transport import Alive
 
 pytestmark = pytest.mark.dist
@@ -670,7 +672,7 @@ def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fa
 def test_closing_interrupted_while_it_reaps_may_be_repeated(oracle, monkeypatch):
     llm = LLM(str(oracle.path))
     process_ids, directory = children_and_sockets(llm)
-    monkeypatch.setattr(subprocess.Popen, "wait", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Process, "wait", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         llm.close()
     monkeypatch.undo()
@@ -721,8 +723,9 @@ def test_worker_whose_parent_is_gone_before_it_is_up_ends_itself(tmp_path):
     directory = tmp_path / "sockets"
     directory.mkdir()
     arguments = ["--rank", "0", "--directory", str(directory), "--parent", "1"]
-    worker = subprocess.run([sys.executable, "-m", "longhelix.workers.worker", *arguments], timeout=60)
-    assert worker.returncode == 1
+    worker = server_for(rank_environment()).start(["longhelix.workers.worker", *arguments])
+    assert worker.wait(60) == 1
+    worker.close()
     assert not directory.exists()
 
 

@@ -15,6 +15,7 @@ import pytest
 from world import ENVIRONMENT
 
 from longhelix.errors import EngineError
+from longhelix.workers.process import ForkServer, Process
 from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -129,7 +130,7 @@ def test_closing_leaves_nothing_and_may_be_repeated(tmp_path, own):
 def test_closing_that_was_interrupted_goes_on_where_it_was(monkeypatch):
     ranks = Ranks()
     start(ranks, "stay")
-    monkeypatch.setattr(subprocess.Popen, "wait", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Process, "wait", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ranks.close()
     assert ranks.directory.exists()
@@ -139,15 +140,15 @@ def test_closing_that_was_interrupted_goes_on_where_it_was(monkeypatch):
 
 
 def test_a_start_that_fails_half_way_leaves_nothing(monkeypatch):
-    started = subprocess.Popen
+    started = ForkServer.start
 
-    def second_fails(command, **options):
+    def second_fails(server, command, **streams):
         if command[command.index("--rank") + 1] == "1":
-            raise OSError("no more processes")
-        return started(command, **options)
+            raise EngineError("no more processes")
+        return started(server, command, **streams)
 
-    monkeypatch.setattr(subprocess, "Popen", second_fails)
-    with pytest.raises(OSError, match="no more processes"), Ranks() as ranks:
+    monkeypatch.setattr(ForkServer, "start", second_fails)
+    with pytest.raises(EngineError, match="no more processes"), Ranks() as ranks:
         start(ranks, "stay", "stay")
     assert list(ranks.process_ids) == [0]
     assert_nothing_left(ranks.process_ids.values(), ranks.directory)

@@ -60,10 +60,10 @@ def run_ranks(program, arguments, size, timeout_s):
     """What each rank of `program`, a module of this folder, printed; they are gone when this returns, in `timeout_s` at
     the latest."""
     with Ranks() as ranks:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.start(program, range(size), str(size), *arguments, environment=ENVIRONMENT, **pipes)
+        ranks.start(program, range(size), str(size), *arguments, environment=ENVIRONMENT, stdout=subprocess.PIPE)
         with ranks.watched(timeout_s) as watch:
-            outputs = [process.communicate() for process in ranks.processes.values()]
-        assert watch.error is None, "\n".join([str(watch.error), *(errors for _, errors in outputs)])
-        assert not any(ranks.statuses().values()), "\n".join(errors for _, errors in outputs)
-    return [output for output, _ in outputs]
+            outputs = [process.stdout.read() for process in ranks.processes.values()]
+            ranks.wait(timeout_s)
+        assert watch.error is None
+        assert not any(ranks.statuses().values())
+    return outputs

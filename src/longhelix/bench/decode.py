@@ -28,8 +28,8 @@ NOTE = (
     "One step of one request whose KV holds random numbers: the model on all ranks and sampling, without scheduler and "
     "sockets. read: weights and KV by formula, of all ranks. memory: the read kernel in turn with the steps. fraction: "
     "GB/s over memory. native: inside native calls, collectives included; overhead: outside of them; means of other "
-    "steps, timed apart. peak RSS: while it decodes, beyond what the process had before loading, of the fullest rank; "
-    "formula: its weights and KV."
+    "steps, timed apart. peak RSS: while it decodes, beyond what the process had before loading, of the fullest rank, "
+    "with what it reads anew of its libraries; formula: its weights and KV."
 )
 
 

@@ -26,7 +26,7 @@ from longhelix.scheduler.scheduler import FinishReason, TokenEvent
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused
-from longhelix.workers import torchrun
+from longhelix.workers import ranks, torchrun
 
 
 class LLM:
@@ -56,6 +56,7 @@ class LLM:
         if isinstance(layout, Layout):  # what is none, `resolve` refuses
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(str(model))
+        ranks.prepare()
         self.config = resolve(checkpoint, layout, options)
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)

@@ -1,11 +1,10 @@
-"""One rank of a measurement, `python -m longhelix.measure.rank`: does its job, and prints a JSON line for each point.
+"""One rank of a measurement: does its job, and prints a JSON line for each point.
 
 Its argument is the job's class, `module:name`; the job lies in the ranks' directory.
 """
 
 import importlib
 import json
-import sys
 
 import msgspec
 import torch
@@ -27,7 +26,3 @@ def main() -> int:
         print(json.dumps({"failed": msgspec.to_builtins(failure(error))}), flush=True)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

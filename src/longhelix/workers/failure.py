@@ -14,5 +14,5 @@ def failure(error: Exception) -> Failed:
     # While ranks meet they call process groups themselves, whose errors no RankGroup has named.
     lost_peer = isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and is_lost_peer(error))
     if not lost_peer:
-        traceback.print_exc()
+        traceback.print_exception(error)
     return Failed(f"{type(error).__name__}: {error}", lost_peer, user_error_code="")

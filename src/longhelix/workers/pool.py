@@ -66,7 +66,7 @@ class WorkerPool:
         # engine blames nobody, and one that is polled without waiting sees who is silent.
         self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
-        # A rank gives no signs before it has imported torch; a start that stands still is the watchdog's.
+        # A rank gives no signs before it has joined; a start that stands still is the watchdog's.
         self._patience_s = dict.fromkeys(self._ranks, math.inf)
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0

@@ -4,20 +4,26 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from longhelix.errors import EngineError
 from longhelix.workers.environment import rank_environment
+from longhelix.workers.process import Process, fork_server, server_for, signal_name
 
 _POLL_S = 0.1
 _ALONE_S = 5.0  # that ranks run on after one of them has failed
+
+
+def prepare() -> None:
+    """Begin to import what ranks need, beside what this process does until it starts them."""
+    server_for(rank_environment())
 
 
 class Ranks:
@@ -30,8 +36,9 @@ class Ranks:
     def __init__(self, directory: Path | None = None) -> None:
         """Make the directory, or take over one that was made for these ranks."""
         self.directory = Path(tempfile.mkdtemp(prefix="longhelix-")) if directory is None else directory
-        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self.processes: dict[int, Process] = {}
         self._killed: set[int] = set()
+        self._owner = os.getpid()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -57,24 +64,17 @@ class Ranks:
         stdout: int = 2,
         stderr: int | None = None,
     ) -> None:
-        """Start each of `ranks` as `python -m module`, which finds itself by `StartedRank.from_command_line`.
+        """Start each of `ranks` as a process that runs `main` of `module`, which finds itself by
+        `StartedRank.from_command_line`.
 
         arguments: of the module. environment: variables beside those of `rank_environment`. Ranks read nothing and
-        print to standard error, unless `stdin`, `stdout` or `stderr` (as subprocess.Popen has them) say otherwise.
+        print to standard error, unless `stdin`, `stdout` or `stderr` (as `ForkServer.start` has them) say otherwise.
         """
-        for rank in ranks:
-            place = ["--rank", str(rank), "--directory", str(self.directory), "--parent", str(os.getpid())]
-            # -P: a rank imports nothing from the directory that the user happens to stand in.
-            self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *place, *arguments],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                text=True,
-                env=rank_environment() | (environment or {}),
-                # A signal to the group of the process that starts them is that one's alone: they clean up after it.
-                process_group=0,
-            )
+        with fork_server(rank_environment() | (environment or {})) as server:
+            for rank in ranks:
+                place = ["--rank", str(rank), "--directory", str(self.directory), "--parent", str(server.pid)]
+                command = [module, *place, *arguments]
+                self.processes[rank] = server.start(command, stdin=stdin, stdout=stdout, stderr=stderr)
 
     def statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
@@ -82,10 +82,13 @@ class Ranks:
         return {rank: status for rank, status in found.items() if status is not None}
 
     def check_signals(self) -> None:
-        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`."""
+        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`, or what
+        the ranks were forked from."""
         for rank, status in self.statuses().items():
+            if self.processes[rank].is_orphan:
+                raise EngineError(f"{self.describe(rank)} ended because the process that ranks are forked from did")
             if status < 0 and rank not in self._killed:
-                raise EngineError(f"{self.describe(rank)} was ended by {_signal_name(-status)}")
+                raise EngineError(f"{self.describe(rank)} was ended by {signal_name(-status)}")
 
     def check_statuses(self) -> None:
         """Raise EngineError, which names rank and status, if a rank has ended with another one than 0."""
@@ -110,11 +113,12 @@ class Ranks:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """End all ranks and what they have started, such as compilers; return once the ranks are gone."""
+        """End the ranks that run and what they have started, such as compilers; return once they are gone."""
         for rank, process in self.processes.items():
             if process.poll() is None:
                 self._killed.add(rank)
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes.values():
             process.wait()
 
@@ -122,12 +126,12 @@ class Ranks:
         """End all ranks and remove the directory. An interrupted call is completed by the next one."""
         if self._closed:
             return
+        self._closed = os.getpid() != self._owner  # a copy of the process that started them leaves them alone
         self.kill()
         for process in self.processes.values():
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+            process.close()
+        if not self._closed:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._closed = True
 
 
@@ -171,7 +175,3 @@ class Watch:
                 self.error = error
                 self._ranks.kill()
                 return
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -35,15 +35,16 @@ class StartedRank:
         parser.add_argument("arguments", nargs="*")
         found = parser.parse_args()
         end_with_parent(found.parent, found.directory)
+        Path("/proc/self/comm").write_text(f"longhelix {found.rank}")  # its command line is that of the fork server
         return cls(found.rank, found.directory, tuple(found.arguments))
 
 
 def end_with_parent(parent: int, directory: Path) -> None:
-    """From now on, leave interrupts to the process `parent`, and end this one, whatever its main thread does, once
-    `parent` is gone; `directory` is removed. A terminal does not stop it for what it prints.
+    """From now on, leave interrupts to whoever started the ranks, and end this process, whatever its main thread does,
+    once `parent` is gone; `directory` is removed. A terminal does not stop it for what it prints.
 
-    A rank is told its parent's id, because by the time that torch is imported the parent may be gone, and the id that
-    the system then gives is another's.
+    A rank is told its parent's id, because the parent may be gone by now, and the id that the system then gives is
+    another's.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)

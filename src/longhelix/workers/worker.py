@@ -1,6 +1,5 @@
 """A worker: one process, one rank. It does what the engine asks, and decides nothing."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ HEARTBEAT_S = 1.0
 
 
 def main() -> int:
-    """Entry of `python -m longhelix.workers.worker`."""
+    """A rank's process, as `Ranks` starts it. Returns its exit status."""
     started = StartedRank.from_command_line()
     return serve(started.directory, started.rank)
 
@@ -135,7 +134,3 @@ class _Heart:
         while True:
             socket.offer(Alive(self.progress()))
             time.sleep(HEARTBEAT_S)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
