@@ -24,7 +24,7 @@ run: setup
 	@printf '[%s, "Who decides" of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
-# Each core takes one file of tests after the other, in their order: those that take longest come first.
+# Each core takes one file of tests after the other, in their order: so those that start ranks come first.
 PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist loadfile --no-loadscope-reorder
 
 test: setup

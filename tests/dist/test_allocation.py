@@ -22,7 +22,11 @@ MOST_GROWTH = {
 
 
 @pytest.mark.parametrize(
-    "size", [1, pytest.param(2, marks=pytest.mark.skipif(native.module is None, reason="shared memory is native"))]
+    "size",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.skipif(native.module is None, reason="shared memory is native")),
+    ],
 )
 def test_ten_thousand_steps_hold_no_more_than_two_thousand(size):
     marks = [str(WARM), str(LAST)]

@@ -11,7 +11,7 @@ from longhelix.models.model_files import open_checkpoint
 
 pytestmark = pytest.mark.dist
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 TOLERANCE = 1e-4
 
 

@@ -137,10 +137,13 @@ def test_a_request_goes_on_by_its_own_placement(worlds, oracles, placement, kvp,
             "compiled",
             False,
             None,
-            marks=pytest.mark.skipif(
-                shutil.which(os.environ.get("CXX", "g++")) is None,
-                reason="torch.compile needs a C++ compiler, and here is none",
-            ),
+            marks=[
+                pytest.mark.slow,  # the compiler takes most of it
+                pytest.mark.skipif(
+                    shutil.which(os.environ.get("CXX", "g++")) is None,
+                    reason="torch.compile needs a C++ compiler, and here is none",
+                ),
+            ],
         ),
     ],
 )

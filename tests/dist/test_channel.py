@@ -17,6 +17,7 @@ from longhelix.parallel.traffic import Traffic
 
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.usefixtures("all_cores"),
     pytest.mark.skipif(native.module is None, reason="the native module is not built here"),
 ]
 

@@ -8,7 +8,7 @@ from world import run_ranks
 
 TIMEOUT_S = 240
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 needs_native = pytest.mark.skipif(
     importlib.util.find_spec("longhelix._native") is None, reason="the native module is not built here"
 )

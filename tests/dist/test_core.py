@@ -16,7 +16,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.models.model_files import open_checkpoint
 from longhelix.workers import pool
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 PROMPTS = [[5, 7, 11, 13] * 9, [3], [8, 9] * 20]
 

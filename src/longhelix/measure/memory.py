@@ -8,7 +8,7 @@ from longhelix.errors import UserError
 from longhelix.kernels import native
 from longhelix.measure.timing import seconds
 
-READ_BYTES = 1 << 29  # far beyond every cache
+READ_BYTES = 1 << 29  # beyond the caches of all but the largest servers
 DTYPES = ("bfloat16", "float32")  # of those matrices
 SQUARE = 1024  # rows of the matrices whose product is the arithmetic peak
 SQUARES = 4  # products of one measurement
@@ -22,7 +22,7 @@ def check_native() -> None:
 
 
 def reader(num_bytes: int) -> Callable[[], object]:
-    """A call that reads (sums) `num_bytes` bytes of memory, as fast as the machine can."""
+    """A call that reads `num_bytes` bytes of memory, as fast as the machine can."""
     memory = torch.ones(num_bytes, dtype=torch.uint8)
     return lambda: native.module.read(memory.data_ptr(), memory.nbytes)
 

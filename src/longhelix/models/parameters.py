@@ -23,7 +23,7 @@ def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]
 
 
 def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_dtype: str) -> dict[str, int]:
-    """The bytes that each parameter of `rank` takes once it is laid out, by its name.
+    """The bytes that each parameter of `rank` takes once it is laid out, by its name, without what fills up panels.
 
     Tied embeddings are the "head", with "embedding" beside it where the head's format cannot give its rows back.
     """

@@ -18,7 +18,9 @@ from longhelix.spans import UNTRACED, Spans
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether this error of gloo or NCCL means that a peer is gone, not that a call was wrong."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    said = str(error)
+    # An interface that cannot be found is this rank's own trouble.
+    return isinstance(error, dist.DistError) or ("gloo/transport" in said and "/device.cc" not in said)
 
 
 def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:

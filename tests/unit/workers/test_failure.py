@@ -20,6 +20,11 @@ pytestmark = pytest.mark.unit
             Failed("RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection reset by peer", True, ""),
             False,
         ),
+        (
+            RuntimeError("[gloo/transport/tcp/device.cc:84] Unable to find address for: nosuch0"),
+            Failed("RuntimeError: [gloo/transport/tcp/device.cc:84] Unable to find address for: nosuch0", False, ""),
+            True,
+        ),
         (dist.DistBackendError("a peer is gone"), Failed("DistBackendError: a peer is gone", True, ""), False),
         (RuntimeError("shapes differ"), Failed("RuntimeError: shapes differ", False, ""), True),
         (KeyError("weight"), Failed("KeyError: 'weight'", False, ""), True),
@@ -27,4 +32,4 @@ pytestmark = pytest.mark.unit
 )
 def test_causes_are_told_from_consequences(error, said, printed, capsys):
     assert failure(error) == said
-    assert bool(capsys.readouterr().err) == printed
+    assert capsys.readouterr().err == (f"{type(error).__name__}: {error}\n" if printed else "")
