@@ -12,7 +12,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
-from longhelix.models.gguf_file import GgufFile, GgufTensor
+from longhelix.models.gguf_file import GgufFile, GgufTensor, unreadable
+from longhelix.values import shown
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +51,8 @@ class GgufCheckpoint:
 
     `metadata` holds every field of the file. `rope_factors` are the C/2 divisors of the rotary
     frequencies (C is the head size), None where the file has none.
-    Raises UserError where the file is damaged, of another architecture, or holds a tensor or a
-    quantisation that cannot be read.
+    Raises UserError where the file is damaged, split, of another architecture, or holds a tensor or
+    a quantisation that cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,6 +65,11 @@ class GgufCheckpoint:
         for tensor in file.tensors.values():
             _check_readable(path, tensor)
             if tensor.name == "rope_freqs.weight":
+                if tensor.shape != (self._head_size // 2,):
+                    raise invalid_checkpoint(
+                        f"{path} holds rope_freqs of shape {list(tensor.shape)}, not half the head size "
+                        f"{self._head_size}: convert the model again."
+                    )
                 self.rope_factors = tuple(dequantize(tensor.data, tensor.kind).ravel().tolist())
             else:
                 self._stored[_hugging_face_name(path, tensor.name)] = tensor
@@ -92,13 +98,16 @@ class GgufCheckpoint:
 
 
 def _read_gguf(path: Path) -> GgufFile:
-    try:
-        file = GgufFile(path)
-    except (OSError, ValueError, LookupError, RecursionError) as error:
-        raise invalid_checkpoint(f"{path} is not a sound GGUF file ({error}): download it again.") from error
+    file = GgufFile(path)
+    # 0: what has been merged. The later files of a split have no architecture.
+    if file.metadata.get("split.count") not in (None, 0, 1):
+        raise invalid_checkpoint(
+            f"{path} is a part of a split model, and these are not read: merge its files with "
+            "`llama-gguf-split --merge`, and give the one that this makes."
+        )
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
-        raise invalid_checkpoint(f'{path} is of architecture {architecture!r}: give a GGUF file of "llama".')
+        raise invalid_checkpoint(f'{path} is of architecture {shown(architecture)}: give a GGUF file of "llama".')
     return file
 
 
@@ -121,10 +130,7 @@ def _check_readable(path: Path, tensor: GgufTensor) -> None:
     try:
         dequantize(np.zeros(GGML_QUANT_SIZES[tensor.kind][1], np.uint8), tensor.kind)
     except NotImplementedError:
-        raise invalid_checkpoint(
-            f"{path} stores {tensor.name} as {tensor.kind.name}, which cannot be read: "
-            "give a file quantised otherwise, such as Q8_0."
-        ) from None
+        raise unreadable(path, tensor.name, tensor.kind.name) from None
 
 
 def _hugging_face_name(path: Path, name: str) -> str:
@@ -135,7 +141,9 @@ def _hugging_face_name(path: Path, name: str) -> str:
             return f"{_GGUF_MODEL_MODULES[module]}.{kind}"
         if layer is not None and module in _GGUF_LAYER_MODULES:
             return f"model.layers.{layer}.{_GGUF_LAYER_MODULES[module]}.{kind}"
-    raise invalid_checkpoint(f"{path} holds {name}, which is no part of a dense llama model: give a dense llama model.")
+    raise invalid_checkpoint(
+        f"{path} holds {shown(name)}, which is no part of a dense llama model: give a dense llama model."
+    )
 
 
 def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:

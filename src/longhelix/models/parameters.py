@@ -12,6 +12,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameter import Parameter, Source
 from longhelix.spec import DTYPES, ModelSpec, number_format
 from longhelix.spec.weights import Dim, Split, Stored, WeightSpec, embedding, head, last_norm, layer_weights
+from longhelix.values import shown
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
@@ -120,7 +121,7 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
         if name not in tensors:
             raise UserError(
                 f"the checkpoint has no tensor {name!r}, which the model's config calls for: "
-                "check that all files are there and that config.json belongs to them",
+                "check that all files of the model are there and belong together",
                 "invalid_checkpoint",
             )
         shape, dtype = tensors[name]
@@ -137,8 +138,8 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
     unused = sorted(name for name in tensors if name not in declared and not _is_redundant(name, spec))
     if unused:
         raise UserError(
-            f"the checkpoint has a tensor {unused[0]!r} ({len(unused)} such) that a {spec.architecture} model does not "
-            "use: the config and the weights do not belong together",
+            f"the checkpoint has a tensor {shown(unused[0])} ({len(unused)} such) that a "
+            f"{spec.architecture} model does not use: the config and the weights do not belong together",
             "invalid_checkpoint",
         )
 

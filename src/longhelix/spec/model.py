@@ -191,17 +191,19 @@ class ModelSpec:
             for key, setting in metadata.items()
             if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
         }
-        kind = scaling.pop("type", "none")
+        if metadata.get("llama.rope.scale_linear") is not None:  # the name of old files
+            scaling.setdefault("factor", metadata["llama.rope.scale_linear"])
+        kind = scaling.pop("type", "linear" if "factor" in scaling else "none")
         if not isinstance(kind, str) or kind != "none":
             rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
             rope["original_max_position_embeddings"] = scaling.pop("original_context_length", None)
-            if scaling or rope_divisors:
-                extra = next(iter(scaling), "rope_freqs")
-                raise UserError(
-                    f"the GGUF file combines rope scaling {shown(kind)} with {extra!r}, which longhelix does not know: "
-                    "use the model's Hugging Face folder",
-                    "unknown_rope",
-                )
+            scaling |= {"rope_freqs": rope_divisors} if rope_divisors else {}
+        if scaling:
+            raise UserError(
+                f"the GGUF file combines rope scaling {shown(kind)} with {shown(next(iter(scaling)))}, which longhelix "
+                "does not know: use the model's Hugging Face folder",
+                "unknown_rope",
+            )
         if number("rope.dimension_count", head_size) != head_size:
             raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
         resolved = RopeSpec.from_config(rope, head_size, max_positions)

@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file's `tokenizer.*` keys describe."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import tokenizers
@@ -128,7 +129,7 @@ def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Se
     if key not in metadata:
         raise UserError(f"the GGUF file has no {key}; convert the model again", code="invalid_checkpoint")
     values = metadata[key]
-    if not isinstance(values, (list, tuple)) or not all(isinstance(value, kind) for value in values):
+    if not isinstance(values, (list, tuple, array)) or not all(isinstance(value, kind) for value in values):
         raise UserError(
             f"{key} in the GGUF file is {shown(values)}; convert the model again", code="invalid_checkpoint"
         )

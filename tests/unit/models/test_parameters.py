@@ -68,6 +68,7 @@ def refused(spec: ModelSpec, tensors, *words: str, quantised: bool = False) -> N
     assert caught.value.code == "invalid_checkpoint"
     for word in words:
         assert word in str(caught.value)
+    assert "config.json" not in str(caught.value)  # GGUF files have none
 
 
 def layout_id(layout: Layout) -> str:
@@ -231,6 +232,12 @@ def test_a_wrong_shape_is_refused_with_both_shapes():
 )
 def test_an_unused_tensor_is_refused_by_name(name):
     refused(spec_of("llama"), state_of("llama") | {name: ((36,), "float32")}, repr(name), "does not use")
+
+
+def test_a_name_of_an_unused_tensor_is_cut_where_it_is_long():
+    with pytest.raises(UserError) as caught:
+        check(spec_of("llama"), state_of("llama") | {f"model.layers.{'9' * 1000}": ((36,), "float32")}, False)
+    assert len(str(caught.value)) < 300
 
 
 def test_tensors_that_the_model_derives_may_be_there():

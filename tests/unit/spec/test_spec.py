@@ -237,6 +237,9 @@ def test_gguf_scaling_settings_that_would_be_dropped_are_refused():
     for metadata, divisors in ((scaled | {"llama.rope.scaling.attn_factor": 2.0}, ()), (scaled, [1.0] * 32)):
         with pytest.raises(UserError, match="combines rope scaling 'yarn'"):
             ModelSpec.from_gguf(metadata, divisors, tied=True)
+    for key in ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"):
+        with pytest.raises(UserError, match="combines rope scaling 'none'"):
+            ModelSpec.from_gguf(GGUF | {"llama.rope.scaling.type": "none", f"llama.{key}": 4.0}, tied=True)
 
 
 @pytest.mark.parametrize("place", ["top", "rope_parameters"])
@@ -403,6 +406,14 @@ def test_gguf_rope_scaling_is_read():
     assert rope.attention_factor == 0.1 * math.log(4.0) + 1
     none = ModelSpec.from_gguf(GGUF | {"llama.rope.scaling.type": "none"}, tied=True)
     assert none == ModelSpec.from_gguf(GGUF, tied=True)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_gguf_rope_scaling_without_a_type_is_linear(key):
+    """As in llama.cpp, which reads the older key where the newer is not there."""
+    metadata = {"llama.rope.scale_linear": 8.0, f"llama.{key}": 4.0}
+    rope = ModelSpec.from_gguf(GGUF | metadata, tied=True).rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
 def test_gguf_rope_divisors_are_kept_with_theta():

@@ -288,6 +288,8 @@ def test_sentencepiece_round_trip(spaced_metadata, prefix, text):
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "invalid_checkpoint", "eos_token_id is '</s>'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "invalid_checkpoint", "tokens, token_type are not of one length"),
         ({"tokenizer.ggml.token_type": "normal"}, "invalid_checkpoint", "token_type in the GGUF file is 'normal'"),
+        ({"tokenizer.ggml.tokens": ["a", b"\xff"]}, "invalid_checkpoint", "tokenizer.ggml.tokens in the GGUF file is"),
+        ({"tokenizer.chat_template": b"\xff"}, "invalid_checkpoint", "tokenizer.chat_template in the GGUF file is"),
         ({"tokenizer.ggml.merges": ["12"]}, "invalid_checkpoint", "merges do not fit its tokens"),
         ({"tokenizer.ggml.merges": ["1 zzz"]}, "invalid_checkpoint", "merges do not fit its tokens"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "invalid_checkpoint", r"tokens in the GGUF file is \[1, 2\]"),
