@@ -27,12 +27,10 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
     """
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks
-    total_s, longest_s = layouts.zeros, layouts.zeros
-    for node in range(_NODES):
-        before = (node + 0.5) / _NODES * chunks - 0.5
-        path_s = step_seconds(setting, layouts, Work.chunk(rows, before * rows))
-        total_s = total_s + path_s * chunks / _NODES
-        longest_s = np.maximum(longest_s, path_s)
+    before = np.multiply.outer((np.arange(_NODES) + 0.5) / _NODES, np.atleast_1d(chunks)) - 0.5
+    paths_s = step_seconds(setting, layouts, Work.chunk(np.atleast_1d(rows), before * rows))
+    # One by one, so that a layout's time does not depend on how many others there are.
+    total_s, longest_s = sum(paths_s, layouts.zeros) * chunks / _NODES, paths_s.max(axis=0)
     return (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
 
 
@@ -61,16 +59,13 @@ def adaptive_prefill(
     Where none does, the smallest (arXiv 2409.17264, section 4.2).
     """
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
-    total_s, longest_s = layouts.zeros, layouts.zeros
-    chosen, taken_s = np.zeros((nodes, len(layouts))), np.zeros((nodes, len(layouts)))
-    for node, prefix in enumerate(prefixes):
-        for chunk in ADAPTIVE_CHUNKS:
-            step_s = step_seconds(setting, layouts, Work.chunk(float(chunk), float(prefix)) + beside)
-            better = (chosen[node] == 0) | (step_s <= target_s)
-            chosen[node] = np.where(better, chunk, chosen[node])
-            taken_s[node] = np.where(better, step_s, taken_s[node])
-        total_s = total_s + taken_s[node] * (tokens / nodes) / chosen[node]
-        longest_s = np.maximum(longest_s, taken_s[node])
+    chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
+    works = Work.chunk(chunks[:, None, None], prefixes[:, None])
+    steps_s = step_seconds(setting, layouts, works + beside)  # by chunk, prefix and layout
+    # The largest that fits, or the first.
+    largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
+    chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]
+    total_s, longest_s = sum(taken_s / chosen, layouts.zeros) * (tokens / nodes), taken_s.max(axis=0)
     seconds = (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
     return AdaptivePrefill(seconds, prefixes, chosen, taken_s)
 
