@@ -17,7 +17,7 @@ from world import ENVIRONMENT
 
 from longhelix.errors import EngineError
 from longhelix.workers.environment import rank_environment
-from longhelix.workers.process import fork_server, server_for
+from longhelix.workers.process import fork_server, inheritance, server_for
 from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -53,6 +53,13 @@ def await_end(pid):
     assert not psutil.pid_exists(pid)
 
 
+def await_end_of(server):
+    deadline_s = time.monotonic() + 60
+    while server.is_up and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not server.is_up
+
+
 def test_there_is_one_while_environment_and_cores_stay_the_same(server, environment, monkeypatch):
     assert server_for(environment) is server
     running = server.start(["plain_process", "stay"])
@@ -66,17 +73,32 @@ def test_there_is_one_while_environment_and_cores_stay_the_same(server, environm
     assert running.wait(60) == running.poll() == -signal.SIGKILL
     running.close()
     assert server.is_idle
-    cores = os.sched_getaffinity(0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores | {max(cores) + 1})
-    with fork_server(changed) as of_more_cores:
-        assert of_more_cores is not other
-        assert (server.is_up, other.is_up) == (False, False)  # they had nothing to do
-        monkeypatch.undo()
-        another = server_for(environment)
-        assert of_more_cores.is_up  # its user is about to
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (which, limits))
-    assert server_for(environment) is not another
+    with fork_server(changed) as used:
+        assert used is other
+        os.kill(server.pid, signal.SIGKILL)
+        await_end_of(server)
+        assert server_for(environment) is not server
+        assert used.is_up  # although it has no process
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1000})
+    assert server_for(environment) is not used
+    assert not used.is_up
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "found"),
+    [
+        (os, "sched_getaffinity", lambda pid: {1000}),
+        (os, "getresuid", lambda: (7, 7, 7)),
+        (os, "getresgid", lambda: (7, 7, 7)),
+        (resource, "getrlimit", lambda which: (7, 7)),
+    ],
+)
+def test_what_a_process_keeps_of_who_starts_it_tells_servers_apart(place, name, found, monkeypatch):
+    mine = inheritance({"A": "1"})
+    assert inheritance({"A": "1"}) == mine
+    assert inheritance({"A": "2"}) != mine
+    monkeypatch.setattr(place, name, found)
+    assert inheritance({"A": "1"}) != mine
 
 
 def test_it_has_torch_and_no_thread_but_its_own(server):

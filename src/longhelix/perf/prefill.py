@@ -30,7 +30,8 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
     before = np.multiply.outer((np.arange(_NODES) + 0.5) / _NODES, np.atleast_1d(chunks)) - 0.5
     paths_s = step_seconds(setting, layouts, Work.chunk(np.atleast_1d(rows), before * rows))
     # One by one, so that a layout's time does not depend on how many others there are.
-    total_s, longest_s = sum(paths_s, layouts.zeros) * chunks / _NODES, paths_s.max(axis=0)
+    total_s: Array = sum(paths_s, layouts.zeros) * chunks / _NODES
+    longest_s: Array = paths_s.max(axis=0)
     return (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
 
 

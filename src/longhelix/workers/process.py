@@ -203,13 +203,7 @@ def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """The same, but it may end before it is used. It is started if it does not run; then those end that are idle."""
-    key = (
-        frozenset(environment.items()),
-        frozenset(os.sched_getaffinity(0)),
-        os.getresuid(),
-        os.getresgid(),
-        *(resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")),
-    )
+    key = inheritance(environment)
     with _lock:
         if key not in _servers or not _servers[key].is_up:
             for other, server in list(_servers.items()):
@@ -218,6 +212,18 @@ def server_for(environment: Mapping[str, str]) -> ForkServer:
                     del _servers[other]
             _servers[key] = ForkServer(environment)
         return _servers[key]
+
+
+def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a process gets from the one that starts it, and keeps."""
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (
+        frozenset(environment.items()),
+        frozenset(os.sched_getaffinity(0)),
+        os.getresuid(),
+        os.getresgid(),
+        *map(resource.getrlimit, limits),
+    )
 
 
 def signal_name(number: int) -> str:
