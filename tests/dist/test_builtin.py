@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from builtin import builtin, builtin_config
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.models.model_files import open_checkpoint
 
 pytestmark = pytest.mark.dist
 
@@ -16,14 +16,8 @@ TOLERANCE = 1e-4
 
 
 def builtin_of_transformers():
-    """SmolLM2-135M in float32. Its sizes are written down here; that the file's numbers are read as transformers reads
-    them is tested in test_checkpoint."""
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-    )  # fmt: skip
-    model, checkpoint = LlamaForCausalLM(config).eval(), open_checkpoint("builtin")
+    """In float32. That the file's numbers are read as transformers reads them is tested in test_checkpoint."""
+    model, checkpoint = LlamaForCausalLM(builtin_config()).eval(), builtin()
     tensors = {
         name: checkpoint.read(name, tuple(slice(0, size) for size in info.shape)).float()
         for name, info in checkpoint.tensors.items()
