@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from longhelix.kernels import KVLayer
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape
-from longhelix.models import overlap
+from longhelix.models import attention, overlap
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
@@ -125,10 +125,9 @@ class Watch:
     A decode step may run from a tape: without Python, into the tensors of the step that was recorded.
     """
 
-    def __init__(self, model):
-        (attention,) = (layer.attention for layer in model.layers)
-        self._attend, self._exchange = attention.attend, overlap.exchange
-        attention.attend, overlap.exchange = self.attend, self.exchange
+    def __init__(self):
+        self._attend, self._exchange = attention.partial_attention, overlap.exchange
+        attention.partial_attention, overlap.exchange = self.attend, self.exchange
         self.last = {}
         self.steps = []
 
@@ -198,7 +197,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
         allocator._free[0].ids = array("q", ids)
     at_once = Recorded(runner)
-    loop, watch, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), Watch(runner.model), [], []
+    loop, watch, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), Watch(), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
     loop.add(Request(0, array("i", prompt.tolist()), sampling, frozenset(), 0, 0.0))
     while (stepped := loop.step()) is not None:

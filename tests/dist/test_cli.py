@@ -37,11 +37,16 @@ def model(oracle, tmp_path):
     return shutil.copytree(oracle.path, tmp_path / "model")
 
 
+def ranks_here():
+    """The children of this process's children, which are fork servers."""
+    return set(psutil.Process().children(recursive=True)) - set(psutil.Process().children())
+
+
 def run(capfd, *arguments):
     """Exit status, standard output and standard error of the command line in this process."""
-    before = set(psutil.Process().children())  # other tests keep worlds of ranks
+    before = ranks_here()  # other tests keep worlds of ranks
     status = main([str(argument) for argument in arguments])
-    assert set(psutil.Process().children()) <= before, "a worker is still there"
+    assert ranks_here() <= before, "a worker is still there"
     return status, *capfd.readouterr()
 
 

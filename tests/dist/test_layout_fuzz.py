@@ -201,6 +201,7 @@ def test_random_layouts_say_what_one_rank_says(worlds, execution):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # of all worlds; each has a limit of its own
 @executions
 def test_many_random_layouts_say_what_one_rank_says(worlds, execution):
     fuzz(worlds, execution, SHARES[execution][1])

@@ -165,13 +165,18 @@ def toy(tmp_path_factory):
     return str(folder)
 
 
+def ranks_here():
+    """The children of this process's children, which are fork servers."""
+    return set(psutil.Process().children(recursive=True)) - set(psutil.Process().children())
+
+
 def run(capfd, *arguments):
-    """The JSON of a sub-command; nothing that it started is left."""
-    before = set(psutil.Process().children())  # other tests keep worlds of ranks
+    """The JSON of a sub-command; no rank that it started is left."""
+    before = ranks_here()  # other tests keep worlds of ranks
     status = main(["bench", *arguments, "--json"])
     out, err = capfd.readouterr()
     assert status == 0, err
-    assert set(psutil.Process().children()) <= before, "a rank is still there"
+    assert ranks_here() <= before, "a rank is still there"
     return json.loads(out)
 
 
