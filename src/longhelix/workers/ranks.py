@@ -126,11 +126,10 @@ class Ranks:
         """End all ranks and remove the directory. An interrupted call is completed by the next one."""
         if self._closed:
             return
-        self._closed = os.getpid() != self._owner  # a copy of the process that started them leaves them alone
         self.kill()
         for process in self.processes.values():
             process.close()
-        if not self._closed:
+        if os.getpid() == self._owner:  # a copy of the process that started them leaves them alone
             shutil.rmtree(self.directory, ignore_errors=True)
         self._closed = True
 

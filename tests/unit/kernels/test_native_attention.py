@@ -213,6 +213,11 @@ def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
         assert lse_Tq[:, 3:].isfinite().all() != broken_key
 
 
+def test_pools_of_numbers_that_the_kernels_do_not_know_are_refused():
+    with pytest.raises(ValueError, match="a pool does not hold numbers of this type"):
+        native.module.Pool(0, native.module.Number.int64, 1, 1, 1, 16, 16, False)
+
+
 def test_rows_of_numbers_that_the_kernels_do_not_know_are_refused():
     layer = Shape(kv_heads=1, group=1, key_size=16, value_size=16).poisoned(1)
     rows_TkC = torch.ones(1, 1, 16, dtype=torch.float64)
