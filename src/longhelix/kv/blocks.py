@@ -3,13 +3,14 @@
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 # Live sequences together list so many ids at most for each block of a pool, which is 1 without blocks that they share.
 IDS_PER_BLOCK = 4
 
 
-class Block(NamedTuple):
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One KV block: the KVP rank that keeps it and its id in that rank's pool."""
 
     owner: int

@@ -1,11 +1,12 @@
-"""A formula over arrays of one entry as a function of plain numbers: the same operations, without what numpy takes for
-each of them.
+"""A formula over arrays of one entry as a function of plain numbers: the same result to the bit, without what numpy
+takes for each operation.
 
 The formula is run once, on symbols. What depends on none of them is computed there and then; the rest is kept, each
-value once, and written down as Python.
+value once, and written down as Python, in floating point: its arithmetic is slower where an operand is an int.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ _INFIX = {
     "logical_or": "or",
 }
 _CALLS = {"sqrt": "sqrt({})", "ceil": "ceil({})", "invert": "not {}", "logical_not": "not {}"}
-# The operands are names or constants.
+# Their operands are names or constants, because some of them come twice.
 _CHOICES = {
     "maximum": "{0} if {0} > {1} else {1}",
     "minimum": "{0} if {0} < {1} else {1}",
@@ -42,8 +43,8 @@ def scalar(formula: Callable[[Sequence[Any]], Any], names: Sequence[str]) -> Cal
     """`formula`, which takes a value for each of `names` and gives an array of one entry, for numbers."""
     symbols = _Symbols()
     result = formula([symbols.new(name) for name in names])
-    lines = _written(result) if isinstance(result, _Symbol) else [f"result = {_number(result)!r}"]
-    source = "\n    ".join([f"def seconds({', '.join(names)}):", *lines, "return result"])
+    lines = _written(result) if isinstance(result, _Symbol) else [f"return {_number(result)!r}"]
+    source = "\n    ".join([f"def seconds({', '.join(names)}):", *lines])
     found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt}
     exec(source, found)  # noqa: S102 - what was written above, of names and numbers alone
     function: Callable[..., float] = found["seconds"]
@@ -87,6 +88,7 @@ class _Symbols:
         known = _known(operation, values)
         if known is not None:
             return known if isinstance(known, _Symbol) else np.array([known])
+        operation, values = _scaled_once(operation, values)
         key = (operation, *(id(value) if isinstance(value, _Symbol) else (value,) for value in values))
         if key not in self._found:
             self._found[key] = _Symbol(self, operation, tuple(values))
@@ -138,18 +140,71 @@ def _same(first: Any, second: Any) -> bool:
     return first is second if symbols else bool(first == second)
 
 
+def _scaled_once(operation: str, values: list[Any]) -> tuple[str, list[Any]]:
+    """The same with one factor, where a symbol is scaled twice: by a power of two, which rounds nothing, and by another
+    number."""
+    inner, factor = _scaling(operation, values)
+    if not isinstance(inner, _Symbol):
+        return operation, values
+    symbol, first = _scaling(inner.operation, inner.operands)
+    if symbol is None or not (_is_power_of_two(first) or _is_power_of_two(factor)):
+        return operation, values
+    match inner.operation, operation:
+        case "multiply", "multiply":
+            return "multiply", [symbol, first * factor]
+        case "divide", "divide":
+            return "divide", [symbol, first * factor]
+        case "multiply", "divide":
+            return (
+                ("multiply", [symbol, first / factor])
+                if _is_power_of_two(factor)
+                else ("divide", [symbol, factor / first])
+            )
+    return operation, values
+
+
+def _scaling(operation: str, operands: Sequence[Any]) -> tuple[_Symbol | None, float]:
+    """The symbol that is multiplied or divided by a number, and the number. None: this is nothing of the kind."""
+    if operation not in ("multiply", "divide"):
+        return None, 0.0
+    first, last = operands
+    if isinstance(first, _Symbol) and not isinstance(last, _Symbol):
+        return first, float(last)
+    if operation == "multiply" and isinstance(last, _Symbol) and not isinstance(first, _Symbol):
+        return last, float(first)
+    return None, 0.0
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
+
+
 def _written(result: _Symbol) -> list[str]:
-    """Assignments, in the order in which they can be computed, the last of them to `result`."""
+    """Statements, in the order in which they can be computed, the last of which returns the result. What is used once
+    has no name."""
     order: dict[_Symbol, None] = {}
     _add(result, order)
-    names = {symbol: symbol.name or f"v{number}" for number, symbol in enumerate(order)} | {result: "result"}
+    uses = Counter(value for symbol in order for value in symbol.operands if isinstance(value, _Symbol))
+    named = {value for symbol in order if symbol.operation in _CHOICES for value in symbol.operands} | {
+        value for value, count in uses.items() if count > 1
+    }
+    texts: dict[Any, str] = {}
     lines = []
-    for symbol in order:
+    for number, symbol in enumerate(order):
         if symbol.operation == "input":
+            texts[symbol] = symbol.name
+            lines.append(f"{symbol.name} = {symbol.name} * 1.0")
             continue
-        operands = [names[value] if isinstance(value, _Symbol) else repr(value) for value in symbol.operands]
-        lines.append(f"{names[symbol]} = {_expression(symbol.operation, operands)}")
-    return lines
+        operands = [texts[value] if isinstance(value, _Symbol) else _constant(value) for value in symbol.operands]
+        texts[symbol] = f"({_expression(symbol.operation, operands)})"
+        if symbol in named:
+            lines.append(f"v{number} = {texts[symbol]}")
+            texts[symbol] = f"v{number}"
+    return [*lines, f"return {texts[result]}"]
+
+
+def _constant(value: Any) -> str:
+    return repr(value if isinstance(value, bool) else float(value))
 
 
 def _add(symbol: _Symbol, order: dict[_Symbol, None]) -> None:

@@ -1,5 +1,7 @@
 """The sequences that decode: each has one row in every step."""
 
+from collections import defaultdict
+
 from longhelix.scheduler.sequence import Sequence
 
 
@@ -14,42 +16,43 @@ class Decodes:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._round = 0
-        self._seen: dict[Sequence, int] = {}  # the round that each one's length is of
-        self._due: dict[int, list[Sequence]] = {}
-        self._next: dict[Sequence, int] = {}  # the round that each is due in
+        self._sequences: set[Sequence] = set()
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by round; those that left may still be there
         self._most_blocks: int | None = 0
         self.kv_tokens = 0  # of all of them
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._sequences)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._seen
+        return seq in self._sequences
 
     @property
     def most_blocks(self) -> int:
         """The most KV blocks that any of the sequences has on one rank."""
         if self._most_blocks is None:
-            self._most_blocks = max((seq.most_blocks for seq in self._seen), default=0)
+            self._most_blocks = max((seq.most_blocks for seq in self._sequences), default=0)
         return self._most_blocks
 
     def join(self, seq: Sequence) -> None:
         """From the next round on, the sequence has a row."""
-        self._seen[seq] = self._round
+        self._sequences.add(seq)
         self.kv_tokens += seq.length
-        self.look_again(seq)
+        seq.looked_at = self._round
+        self.look_again([seq])
 
-    def look_again(self, seq: Sequence) -> None:
-        """Set the round in which the sequence is due, from the KV blocks that it has now."""
-        room_tokens = seq.num_blocks * self._block_tokens - seq.length
-        self._next[seq] = due = self._round + 1 + min(room_tokens, seq.decodes_left)
-        self._due.setdefault(due, []).append(seq)
-        if self._most_blocks is not None:
-            self._most_blocks = max(self._most_blocks, seq.most_blocks)
+    def look_again(self, sequences: list[Sequence]) -> None:
+        """Set the round in which each of the sequences is due, from the KV blocks that it has now."""
+        for seq in sequences:
+            seq.due = self._round + 1 + min(seq.num_blocks * self._block_tokens, seq.num_rows) - seq.length
+            self._due[seq.due].append(seq)
+            if self._most_blocks is not None and seq.most_blocks > self._most_blocks:
+                self._most_blocks = seq.most_blocks
 
     def leave(self, seq: Sequence) -> None:
-        self._follow(seq)
-        del self._seen[seq], self._next[seq]
+        seq.length += self._round - seq.looked_at
+        seq.due = 0
+        self._sequences.remove(seq)
         self.kv_tokens -= seq.length
         if seq.most_blocks == self._most_blocks:
             self._most_blocks = None
@@ -57,16 +60,19 @@ class Decodes:
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:
         """Begin the next round. Returns the sequences that were done before it, and those whose row in it needs a KV
         block."""
-        due = [seq for seq in self._due.pop(self._round + 1, ()) if self._next.get(seq) == self._round + 1]
-        done = [seq for seq in due if self._follow(seq).decodes_left == 0]
+        new_round = self._round + 1
+        done, growing = [], []
+        for seq in self._due.pop(new_round, ()):
+            if seq.due != new_round:
+                continue
+            length = seq.length + new_round - seq.looked_at
+            if length > seq.num_rows:
+                done.append(seq)
+            else:
+                seq.length, seq.looked_at = length, new_round
+                growing.append(seq)
         for seq in done:
             self.leave(seq)
-        self._round += 1
-        self.kv_tokens += len(self._seen)
-        return done, [self._follow(seq) for seq in due if seq in self._seen]
-
-    def _follow(self, seq: Sequence) -> Sequence:
-        """Bring the length of a sequence up to this round."""
-        seq.length += self._round - self._seen[seq]
-        self._seen[seq] = self._round
-        return seq
+        self._round = new_round
+        self.kv_tokens += len(self._sequences)
+        return done, growing

@@ -106,9 +106,8 @@ class Scheduler:
         joining = self._join()
         done, growing = self._decodes.advance()
         self._leaving += done
-        grown = tuple((seq.id, block) for seq in growing for block in self._take_blocks(seq))
-        for seq in growing:
-            self._decodes.look_again(seq)
+        grown = tuple([(seq.id, self._take_block(seq)) for seq in growing])
+        self._decodes.look_again(growing)
         decodes = len(self._decodes)
         work = Work(decodes, self._decodes.kv_tokens, sampled_rows=decodes)
         most_blocks = self._decodes.most_blocks
@@ -151,13 +150,12 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
         seq.length += num_tokens
-        blocks = self._take_blocks(seq)
-        if seq.prompt_left:
-            return Chunk(seq.id, token_ids, blocks, sample=False)
-        del self._prompts[seq.id]
-        if seq.decodes_left:
-            self._joining.append(seq)
-        return Chunk(seq.id, token_ids, blocks, sample=True)
+        ends = not seq.prompt_left
+        if ends:
+            del self._prompts[seq.id]
+            if seq.length < seq.num_rows:
+                self._joining.append(seq)
+        return Chunk(seq.id, token_ids, self._take_blocks(seq), sample=ends)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
@@ -174,9 +172,9 @@ class Scheduler:
         self._prompts.pop(request_id, None)
         if seq in self._decodes:
             self._decodes.leave(seq)
-        for rank, (block_ids, reserved) in enumerate(zip(seq.block_ids, seq.reserved, strict=True)):
-            self._listed[rank] -= len(block_ids) + reserved
-            self._allocators[rank].release(block_ids, reserved)
+        for rank, (block_ids, needed) in enumerate(zip(seq.block_ids, seq.needed, strict=True)):
+            self._listed[rank] -= needed
+            self._allocators[rank].release(block_ids, needed - len(block_ids))
         self._ended.append(request_id)
         return self._kv_tokens_per_rank(seq)
 
@@ -218,7 +216,7 @@ class Scheduler:
             for count, allocator in zip(reserved, self._allocators, strict=True):
                 allocator.reserve(count)
             del self._waiting[request.id]
-            seq = Sequence(request, placement, reserved, [array("q") for _ in needed])
+            seq = Sequence(request, placement, needed, [array("q") for _ in needed])
             self._running[request.id] = self._prompts[request.id] = seq
             new.append(
                 NewSequence(
@@ -275,16 +273,19 @@ class Scheduler:
 
     def _take_blocks(self, seq: Sequence) -> tuple[Block, ...]:
         """Take the KV blocks that the grown sequence needs and does not have yet."""
-        blocks = []
-        while seq.num_blocks * self.config.block_tokens < seq.length:
-            owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)
-            block_id = self._allocators[owner].take_reserved()
-            seq.reserved[owner] -= 1
-            seq.num_blocks += 1
-            seq.block_ids[owner].append(block_id)
-            seq.most_blocks = max(seq.most_blocks, len(seq.block_ids[owner]))
-            blocks.append(Block(owner, block_id))
-        return tuple(blocks)
+        needed = -(-seq.length // self.config.block_tokens)
+        return tuple(self._take_block(seq) for _ in range(seq.num_blocks, needed))
+
+    def _take_block(self, seq: Sequence) -> Block:
+        """Take the sequence's next KV block."""
+        owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)
+        block_id = self._allocators[owner].take_reserved()
+        block_ids = seq.block_ids[owner]
+        block_ids.append(block_id)
+        seq.num_blocks += 1
+        if len(block_ids) > seq.most_blocks:
+            seq.most_blocks = len(block_ids)
+        return Block(owner, block_id)
 
     def _append(self, sampled: SampledToken) -> TokenEvent:
         seq = self._running[sampled.sequence_id]

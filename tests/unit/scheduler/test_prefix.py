@@ -59,7 +59,7 @@ class Beginnings:
         count = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         block_tokens = self.engine.scheduler.config.block_tokens
         count -= count % block_tokens if self.whole else 0
-        return Prefix(count, tuple(Block(*block) for block in blocks[: -(-count // block_tokens)]))
+        return Prefix(count, tuple(blocks[: -(-count // block_tokens)]))
 
     def keep(self, id):
         """Hold the blocks of a request, whatever becomes of it."""
@@ -77,7 +77,7 @@ class Beginnings:
 
     def hold(self, change, blocks):
         for block in blocks:
-            change(self.engine.scheduler._allocators[block[0]], Block(*block))
+            change(self.engine.scheduler._allocators[block.owner], block)
 
 
 def engine_with(prefixes, settings, depth=1):

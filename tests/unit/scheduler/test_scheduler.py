@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
+from longhelix.kv.blocks import Block
 from longhelix.kv.placement import PLACEMENTS, Continued, Placement
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
 from longhelix.scheduler.config import SchedulerConfig
@@ -45,7 +46,7 @@ class Replica:
     new: NewSequence
     token_ids: list[int]
     length: int = 0
-    blocks: list[tuple[int, int]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
 
     @property
     def prompt_left(self) -> int:
@@ -68,7 +69,7 @@ class FakeRunner:
         self.replicas: dict[int, Replica] = {}
         self.decoding: dict[int, Replica] = {}
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
-        self.kept: set[tuple[int, int]] = set()  # blocks that something beside the sequences holds
+        self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
@@ -130,7 +131,7 @@ class FakeRunner:
                 copied = self.pools[source.owner].get(source.id * block_tokens + offset)
                 self.pools[target.owner][target.id * block_tokens + offset] = copied
 
-    def held(self) -> set[tuple[int, int]]:
+    def held(self) -> set[Block]:
         return {block for seq in self.replicas.values() for block in seq.blocks} | self.kept
 
     def replica(self, new: NewSequence) -> Replica:
@@ -194,19 +195,19 @@ class FakeRunner:
         taken = self.held()
         for block in new_blocks:
             assert 0 <= block.id < self.config.num_blocks
-            assert (block.owner, block.id) not in taken
-            taken.add((block.owner, block.id))
-            seq.blocks.append((block.owner, block.id))
+            assert block not in taken
+            taken.add(block)
+            seq.blocks.append(block)
         for position in range(seq.length, seq.length + num_tokens):
-            owner, block_id = seq.blocks[position // block_tokens]
-            slot = block_id * block_tokens + position % block_tokens
-            self.pools[owner][slot] = (sequence_id, position, seq.token_ids[position])
+            block = seq.blocks[position // block_tokens]
+            slot = block.id * block_tokens + position % block_tokens
+            self.pools[block.owner][slot] = (sequence_id, position, seq.token_ids[position])
         seq.length += num_tokens
         assert len(seq.blocks) == -(-seq.length // block_tokens)
-        self.first_blocks.setdefault(sequence_id, seq.blocks[0][0])
+        self.first_blocks.setdefault(sequence_id, seq.blocks[0].owner)
 
     def blocks_of(self, seq: Replica) -> list[int]:
-        counts = [sum(owner == rank for owner, _ in seq.blocks) for rank in range(self.config.kvp)]
+        counts = [sum(block.owner == rank for block in seq.blocks) for rank in range(self.config.kvp)]
         assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
         return counts
 
@@ -222,7 +223,7 @@ class FakeRunner:
         seq, block_tokens = self.replicas[sequence_id], self.config.block_tokens
         found: dict[int, int] = {}
         for rank in range(self.config.kvp):
-            local = [block_id for owner, block_id in seq.blocks if owner == rank]
+            local = [block.id for block in seq.blocks if block.owner == rank]
             placement = self.place(sequence_id)
             slots = [
                 local[index // block_tokens] * block_tokens + index % block_tokens
@@ -653,7 +654,7 @@ def placed(settings, *asked):
     held = {}
     while engine.loop.has_work:
         for seq in engine.runner.replicas.values():
-            held[seq.new.id] = {owner for owner, _ in seq.blocks}
+            held[seq.new.id] = {block.owner for block in seq.blocks}
         engine.step()
     return [(held[one.id], engine.runner.new[one.id].spread) for one in asked]
 
