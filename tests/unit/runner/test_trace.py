@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 HANG_S = 20  # that a rank waits for what does not come
 ROWS, HEADS, SIZE = 8, 4, 16
 ROW_BYTES = HEADS * (SIZE * 4 + 4)
-ROW_S = 0.04  # a row attends for so long, and its exchange takes as long on the slow link
+ROW_S = 0.03  # a row attends for so long, and its exchange takes as long on the slow link
 
 
 class SlowRank:
@@ -99,17 +99,20 @@ def overlap_us(first, second):
 
 
 def test_an_exchange_travels_while_the_next_part_attends_and_cannot_in_one_part():
-    (whole, events_1, exposed_1_s), (parted, events_4, exposed_4_s) = layer_of(1), layer_of(4)
-    assert torch.equal(whole, parted)
-    assert (len(named(events_1, "exchange")), len(named(events_4, "exchange"))) == (1, 4)
-    exchanges, attentions = named(events_4, "exchange"), named(events_4, "attention")
-    part_us = 1e6 * ROW_S * ROWS / 4
-    for exchange, following in zip(exchanges, attentions[1:], strict=False):
-        assert overlap_us(exchange, following) > 0.9 * part_us
-    assert overlap_us(*named(events_1, "attention"), *named(events_1, "exchange")) == 0
-    # The last part's alone is exposed, a quarter of the one exchange's.
-    assert exposed_4_s < exposed_1_s / 2
-    assert _length_us(events_4) < _length_us(events_1)
+    runs = {parts: [layer_of(parts) for _ in range(3)] for parts in (1, 4)}
+    for (whole, events_1, _), (parted, events_4, _) in zip(runs[1], runs[4], strict=True):
+        assert torch.equal(whole, parted)
+        assert (len(named(events_1, "exchange")), len(named(events_4, "exchange"))) == (1, 4)
+        exchanges, attentions = named(events_4, "exchange"), named(events_4, "attention")
+        for exchange, following in zip(exchanges, attentions[1:], strict=False):
+            assert overlap_us(exchange, following) > 0.9e6 * ROW_S * ROWS / 4
+        assert overlap_us(*named(events_1, "attention"), *named(events_1, "exchange")) == 0
+    # What else a machine does only adds to times, so the shortest are compared.
+    exposed_s = {parts: min(exposed_s for _, _, exposed_s in runs[parts]) for parts in runs}
+    length_us = {parts: min(_length_us(events) for _, events, _ in runs[parts]) for parts in runs}
+    # The last part's exchange alone is exposed, a quarter of the one exchange's.
+    assert exposed_s[4] < exposed_s[1] / 2
+    assert length_us[4] < length_us[1]
 
 
 def _length_us(events):
