@@ -206,7 +206,8 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         for event in stepped[1]:
             tokens.append(event.sampled.token_id)
             logprobs.append(dict(event.sampled.logprobs))
-    return Run(watch, tokens, logprobs, runner.pool.layers[0]["kv"], *np.array(at_once.blocks).T)
+    owners, ids = np.array([(block.owner, block.id) for block in at_once.blocks]).T
+    return Run(watch, tokens, logprobs, runner.pool.layers[0]["kv"], owners, ids)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

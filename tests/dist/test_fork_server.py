@@ -16,8 +16,10 @@ import pytest
 from world import ENVIRONMENT
 
 from longhelix.errors import EngineError
+from longhelix.workers import fork_server as servers
+from longhelix.workers import process
 from longhelix.workers.environment import rank_environment
-from longhelix.workers.process import fork_server, inheritance, server_for
+from longhelix.workers.fork_server import fork_server, inheritance, server_for
 from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -46,6 +48,21 @@ def asked(server, question):
     return json.loads(answer)
 
 
+def end(forked):
+    os.killpg(forked.pid, signal.SIGKILL)
+    assert forked.wait(60) == -signal.SIGKILL
+    forked.close()
+
+
+def in_threads(action, size):
+    """`action`, which gets a number, in several threads at once."""
+    threads = [threading.Thread(target=action, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def await_end(pid):
     deadline_s = time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline_s:
@@ -69,9 +86,8 @@ def test_there_is_one_while_environment_and_cores_stay_the_same(server, environm
     assert (server.is_up, server.is_idle, other.is_up) == (True, False, True)
     assert server_for(environment) is server
     assert asked(other, "environment")["LONGHELIX_TEST"] == "1"
-    os.killpg(running.pid, signal.SIGKILL)
-    assert running.wait(60) == running.poll() == -signal.SIGKILL
-    running.close()
+    end(running)
+    assert running.poll() == -signal.SIGKILL
     assert server.is_idle
     with fork_server(changed) as used:
         assert used is other
@@ -90,6 +106,10 @@ def test_there_is_one_while_environment_and_cores_stay_the_same(server, environm
         (os, "sched_getaffinity", lambda pid: {1000}),
         (os, "getresuid", lambda: (7, 7, 7)),
         (os, "getresgid", lambda: (7, 7, 7)),
+        (os, "getgroups", lambda: [7]),
+        (os, "getpriority", lambda which, who: 7),
+        (os, "sched_getscheduler", lambda pid: 7),
+        (servers, "_umask", lambda: ["Umask: 0007"]),
         (resource, "getrlimit", lambda which: (7, 7)),
     ],
 )
@@ -99,6 +119,14 @@ def test_what_a_process_keeps_of_who_starts_it_tells_servers_apart(place, name, 
     assert inheritance({"A": "2"}) != mine
     monkeypatch.setattr(place, name, found)
     assert inheritance({"A": "1"}) != mine
+
+
+def test_so_does_the_mask_of_its_files():
+    mask = os.umask(0o027)
+    try:
+        assert servers._umask() == ["Umask:\t0027"]
+    finally:
+        os.umask(mask)
 
 
 def test_it_has_torch_and_no_thread_but_its_own(server):
@@ -144,11 +172,7 @@ def test_a_process_has_its_streams_and_nothing_else_that_is_open(server, tmp_pat
 
 def test_what_was_asked_for_at_once_comes_to_who_asked(server):
     said = {}
-    threads = [threading.Thread(target=lambda n=n: said.update({n: asked(server, "group")})) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda number: said.update({number: asked(server, "group")}), 8)
     assert len(set(said.values())) == 8  # each leads a group of its own
 
 
@@ -165,16 +189,23 @@ def test_ranks_end_with_a_server_that_is_killed(environment):
         with pytest.raises(EngineError, match=words):
             ranks.check_signals()
     assert not server.is_up
-    with pytest.raises(EngineError, match=r"ranks cannot start: the process that imports .* was ended by SIGKILL"):
+    with pytest.raises(EngineError, match=r"ranks cannot start: .* forked from was ended by SIGKILL"):
         server.start(["plain_process", "group"])
     assert asked(server_for(environment), "group")
 
 
-def test_an_import_that_fails_is_an_error_in_words(tmp_path, capfd):
+def test_an_import_that_fails_is_an_error_in_words_for_all_who_wait(tmp_path, capfd):
     (tmp_path / "torch.py").write_text("raise ImportError('no such torch')")
-    server = server_for(rank_environment() | {"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(EngineError, match="imports what they need failed, and the reason is printed above"):
-        server.start(["plain_process", "group"])
+    server, errors = server_for(rank_environment() | {"PYTHONPATH": str(tmp_path)}), []
+
+    def ask(number):
+        with pytest.raises(EngineError) as error:
+            server.start(["plain_process", "group"])
+        errors.append(str(error.value))
+
+    in_threads(ask, 3)
+    failed = "ranks cannot start: the process that they are forked from"
+    assert sorted(errors) == [f"{failed} failed, and the reason is printed above", *2 * [f"{failed} has ended"]]
     assert "no such torch" in capfd.readouterr().err
 
 
@@ -188,25 +219,132 @@ def test_a_process_that_the_system_refuses_is_an_error_in_words(tmp_path):
     assert server.is_up
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_an_interrupt_while_a_process_starts_leaves_none(server, tmp_path, monkeypatch, alone):
-    """The server ends, too, unless others have processes of it."""
-    others = [] if alone else [server.start(["plain_process", "stay"])]
-    asked(server, "group")  # it is up
-    said = Mock(wraps=server._answer, side_effect=[KeyboardInterrupt, DEFAULT])
-    monkeypatch.setattr(server, "_answer", said)
-    place = ["--rank", "0", "--directory", str(tmp_path), "--parent", str(server.pid)]
+@pytest.mark.parametrize("interrupted", ["before it is asked", "before it answers", "after it has answered"])
+def test_an_interrupt_while_a_process_starts_ends_that_one_alone(server, monkeypatch, interrupted):
+    """At once, whoever else has processes of this server."""
+    other = server.start(["plain_process", "stay"])
     children = psutil.Process(server.pid).children
+    if interrupted == "before it is asked":
+        monkeypatch.setattr(socket, "send_fds", Mock(side_effect=KeyboardInterrupt))
+    elif interrupted == "before it answers":
+        monkeypatch.setattr(server, "_receive", Mock(side_effect=KeyboardInterrupt))
+    else:
+        monkeypatch.setattr(process, "_end_of", Mock(side_effect=KeyboardInterrupt))
+    began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        server.start(["plain_rank", *place, "stay"])
+        server.start(["plain_process", "stay"])
+    assert time.monotonic() - began_s < 30  # nobody waits for what may never come
     monkeypatch.undo()
-    assert server.is_up != alone
-    for other in others:
-        asked(server, "group")  # by now it has waited for what has ended
-        assert [child.pid for child in children()] == [other.pid]
-        os.killpg(other.pid, signal.SIGKILL)
-        other.wait(60)
-        other.close()
+    for _ in range(2):
+        asked(server, "group")  # in order: by now the server has ended what nobody knows of, and told of its end
+    assert [child.pid for child in children()] == [other.pid]
+    end(other)
+
+
+def test_an_interrupt_while_it_imports_leaves_a_server_that_can_be_asked(environment, monkeypatch):
+    """Whether or not somebody reads its first message meanwhile."""
+    server = server_for(environment | {"LONGHELIX_TEST": "interrupted"})
+    receive = Mock(wraps=server._receive, side_effect=[KeyboardInterrupt, DEFAULT, DEFAULT, DEFAULT])
+    monkeypatch.setattr(server, "_receive", receive)
+    with pytest.raises(KeyboardInterrupt):
+        server.start(["plain_process", "group"])
+    assert asked(server, "group")
+
+
+def test_a_process_is_known_to_have_ended_while_its_server_stands_still(environment, monkeypatch):
+    monkeypatch.setattr(process, "_STATUS_S", 0.5)
+    with Ranks() as ranks:
+        ranks.start("plain_rank", range(1), "stay", environment=TESTS, stdout=subprocess.PIPE)
+        ranks.processes[0].stdout.readline()
+        server = server_for(environment)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            ranks.close()
+            assert ranks.processes[0].is_orphan
+            monkeypatch.setattr(servers, "_ANSWER_S", 0.5)
+            with pytest.raises(EngineError, match=r"ranks cannot start: .* has said nothing for 0 s"):
+                server.start(["plain_process", "group"])
+        finally:
+            if server.is_up:
+                os.kill(server.pid, signal.SIGCONT)
+    assert not server.is_up
+    assert asked(server_for(environment), "group")
+
+
+def test_whoever_wants_another_server_does_not_wait_for_one_that_imports(tmp_path, environment):
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)")
+    importing = environment | {"PYTHONPATH": str(tmp_path)}
+
+    def ask():
+        with pytest.raises(EngineError):
+            server.start(["plain_process", "group"])
+
+    with fork_server(importing) as server:
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        try:
+            assert asked(server_for(environment), "group")
+            assert waiting.is_alive()
+        finally:
+            os.kill(server.pid, signal.SIGKILL)
+            waiting.join()
+
+
+def test_what_the_import_started_and_ends_is_not_its_own(tmp_path):
+    began = "import subprocess, sys\nif 'longhelix' in ' '.join(sys.orig_argv): subprocess.Popen(['true'])\n"
+    (tmp_path / "sitecustomize.py").write_text(began)
+    paths = os.pathsep.join([str(tmp_path), TESTS["PYTHONPATH"]])
+    server = server_for(rank_environment() | {"PYTHONPATH": paths})
+    forked = server.start(["plain_process", "stay"])
+    assert asked(server, "group")
+    end(forked)
+    assert server.is_up
+
+
+def test_no_descriptor_is_left_is_an_error_in_words(server):
+    asked(server, "group")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    try:
+        with pytest.raises(EngineError, match=r"a rank's process cannot start: .*Too many open files"):
+            server.start(["plain_process", "group"])
+        with pytest.raises(EngineError, match=r"ranks cannot start: .*Too many open files"):
+            servers.ForkServer({})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert asked(server, "group")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Standard error is closed, and its number must go to nobody else.
+        "os.close(2)\nassert started() == 0",
+        # By another user than the one who started a server, which may not be ended, and may not run this Python.
+        "assert started() == 0\nbefore = server\nos.setgid(54321)\nos.setuid(54321)\n"
+        "try:\n    assert started() == 0 and server is not before\n"
+        "except EngineError as error:\n    assert 'Permission denied' in str(error), error",
+        # In a copy, where warnings are errors.
+        "import warnings\nwarnings.simplefilter('error')\nassert started() == 0\nif not os.fork(): raise SystemExit\n"
+        "assert os.wait()[1] == 0",
+    ],
+    ids=["no standard error", "another user", "a copy"],
+)
+def test_unusual_programs_are_served(program, environment, tmp_path):
+    begin = (
+        "import os\nfrom longhelix.errors import EngineError\n"
+        "from longhelix.workers.environment import rank_environment\n"
+        "from longhelix.workers.fork_server import server_for\n"
+        "def started():\n"
+        "    global server\n    server = server_for(rank_environment())\n"
+        "    forked = server.start(['plain_process', 'group'], stdout=-3)\n"
+        "    status = forked.wait(60)\n    forked.close()\n    return status\n"
+    )
+    changed = environment | {"HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", begin + program], env=changed, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_serves_programs_with_many_open_files_blocked_signals_and_time_limits_of_sockets(environment, monkeypatch):
@@ -227,9 +365,7 @@ def test_it_serves_programs_with_many_open_files_blocked_signals_and_time_limits
         assert max(many) > 1024
         assert asked(server, "group")
         forked = server.start(["plain_process", "stay"])
-        os.killpg(forked.pid, signal.SIGKILL)
-        assert forked.wait(60) == -signal.SIGKILL
-        forked.close()
+        end(forked)
     finally:
         for descriptor in many:
             os.close(descriptor)
@@ -250,11 +386,7 @@ def test_two_engines_that_start_at_once_do_not_end_each_others_server(environmen
         except EngineError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, 2)
     assert (said, errors) == ({0: "thread 0", 1: "thread 1"}, [])
 
 
@@ -286,7 +418,7 @@ def test_a_copy_of_a_process_has_a_server_of_its_own_and_leaves_ranks_alone(serv
 def test_it_ends_with_the_process_that_asks():
     program = (
         "import sys\nfrom longhelix.workers.environment import rank_environment\n"
-        "from longhelix.workers.process import server_for\nserver = server_for(rank_environment())\n"
+        "from longhelix.workers.fork_server import server_for\nserver = server_for(rank_environment())\n"
         "print(server.pid, flush=True)\nsys.stdin.read()\n"
     )
     for by_signal in (True, False):

@@ -25,7 +25,8 @@ from longhelix.request import Step
 from longhelix.runner.progress import Progress
 from longhelix.workers import pool, ranks, watchdog
 from longhelix.workers.environment import rank_environment
-from longhelix.workers.process import Process, server_for
+from longhelix.workers.fork_server import server_for
+from longhelix.workers.process import Process
 from longhelix.workers.transport import Alive
 
 pytestmark = pytest.mark.dist

@@ -15,7 +15,8 @@ import pytest
 from world import ENVIRONMENT
 
 from longhelix.errors import EngineError
-from longhelix.workers.process import ForkServer, Process
+from longhelix.workers.fork_server import ForkServer
+from longhelix.workers.process import Process
 from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist

@@ -80,8 +80,8 @@ def load_system(name_or_path: str) -> HardwareSpec:
 
 def local_system_path() -> Path:
     """Where calibration writes the system "local" (XDG base directories: data of the user's)."""
-    data_home = os.environ.get("XDG_DATA_HOME")
-    return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "longhelix" / "local.toml"
+    data_home = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(data_home, "longhelix", "local.toml")
 
 
 def write_system(system: HardwareSpec, path: Path) -> None:

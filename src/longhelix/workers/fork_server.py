@@ -1,141 +1,246 @@
-"""The process that ranks are forked from, `python -m longhelix.workers.fork_server`: it has imported, once for all of
-them, what ranks need, torch above all, and does nothing with it.
+"""`longhelix.workers.forking`, the process that ranks are forked from, as the process that asks for them sees it."""
 
-It runs no operator, touches no device and starts no thread, but for those of numpy's BLAS, which know how to be forked:
-what is forked from it begins like a process of its own.
-"""
-
-import atexit
-import ctypes
-import gc
-import importlib
+import fcntl
+import itertools
 import json
 import os
-import select
-import signal
+import resource
 import socket
+import subprocess
 import sys
-import warnings
-from contextlib import suppress
-from typing import NoReturn
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
 
-from longhelix.workers.process import LONGEST_REQUEST_BYTES
+from longhelix.errors import EngineError
+from longhelix.workers.process import Process, is_open, signal_name, stream
 
-_POLL_MS = 500
-_DESCRIPTORS = 5  # that come with a request
-
-
-def main() -> NoReturn:
-    """Its arguments are the socket of requests, and the process that asks. Each process that is forked ends with the
-    status that the `main` of its module returns, or as Python ends with an error."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever the thread blocked that started this
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    requests, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    importlib.import_module("longhelix.workers.worker")
-    gc.collect()
-    gc.freeze()  # the collector would otherwise copy, page by page, what ranks share
-    requested = _serve(requests, parent)
-    status = 0
-    if requested is not None:
-        module, *arguments = requested
-        sys.argv = [module, *arguments]
-        status = importlib.import_module(module).main()
-        atexit._run_exitfuncs()
-    _flush()
-    os._exit(status)  # the system frees at once what Python would take apart object by object, for a third of a second
+LONGEST_REQUEST_BYTES = 1 << 16
+_IMPORT_S = 600.0  # the longest that a disk may take to give what ranks import
+_ANSWER_S = 60.0  # the longest that a fork may take
+_END_S = 5.0
 
 
-def _serve(requests: socket.socket, parent: int) -> list[str] | None:
-    """Fork a process for each request: its module, whose `main` it runs, and its arguments. Returns them there; here,
-    None once nobody can ask any more.
+class ForkServer:
+    """`longhelix.workers.forking`, a process beside this one, with which it ends.
 
-    A request brings the standard streams, the directory to stand in, and the end of a pipe that takes the status once
-    the process has ended. The process holds that end, too: the other end closes when both are gone.
+    What is forked from it has the environment, the cores, the user and the limits that it was started with.
     """
-    woken, wakes = socket.socketpair()
-    wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno())
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    poll = select.poll()
-    poll.register(requests, select.POLLIN)
-    poll.register(woken, select.POLLIN)
-    reports: dict[int, int] = {}  # process id to the pipe for its status
-    while True:
-        ready = [descriptor for descriptor, _ in poll.poll(_POLL_MS)]
-        if os.getppid() != parent:  # perhaps with another process that holds its end of the socket
-            return None
-        if woken.fileno() in ready:
-            woken.recv(LONGEST_REQUEST_BYTES)
-        _report_ended(reports)
-        if requests.fileno() not in ready:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(
-            requests, LONGEST_REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        if not message:
-            return None
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start it; it imports what ranks need while this process goes on. Raises EngineError if it cannot be."""
+        self.users = 0  # that are about to start processes, by `fork_server`
+        self._lock = threading.RLock()
+        self._processes: list[Process] = []
+        self._numbers = itertools.count(1)  # of requests
+        self._is_prepared = False
         try:
-            if len(descriptors) != _DESCRIPTORS:
-                raise OSError("the process that ranks are forked from has too many open files")
-            process_id = _fork()
+            ours, served = map(_above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            self._requests = ours
+            served.setblocking(True)
+            with served:
+                self._server = subprocess.Popen(
+                    # -P: a rank imports nothing from the directory that the user happens to stand in.
+                    [sys.executable, "-P", "-m", "longhelix.workers.forking", str(served.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2 if is_open(2) else subprocess.DEVNULL,
+                    stderr=None if is_open(2) else subprocess.DEVNULL,
+                    env=environment,
+                    pass_fds=[served.fileno()],
+                    # A signal to the group of the process that starts it is that one's alone.
+                    process_group=0,
+                )
         except OSError as error:
-            answer = {"error": str(error)}
-        else:
-            if process_id == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for descriptor in (*reports.values(), requests.detach(), woken.detach(), wakes.detach()):
-                    os.close(descriptor)
-                _become(descriptors)
-                return json.loads(message)
-            os.setpgid(process_id, process_id)  # here as well: whoever is told its id may signal its group
-            reports[process_id] = descriptors.pop()
-            answer = {"process_id": process_id}
-        for descriptor in descriptors:
-            os.close(descriptor)
+            raise EngineError(f"ranks cannot start: {error}") from error
+        # Called as this process exits, too, and then after those who have started processes ended them.
+        self.close = weakref.finalize(self, _end, self._server, self._requests)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def is_up(self) -> bool:
+        return self.close.alive and self._server.poll() is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is about to start a process, and all that it has forked has ended."""
+        if self.users:  # of whom one may keep the lock for as long as the import takes
+            return False
+        with self._lock:
+            return all(process.poll() is not None for process in self._processes)
+
+    def start(self, command: list[str], **streams: int | None) -> Process:
+        """Fork a process, as soon as the server is prepared.
+
+        command: a module and its arguments. streams: stdin, stdout and stderr: subprocess.PIPE, subprocess.DEVNULL, a
+        descriptor, or None for this process's own. Raises EngineError if it cannot be.
+        """
+        number = next(self._numbers)
         try:
-            requests.send(json.dumps(answer).encode())
-        except BrokenPipeError:
-            return None
+            with self._lock:
+                # First, because a copy of this process that another thread makes meanwhile would keep pipes open.
+                self.await_prepared()
+                process = self._fork(number, command, streams)
+                self._processes = [process, *(other for other in self._processes if other.poll() is None)]
+                return process
+        except OSError as error:
+            raise EngineError(f"a rank's process cannot start: {error}") from error
+        except BaseException:  # an interrupt, after which nobody would know of it
+            with suppress(OSError):
+                self._requests.send(json.dumps([number, []]).encode())
+            raise
+
+    def await_prepared(self) -> None:
+        """Wait until it has imported what ranks need. Raises EngineError if it cannot."""
+        with self._lock:
+            if self._is_prepared and self.close.alive:
+                return
+            # Its first message is read only with the first answer: an interrupt loses nothing.
+            self._is_prepared = bool(self._receive(_IMPORT_S, socket.MSG_PEEK))
+
+    def _fork(self, number: int, command: list[str], streams: Mapping[str, int | None]) -> Process:
+        with ExitStack() as theirs, ExitStack() as ours:
+            sent: list[int] = []
+            pipes: dict[str, IO[str]] = {}
+            for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+                given, pipe = stream(descriptor, streams.get(name))
+                sent.append(given)
+                theirs.callback(os.close, given)
+                if pipe is not None:
+                    pipes[name] = ours.enter_context(pipe)
+            sent.append(_directory())
+            theirs.callback(os.close, sent[-1])
+            read, write = os.pipe()
+            report = ours.enter_context(open(read, "rb", buffering=0))
+            sent.append(write)
+            theirs.callback(os.close, write)
+            process = Process(self._ask(number, command, sent), report, pipes)
+            ours.pop_all()
+        return process
+
+    def _ask(self, number: int, command: list[str], descriptors: list[int]) -> int:
+        """The id of a process that is forked for it."""
+        request = json.dumps([number, command]).encode()
+        assert len(request) <= LONGEST_REQUEST_BYTES
+        with suppress(ConnectionError):  # it has ended
+            socket.send_fds(self._requests, [request], descriptors)
+        answer = json.loads(self._receive(_ANSWER_S))
+        while answer["number"] != number:  # that of one whose asker was interrupted
+            answer = json.loads(self._receive(_ANSWER_S))
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer["process_id"]
+
+    def _receive(self, timeout_s: float, flags: int = 0) -> bytes:
+        """What the server says next. Raises EngineError, and closes it, if it says nothing."""
+        failed = "ranks cannot start: the process that they are forked from"
+        if not self.close.alive:
+            raise EngineError(f"{failed} has ended")
+        self._requests.settimeout(timeout_s)
+        found = b""
+        try:
+            with suppress(ConnectionError):
+                found = self._requests.recv(LONGEST_REQUEST_BYTES, flags)
+        except TimeoutError:
+            self.close()
+            raise EngineError(f"{failed} has said nothing for {timeout_s:.0f} s") from None
+        if not found:
+            status = self._server.wait()
+            self.close()
+            if status < 0:
+                raise EngineError(f"{failed} was ended by {signal_name(-status)}")
+            raise EngineError(f"{failed} failed, and the reason is printed above")
+        return found
 
 
-def _fork() -> int:
-    _flush()  # what was printed while importing is no rank's
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they are those of numpy's BLAS
-        return os.fork()
+_servers: dict[tuple[object, ...], ForkServer] = {}
+_lock = threading.RLock()
 
 
-def _become(descriptors: list[int]) -> None:
-    """Take the streams and the directory that came with a request, in a process group of one's own."""
-    *streams, directory, _ = descriptors
-    os.setpgid(0, 0)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.fchdir(directory)
-    os.close(directory)
-    sys.stdout.reconfigure(line_buffering=True)
+@contextmanager
+def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
+    """The one that forks processes as this thread would start them, with this environment, in a `with` statement that
+    keeps it up."""
+    with _lock:
+        server = server_for(environment)
+        server.users += 1
+    try:
+        yield server
+    finally:
+        with _lock:
+            server.users -= 1
 
 
-def _report_ended(reports: dict[int, int]) -> None:
-    while reports:
-        process_id, status = os.waitpid(-1, os.WNOHANG)
-        if not process_id:
-            return
-        report = reports.pop(process_id)
-        with suppress(BrokenPipeError):  # nobody wants to know
-            os.write(report, str(os.waitstatus_to_exitcode(status)).encode())
-        os.close(report)
+def server_for(environment: Mapping[str, str]) -> ForkServer:
+    """The same, but it may end before it is used. It is started if it does not run; then those end that are idle."""
+    key = inheritance(environment)
+    with _lock:
+        if key not in _servers or not _servers[key].is_up:
+            for other, server in list(_servers.items()):
+                if server.is_idle:
+                    server.close()
+                    del _servers[other]
+            _servers[key] = ForkServer(environment)
+        return _servers[key]
 
 
-def _flush() -> None:
-    """Python's streams, and those of C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)
+def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a process gets from the one that starts it, and keeps."""
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (
+        frozenset(environment.items()),
+        frozenset(os.sched_getaffinity(0)),
+        os.getresuid(),
+        os.getresgid(),
+        tuple(os.getgroups()),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getscheduler(0),
+        *_umask(),
+        *map(resource.getrlimit, limits),
+    )
 
 
-if __name__ == "__main__":
-    main()
+def _directory() -> int:
+    """The directory that this process stands in, as a descriptor: it may have been removed or renamed."""
+    try:
+        return os.open(".", os.O_PATH)
+    except PermissionError:  # who started this process could stand there, and this user cannot
+        return os.open("/", os.O_PATH)
+
+
+def _end(server: subprocess.Popen[bytes], requests: socket.socket) -> None:
+    requests.close()  # with which it ends
+    with suppress(PermissionError):  # this process has another user by now
+        server.kill()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(_END_S)
+
+
+def _above_streams(requests: socket.socket) -> socket.socket:
+    """The same, as a descriptor that no standard stream has, even where one of them is closed."""
+    with requests:
+        return socket.socket(fileno=fcntl.fcntl(requests, fcntl.F_DUPFD_CLOEXEC, 3))
+
+
+def _umask() -> list[str]:
+    """That of this process, which cannot be asked for without setting it for all threads."""
+    return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
+
+
+def _forget() -> None:
+    """In a copy of this process: what was forked for this one is not the copy's."""
+    global _lock
+    _lock = threading.RLock()
+    for server in _servers.values():
+        server.close.detach()
+        server._server.returncode = 0  # subprocess would say that it runs on
+        server._requests.close()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

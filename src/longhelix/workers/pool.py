@@ -14,7 +14,7 @@ from longhelix.runner.execution import Execution
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.cut import Cut
 from longhelix.workers import torchrun
-from longhelix.workers.ranks import Ranks
+from longhelix.workers.ranks import Ranks, await_prepared
 from longhelix.workers.step_cost import step_cost
 from longhelix.workers.transport import (
     Alive,
@@ -72,6 +72,7 @@ class WorkerPool:
         self._checked_at = 0.0
         self._closed = False
         self._on_traced = on_traced
+        await_prepared()
         # torchrun has started the ranks but for the first, whose process it uses for the engine.
         self._processes = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         try:

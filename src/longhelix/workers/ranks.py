@@ -15,7 +15,8 @@ from typing import Self
 
 from longhelix.errors import EngineError
 from longhelix.workers.environment import rank_environment
-from longhelix.workers.process import Process, fork_server, server_for, signal_name
+from longhelix.workers.fork_server import fork_server, server_for
+from longhelix.workers.process import Process, signal_name
 
 _POLL_S = 0.1
 _ALONE_S = 5.0  # that ranks run on after one of them has failed
@@ -24,6 +25,12 @@ _ALONE_S = 5.0  # that ranks run on after one of them has failed
 def prepare() -> None:
     """Begin to import what ranks need, beside what this process does until it starts them."""
     server_for(rank_environment())
+
+
+def await_prepared() -> None:
+    """Wait until that is imported: what is made before would stay if this process were killed meanwhile."""
+    with fork_server(rank_environment()) as server:
+        server.await_prepared()
 
 
 class Ranks:

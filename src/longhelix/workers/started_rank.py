@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -35,7 +36,8 @@ class StartedRank:
         parser.add_argument("arguments", nargs="*")
         found = parser.parse_args()
         end_with_parent(found.parent, found.directory)
-        Path("/proc/self/comm").write_text(f"longhelix {found.rank}")  # its command line is that of the fork server
+        with suppress(OSError):  # where /proc cannot be written
+            Path("/proc/self/comm").write_text(f"longhelix {found.rank}")  # its command line is that of its parent
         return cls(found.rank, found.directory, tuple(found.arguments))
 
 
