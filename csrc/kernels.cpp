@@ -1,5 +1,7 @@
 // All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
 #include "attention.hpp"
+#include "candidates.hpp"
+#include "draw.hpp"
 #include "experts.hpp"
 #include "expand.hpp"
 #include "linear.hpp"
@@ -50,6 +52,12 @@ void experts(const Experts& call) {
     with_weight<Experts, RunExperts>(any ? call.set->down[0].number : Number::bfloat16, call);
 }
 
+void penalise(const Penalty& call) { PenaliseRows(call).run(); }
+
+void candidates(const Candidates& call) { TakeCandidates(call).run(); }
+
+void draw(const Draws& call) { TakeDraws(call).run(); }
+
 // Every thread reads from several places in turn: alone, a stream waits at the end of each page.
 double read(const void* data, std::size_t bytes) {
     constexpr int kStreams = 4, kLine = 512;
@@ -85,6 +93,9 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            linear,
                            route,
                            experts,
+                           penalise,
+                           candidates,
+                           draw,
                            read};
 
 }  // namespace longhelix::ISA

@@ -157,6 +157,48 @@ struct Experts {
     std::int64_t* rows_of;        // by place in the set: rows that took the expert are added
 };
 
+// The repetition penalty of rows of logits, in place.
+struct Penalty {
+    float* logits;
+    std::int64_t stride;  // from one row to the next
+    std::int64_t num_rows;
+    std::int64_t num_logits;
+    const std::int64_t* seen;  // (S): where a bit for each logit says whether it is penalised, in words of 256; or 0
+    const float* penalties;    // (S)
+};
+
+// Of rows of logits, after their repetition penalty: the `count` largest, of equal ones the first, and the sum of
+// exp((logit - largest) / temperature) over all. A NaN among the logits comes first, whatever else there is.
+struct Candidates {
+    const float* logits;
+    std::int64_t stride;  // from one row to the next
+    std::int64_t num_rows;
+    std::int64_t num_logits;
+    const std::int64_t* seen;          // (S), as above
+    const float* penalties;            // (S)
+    const float* inverse_temperatures; // (S); of 0 no sum is made
+    int count;
+    float* values;      // (S, count), and -inf where there are fewer logits
+    std::int64_t* ids;  // (S, count), from 0, and -1
+    double* sums;       // (S)
+};
+
+// A draw from rows of logits, after their repetition penalty: of what top-k, then top-p, then min-p leave, likeliest
+// first, the token at `numbers` of their weight. -1 where the order in which doubles are added would decide, or no
+// token has a probability.
+struct Draws {
+    const float* logits;
+    std::int64_t stride;  // from one row to the next
+    std::int64_t num_rows;
+    std::int64_t num_logits;
+    const float* temperatures;  // (S), as all that follow; of 0: -1
+    const std::int64_t* top_k;  // at least as many as there are logits: no filter
+    const double* top_p;        // 1: no filter
+    const double* min_p;        // 0: no filter
+    const double* numbers;      // in [0, 1)
+    std::int64_t* tokens;
+};
+
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the extent of its sequence
@@ -166,6 +208,9 @@ struct Kernels {
     void (*linear)(const Linear&);
     void (*route)(const Route&);
     void (*experts)(const Experts&);
+    void (*penalise)(const Penalty&);
+    void (*candidates)(const Candidates&);
+    void (*draw)(const Draws&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 

@@ -96,6 +96,7 @@ LANEWISE(<<)
 LANEWISE(>>)
 LANEWISE(<)
 LANEWISE(>)
+LANEWISE(!=)
 #undef LANEWISE
 
 template <typename Half>
@@ -115,6 +116,18 @@ INLINE V choose(Mask holds, V a, V b) {
         return {choose(holds.low, a.low, b.low), choose(holds.high, a.high, b.high)};
     } else {
         return holds ? a : b;
+    }
+}
+
+// Whether a comparison holds in any lane.
+template <typename Mask>
+INLINE bool holds_anywhere(Mask mask) {
+    if constexpr (is_halves<Mask>) {
+        return holds_anywhere(mask.low | mask.high);
+    } else {
+        int found = 0;
+        for (int i = 0; i < kRegisterLanes; ++i) found |= static_cast<int>(mask[i]);
+        return found != 0;
     }
 }
 
@@ -157,6 +170,13 @@ INLINE i32x16 lane_indices() {
     return load<i32x16>(kIndices);
 }
 
+// A comparison that holds in lane i where bit i is set.
+INLINE auto lanes_of(std::uint16_t bits) {
+    static constexpr std::int32_t kBits[kLanes] = {1,      2,      4,      8,      1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                                   1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    return (load<i32x16>(kBits) & static_cast<std::int32_t>(bits)) != 0;
+}
+
 template <typename V>
 INLINE auto first(V lanes) {
     if constexpr (is_halves<V>) {
@@ -189,6 +209,25 @@ INLINE float largest(V lanes) {
         return value;
     }
 #endif
+}
+
+// Bit i: lane i is larger than this.
+template <typename V>
+INLINE u32 lanes_above(V lanes, float least) {
+    if constexpr (is_halves<V>) {
+        constexpr int kHalf = sizeof lanes.low / sizeof(float);
+        return lanes_above(lanes.low, least) | lanes_above(lanes.high, least) << kHalf;
+    } else {
+#if defined(LONGHELIX_AVX512)
+        return _mm512_cmp_ps_mask((__m512)lanes, _mm512_set1_ps(least), _CMP_GT_OQ);
+#elif defined(LONGHELIX_AVX2)
+        return _mm256_movemask_ps(_mm256_cmp_ps((__m256)lanes, _mm256_set1_ps(least), _CMP_GT_OQ));
+#else
+        u32 bits = 0;
+        for (int i = 0; i < kRegisterLanes; ++i) bits |= static_cast<u32>(lanes[i] > least) << i;
+        return bits;
+#endif
+    }
 }
 
 // Halves are added until one lane is left: the same order for every instruction set.
@@ -232,6 +271,32 @@ INLINE f32x16 exp2_fraction(f32x16 f) {
     p = multiply_add(p, f, splat(2.4022651e-1f));
     p = multiply_add(p, f, splat(6.9314718e-1f));
     return multiply_add(p, f, splat(1.0f));
+}
+
+// 2^x for -126 <= x <= 1, to 1e-7 of it: for sums of many. The polynomials have the least largest error of degree 5.
+INLINE f32x16 exp2_summand(f32x16 x) {
+#if defined(LONGHELIX_AVX512)
+    constexpr int kDown = 9;
+    f32x16 f = (f32x16)_mm512_reduce_ps((__m512)x, kDown);  // what is above the next integer below
+    f32x16 p = splat(1.8775767e-3f);
+    p = multiply_add(p, f, splat(8.9893401e-3f));
+    p = multiply_add(p, f, splat(5.5826318e-2f));
+    p = multiply_add(p, f, splat(2.4015362e-1f));
+    p = multiply_add(p, f, splat(6.9315307e-1f));
+    p = multiply_add(p, f, splat(9.9999993e-1f));
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    // Adding and taking away 1.5 * 2^23 rounds to an integer, whose low bits are added to the exponent.
+    f32x16 shifted = x + 12582912.0f;
+    f32x16 f = x - (shifted - 12582912.0f);
+    f32x16 p = splat(1.3276472e-3f);
+    p = multiply_add(p, f, splat(9.6755413e-3f));
+    p = multiply_add(p, f, splat(5.5507133e-2f));
+    p = multiply_add(p, f, splat(2.4022120e-1f));
+    p = multiply_add(p, f, splat(6.9314697e-1f));
+    p = multiply_add(p, f, splat(1.00000007f));
+    return as<f32x16>(as<i32x16>(p) + (as<i32x16>(shifted) << 23));
+#endif
 }
 
 // 2^x for x <= 0, to 2 units in the last place; exactly 0 for -inf; NaN stays.

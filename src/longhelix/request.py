@@ -26,6 +26,8 @@ _LEAST_TEMPERATURE = 1e-30
 _MOST_PENALTY = 1e6
 # Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64
+# Of a row's logits the largest, which ranks gather: what top-k and top-p usually leave is among them.
+CANDIDATES = 64
 
 Number = Any  # one, or an array of them
 

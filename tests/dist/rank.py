@@ -21,6 +21,7 @@ import torch
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.kernels import PANELS, native
+from longhelix.kernels.draw import UNDECIDED
 from longhelix.kv import splits
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
@@ -31,7 +32,7 @@ from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
-from longhelix.runner import sampler
+from longhelix.runner import choice, sampler
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
@@ -78,7 +79,7 @@ class RecordingRunner(ModelRunner):
         self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
         counts = dict.fromkeys(self.decoding, 1) | {chunk.id: chunk.num_tokens for chunk in step.chunks}
         self.rows.append([counts.get(i, 0) for i in range(self.num_requests)])
-        logits_TV = self._gather_logits(hidden_TH)
+        logits_TV = self.sampling.gather(self.model.logits(hidden_TH))
         rows = iter(logits_TV)
         for sequence_id, count in counts.items():
             kept = self.logits.setdefault(sequence_id, [])
@@ -201,9 +202,10 @@ def run(case, rank, meshes, direct_rows):
     for allocator in scheduler._allocators:
         allocator.__init__(runner.pool.num_blocks)
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1))
-    sampling = SamplingParams(max_new_tokens=case["max_new_tokens"])
+    choices = case.get("sampling", [{}] * len(case["prompts"]))
     requests = [
-        Request(i, array("i", prompt), sampling, frozenset(), 0, 0.0) for i, prompt in enumerate(case["prompts"])
+        Request(i, array("i", prompt), SamplingParams(case["max_new_tokens"], **choice), frozenset(), i, 0.0)
+        for i, (prompt, choice) in enumerate(zip(case["prompts"], choices, strict=True))
     ]
     for request in requests if first is None else requests[:1]:
         loop.add(request)
@@ -260,9 +262,11 @@ class mutation:  # noqa: N801 - reads as a statement
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
+            choice.choose,
+            sampler.sample_rows,
             sampler.sample,
         )
-        decode_rows, chunk_rows, owners_of, _, _, exchange_states, sample = self.saved
+        decode_rows, chunk_rows, owners_of, _, _, exchange_states, choose, _, sample = self.saved
         if self.kind == "mask":
 
             def seeing_less(rows_of):
@@ -296,11 +300,17 @@ class mutation:  # noqa: N801 - reads as a statement
             SharedMemoryRankGroup.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
-            def broken_for_short_sequences(logits_V, params, seed, position, seen_V):
+            def undecided_for_short_sequences(candidates, size, params, keys):
+                positions_S = np.array([position for _, position in keys])
+                return np.where(positions_S < 20, UNDECIDED, choose(candidates, size, params, keys))
+
+            def broken_for_short_sequences(logits_V, params, seed, position):
                 if position < 20:
                     raise RuntimeError("this row alone")
-                return sample(logits_V, params, seed, position, seen_V)
+                return sample(logits_V, params, seed, position)
 
+            choice.choose = undecided_for_short_sequences
+            sampler.sample_rows = lambda logits_SV, params, keys: [UNDECIDED] * len(keys)
             sampler.sample = broken_for_short_sequences
 
     def __exit__(self, *_):
@@ -311,6 +321,8 @@ class mutation:  # noqa: N801 - reads as a statement
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
+            choice.choose,
+            sampler.sample_rows,
             sampler.sample,
         ) = self.saved
 

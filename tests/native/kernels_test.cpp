@@ -556,6 +556,110 @@ void test_experts(const Kernels& kernels, Random& random) {
     }
 }
 
+// Ids of a row, the largest logit first, of equal ones the lowest id.
+std::vector<int> sorted_ids(const Matrix& logits, std::int64_t row) {
+    std::vector<int> ids(logits.columns);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::stable_sort(ids.begin(), ids.end(), [&](int a, int b) { return logits.get(row, a) > logits.get(row, b); });
+    return ids;
+}
+
+void test_candidates(const Kernels& kernels, Random& random) {
+    int size = random.of({0, 1, 16, 255, 256, 300, 512, 3000}), count = random.of({1, 3, 64, 400});
+    std::int64_t rows = random.of({0, 1, 4}), words = (size + 255) / 256 * 8;
+    Matrix logits(Number::float32, rows, size, 3), seen(Number::int32, rows, words);
+    Matrix penalties(Number::float32, 1, rows), inverse(Number::float32, 1, rows), marks(Number::int64, 1, rows);
+    Matrix values(Number::float32, rows, count), ids(Number::int64, rows, count);
+    std::vector<double> sums(rows);
+    logits.fill(random, 0.25, 30);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        penalties.set(0, row, random.of({0.5, 2.0}));
+        inverse.set(0, row, random.of({0.0, 0.5, 1.0, 4.0}));
+        for (std::int64_t word = 0; word < words; ++word) seen.set(row, word, random.one_in(2) ? random.below(1 << 20) : 0);
+        void* of_row = static_cast<std::int32_t*>(seen.data()) + row * words;
+        marks.set(0, row, 0);
+        if (random.one_in(2)) static_cast<std::int64_t*>(marks.data())[row] = reinterpret_cast<std::int64_t>(of_row);
+    }
+    on_threads([&] {
+        values.bytes.reset(), ids.bytes.reset();
+        kernels.candidates({logits.floats(), logits.stride, rows, size, static_cast<std::int64_t*>(marks.data()),
+                            penalties.floats(), inverse.floats(), count, values.floats(),
+                            static_cast<std::int64_t*>(ids.data()), sums.data()});
+        return std::tuple(values.bytes.copy(), ids.bytes.copy(), sums);
+    });
+    Matrix changed(Number::float32, rows, size, 5);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (int i = 0; i < size; ++i) changed.set(row, i, logits.get(row, i));
+    }
+    kernels.penalise({changed.floats(), changed.stride, rows, size, static_cast<std::int64_t*>(marks.data()),
+                      penalties.floats()});
+    for (std::int64_t row = 0; row < rows; ++row) {
+        double penalty = penalties.get(0, row), sum = 0;
+        for (int i = 0; i < size; ++i) {
+            auto word = static_cast<std::uint32_t>(seen.get(row, i / 32));
+            double x = logits.get(row, i);
+            if (marks.get(0, row) != 0 && (word >> i % 32 & 1)) logits.set(row, i, x > 0 ? x / penalty : x * penalty);
+            check(changed.get(row, i) == logits.get(row, i), "a penalised logit");
+        }
+        auto expected = sorted_ids(logits, row);
+        for (int i = 0; i < count; ++i) {
+            check(ids.get(row, i) == (i < size ? expected[i] : -1), "another token is a candidate");
+            check(values.get(row, i) == (i < size ? logits.get(row, expected[i]) : -INFINITY), "a candidate's logit");
+        }
+        for (int i = 0; i < size; ++i) {
+            sum += std::exp((logits.get(row, i) - logits.get(row, expected[0])) * inverse.get(0, row));
+        }
+        if (inverse.get(0, row) == 0) sum = 0;
+        check_near(sums[row], sum, 1e-6 * sum, "the sum of weights");
+    }
+}
+
+void test_draw(const Kernels& kernels, Random& random) {
+    int size = random.of({1, 2, 16, 300, 5000});
+    std::int64_t rows = random.of({0, 1, 4});
+    Matrix logits(Number::float32, rows, size, 3), temperatures(Number::float32, 1, rows);
+    std::vector<std::int64_t> top_k(rows), tokens(rows);
+    std::vector<double> top_p(rows), min_p(rows), numbers(rows);
+    logits.fill(random, 0.03125, random.of({0, 30, 1000}));
+    for (std::int64_t row = 0; row < rows; ++row) {
+        temperatures.set(0, row, random.of({0.0, 0.5, 1.0, 4.0}));
+        top_k[row] = random.of({1, 7, 1000, 5000});
+        top_p[row] = random.of({0.113717, 0.831717, 0.997317, 1.0});
+        min_p[row] = random.of({0.0, 0.0123, 0.77});
+        numbers[row] = (random.below(1000) + 0.4321) / 1000;
+    }
+    on_threads([&] {
+        kernels.draw({logits.floats(), logits.stride, rows, size, temperatures.floats(), top_k.data(), top_p.data(),
+                      min_p.data(), numbers.data(), tokens.data()});
+        return tokens;
+    });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        double temperature = temperatures.get(0, row), total = 0, passed = 0, kept_weight = 0;
+        if (temperature == 0) {
+            check(tokens[row] == -1, "there is a draw of no temperature");
+            continue;
+        }
+        auto ids = sorted_ids(logits, row);
+        std::size_t kept = std::min<std::size_t>(size, top_k[row]);
+        std::vector<double> weights(size);
+        for (int i = 0; i < size; ++i) {
+            weights[i] = std::exp((logits.get(row, ids[i]) - logits.get(row, ids[0])) / temperature);
+        }
+        for (std::size_t i = 0; i < kept; ++i) total += weights[i];
+        std::size_t nucleus = 0;
+        while (nucleus < kept && (nucleus == 0 || passed < top_p[row] * total)) passed += weights[nucleus++];
+        if (top_p[row] < 1) kept = nucleus;
+        while (kept > 1 && weights[kept - 1] < min_p[row]) --kept;
+        for (std::size_t i = 0; i < kept; ++i) kept_weight += weights[i];
+        std::size_t place = 0;
+        for (double sum = weights[0]; place + 1 < kept && sum <= numbers[row] * kept_weight; sum += weights[place]) {
+            ++place;
+        }
+        check(tokens[row] == ids[place] || tokens[row] == -1, "another token is drawn");
+        check(tokens[row] != -1 || size < 300, "nothing is drawn of many tokens");
+    }
+}
+
 void test_read(const Kernels& kernels, Random& random) {
     // Whole lines for the four streams of each of four threads, and some that nobody reads.
     std::int64_t lines = random.below(4), rest = random.below(512);
@@ -570,7 +674,8 @@ void test_read(const Kernels& kernels, Random& random) {
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
         {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
-        {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts}};
+        {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts},
+        {"candidates", test_candidates}, {"draw", test_draw}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -12,6 +12,7 @@ ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
 LOGIT_BYTES = 4.0
+CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefetch import prefetched
-from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
-from longhelix.request import Work
+from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
+from longhelix.request import CANDIDATES, Work
 
 
 def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
@@ -82,10 +82,11 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The head over the vocabulary, its logits gathered on one rank that samples, and every stage's host."""
+    """The head over the vocabulary, each rank's candidates gathered on one that samples, and every stage's host."""
     system, zeros = setting.system, layouts.zeros
-    logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES + zeros
-    gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), logit_bytes)
+    logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES / layouts.ffn_ranks
+    candidate_bytes = work.sampled_rows * CANDIDATES * CANDIDATE_BYTES * layouts.ffn_ranks
+    gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), candidate_bytes)
     wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),

@@ -1,4 +1,4 @@
-"""The runner of one rank: a Step becomes tensors, the model runs, rank 0 samples, and all ranks get the tokens."""
+"""The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, islice
@@ -18,11 +18,12 @@ from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.exchange import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
-from longhelix.runner import sampler
 from longhelix.runner.copies import copy_blocks
 from longhelix.runner.execution import Execution
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
+from longhelix.runner.sampling import Sampling
+from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import SequenceState
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
@@ -54,6 +55,7 @@ class ModelRunner:
         self.model = model
         self.execution = execution
         self.layers = make_layers(execution, model, pool, page_lists, spans)
+        self.sampling = Sampling(mesh, spec.vocab_size, pool.device)
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.device = pool.device
@@ -108,12 +110,12 @@ class ModelRunner:
         for sequence_id in step.joining:
             self.decoding[sequence_id] = self.sequences[sequence_id]
 
-    def _seen(self, new: NewSequence) -> Tensor | None:
-        if new.sampling.repetition_penalty == 1 or self.mesh.stage.index != 0:
+    def _seen(self, new: NewSequence) -> SeenTokens | None:
+        if new.sampling.repetition_penalty == 1:
             return None
-        seen_V = torch.zeros(self.spec.vocab_size, dtype=torch.bool, device=self.device)
-        seen_V[_token_ids(new.seen_token_ids)] = True
-        return seen_V
+        seen = SeenTokens(self.mesh.layout.vocabulary(self.spec.vocab_size, self.mesh.rank))
+        seen.add(_token_ids(new.seen_token_ids))
+        return seen
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step, hidden_TH."""
@@ -124,22 +126,14 @@ class ModelRunner:
         return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Next tokens of the sequences that want one, chosen once, on the stage's first rank, and broadcast."""
+        """Next tokens of the sequences that want one; the stage's first rank returns them."""
         sequences = self._sampled(step)
         if not sequences:
             return ()
         chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
         ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
         last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
-        logits_SV = self._gather_logits(hidden_TH[last_rows])
-        tokens_S = torch.zeros(len(sequences), dtype=torch.int64, device=self.device)
-        sampled: tuple[SampledToken, ...] = ()
-        if self.mesh.stage.index == 0:
-            sampled = tuple(map(_choose, sequences, logits_SV))
-            tokens_S = torch.tensor([token.token_id for token in sampled], dtype=torch.int64, device=self.device)
-        for seq, token_id in zip(sequences, self.mesh.stage.broadcast(tokens_S).tolist(), strict=True):
-            seq.last_token = token_id
-        return sampled
+        return self.sampling(self.model.logits(hidden_TH[last_rows]), sequences)
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""
@@ -148,19 +142,6 @@ class ModelRunner:
     def _sampled(self, step: Step) -> list[SequenceState]:
         """The sequences that get a token in the step, in the order of its rows."""
         return [*self.decoding.values(), *(self.sequences[chunk.id] for chunk in step.chunks if chunk.sample)]
-
-    def _gather_logits(self, hidden_SH: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, on the first rank of each copy of it; elsewhere empty."""
-        layout, size = self.mesh.layout, self.spec.vocab_size
-        logits_Sv = self.model.logits(hidden_SH)
-        if self.mesh.ffn.size == 1:
-            return logits_Sv
-        # Uneven shares are padded to the largest, because a gather wants equal shapes.
-        widths = [len(layout.vocabulary(size, rank)) for rank in self.mesh.ffn.ranks]
-        padded_Sv = torch.nn.functional.pad(logits_Sv, (0, max(widths) - logits_Sv.shape[1]))
-        shards = self.mesh.ffn.gather(padded_Sv)
-        trimmed = [shard_Sv[:, :width] for shard_Sv, width in zip(shards, widths, strict=False)]
-        return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(hidden_SH), 0)
 
     def _batch(self, step: Step) -> Batch:
         for sequence_id, block in step.grown:
@@ -256,33 +237,21 @@ class ModelRunner:
 def _last_tokens(decodes: list[SequenceState]) -> list[int]:
     """The tokens that decode rows are made of. They count as seen from here on."""
     for seq in decodes:
-        if seq.seen_V is not None:
-            seq.seen_V[seq.last_token] = True
+        if seq.seen is not None:
+            seq.seen.add_one(seq.last_token)
     return [seq.last_token for seq in decodes]
 
 
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
     """The tokens of a chunk. They count as seen from here on."""
     ids = _token_ids(chunk.token_ids)
-    if seq.seen_V is not None:
-        seq.seen_V[torch.from_numpy(ids)] = True
+    if seq.seen is not None:
+        seq.seen.add(ids)
     return ids
 
 
 def _token_ids(message: bytes) -> np.ndarray:
     return np.frombuffer(message, np.int32).astype(np.int64)
-
-
-def _choose(seq: SequenceState, logits_V: Tensor) -> SampledToken:
-    """The next token. An error here ends only this sequence: other requests go on, and so do the ranks that wait for
-    tokens."""
-    sampling = seq.new.sampling
-    try:
-        token_id = sampler.sample(logits_V, sampling, seq.new.seed, seq.length, seq.seen_V)
-        found = {} if sampling.logprobs is None else sampler.logprobs(logits_V, sampling.logprobs, token_id)
-    except Exception as error:
-        return SampledToken(seq.new.id, 0, error=f"{type(error).__name__}: {error}")
-    return SampledToken(seq.new.id, token_id, found)
 
 
 def _join(pieces: Iterable[Sequence[int] | np.ndarray]) -> Tensor:

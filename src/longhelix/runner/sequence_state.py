@@ -7,20 +7,21 @@ from torch import Tensor
 from longhelix.cache.block_arena import BlockArena, Extent
 from longhelix.kv.blocks import Block
 from longhelix.request import NewSequence
+from longhelix.runner.seen_tokens import SeenTokens
 
 
 @dataclass
 class SequenceState:
     """This rank's copy of a sequence; steps bring its changes.
 
-    length: tokens that have KV. local_length: those of them that have it on this rank. seen_V: which tokens the
-    sequence has, where a repetition penalty needs them.
+    length: tokens that have KV. local_length: those of them that have it on this rank. seen: which tokens the sequence
+    has, in this rank's part of the vocabulary, where a repetition penalty needs them.
     """
 
     new: NewSequence
     frequencies_R: Tensor
     extent: Extent
-    seen_V: Tensor | None = None
+    seen: SeenTokens | None = None
     last_token: int = 0  # that was sampled, on every rank
     length: int = 0
     local_length: int = 0

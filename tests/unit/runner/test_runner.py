@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+import sorted_rows
 import torch
 
 from longhelix.cache.pool import KVPool
@@ -100,7 +101,7 @@ def test_rows_are_the_tokens_of_prompts_and_answers_and_the_penalty_sees_all(pen
             logits_V = runner.model.logits(torch.tensor([[float(token_ids[-1])]]))[0]
             seen_V = torch.zeros(VOCAB, dtype=torch.bool)
             seen_V[token_ids] = True
-            assert token == sampler.sample(logits_V, request.sampling, 3, len(token_ids), seen_V)
+            assert token == sorted_rows.sample(logits_V, request.sampling, 3, len(token_ids), seen_V)
             token_ids.append(token)
     fed = sorted(token for rows in runner.model.fed for token in rows)
     assert fed == sorted(t for r in requests for t in [*r.prompt_token_ids, *found[r.id][:-1]])
@@ -148,7 +149,7 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
     )
     assert (first.error, third.error) == ("", "")
     assert len(first.logprobs) >= 2
-    assert [len(tokens) for tokens in broadcasts] == [3]
+    assert [len(tokens) for tokens in broadcasts] == [3, 1]  # all rows, then the one that is looked at whole
 
     def fail(*arguments):
         raise RuntimeError("no logprobs")
@@ -157,7 +158,7 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
     runner.model.broken = set()
     step = Step(2, joining=(0, 1, 2), most_tokens=16)
     assert {s.error for s in runner.execute(step).sampled} == {"RuntimeError: no logprobs"}
-    assert len(broadcasts) == 2
+    assert len(broadcasts) == 3
 
 
 def test_only_the_first_rank_returns_tokens_and_all_know_them():
@@ -167,7 +168,7 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
         scheduler.add(make_request(0, 5))
         result = runner.execute(scheduler.schedule(0.0))
         assert len(result.sampled) == (rank == 0)
-        assert runner.sequences[0].seen_V is None
+        assert runner.sequences[0].seen is None
 
 
 @pytest.mark.parametrize("placement", ["striped", "growing", "local"])
@@ -298,10 +299,7 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
 def test_the_penalty_sees_tokens_that_are_cached():
     donor, fork = make_request(0, 40), make_request(1, 41, repetition_penalty=1.7)
     (runner,), _ = run_forked(1, 40, donor, fork)
-    seen_V = torch.zeros(VOCAB, dtype=torch.bool)
-    seen_V[list(fork.prompt_token_ids)] = True
-    assert runner.sequences[1].seen_V.equal(seen_V)
-    assert seen_V.all()
+    assert runner.sequences[1].seen.words_W.tolist() == [2**VOCAB - 1, *[0] * 7]
 
 
 def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypatch):

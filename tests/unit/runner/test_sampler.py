@@ -2,6 +2,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -16,9 +17,12 @@ from transformers.generation.logits_process import (
 )
 
 from longhelix.errors import UserError
+from longhelix.kernels.candidates import candidates, penalise
+from longhelix.kernels.draw import UNDECIDED
 from longhelix.request import SamplingParams
-from longhelix.runner import sampler
+from longhelix.runner import choice, sampler
 from longhelix.runner.sampler import logprobs, uniform
+from longhelix.runner.seen_tokens import SeenTokens
 
 pytestmark = pytest.mark.unit
 
@@ -29,16 +33,35 @@ def random_logits(seed: int, size: int = VOCAB, scale: float = 3.0) -> torch.Ten
     return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def seen(token_ids, size: int) -> torch.Tensor:
-    seen_V = torch.zeros(size, dtype=torch.bool)
-    seen_V[list(token_ids)] = True
-    return seen_V
+def seen_tokens(token_ids, size: int) -> SeenTokens:
+    seen = SeenTokens(range(size))
+    seen.add(np.array(token_ids))
+    return seen
+
+
+def penalised(logits_V: torch.Tensor, penalty: float, token_ids) -> torch.Tensor:
+    seen = seen_tokens(token_ids, len(logits_V)) if penalty != 1 else None
+    logits_1V = logits_V[None].clone()
+    penalise(logits_1V, [seen and seen.words_W], torch.tensor([penalty]))
+    return logits_1V[0]
 
 
 def sample(logits_V: torch.Tensor, params: SamplingParams, seed: int, token_ids) -> int:
-    """The next token after `token_ids`."""
-    seen_V = seen(token_ids, len(logits_V)) if params.repetition_penalty != 1 else None
-    return sampler.sample(logits_V, params, seed, len(token_ids), seen_V)
+    """The next token after `token_ids`, of the whole row; what is faster says the same or nothing."""
+    key = seed, len(token_ids)
+    logits_V = penalised(logits_V, params.repetition_penalty, token_ids)
+    token_id = sampler.sample(logits_V, params, *key)
+    for found in (sampler.sample_rows(logits_V[None], [params], [key]), choose(logits_V[None], [params], [key])):
+        assert found in ([token_id], [UNDECIDED])
+    return token_id
+
+
+def choose(logits_SV: torch.Tensor, params, keys, count: int = 8) -> list[int]:
+    temperatures_S = torch.tensor([each.temperature for each in params], dtype=torch.float32)
+    ones_S, rows = torch.ones(len(params)), len(params)
+    found = candidates(logits_SV, [None] * rows, ones_S, temperatures_S, count)
+    shard = choice.Shard(*(tensor.numpy() for tensor in found))
+    return choice.choose(shard, logits_SV.shape[1], params, keys).tolist()
 
 
 def oracle(logits_V: torch.Tensor, params: SamplingParams, token_ids) -> torch.Tensor:
@@ -69,9 +92,11 @@ def assume_no_close_call(logits_V: torch.Tensor, params: SamplingParams, token_i
 
 def draws(monkeypatch, logits_V, params, token_ids, numbers) -> list[int]:
     """What sample() gives for uniform numbers of our choice."""
-    waiting = iter(numbers)
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position: next(waiting))
-    return [sample(logits_V, params, 0, token_ids) for _ in numbers]
+    tokens = []
+    for number in numbers:
+        monkeypatch.setattr(sampler, "uniform", lambda seed, position, number=number: number)
+        tokens.append(sample(logits_V, params, 0, token_ids))
+    return tokens
 
 
 sampling_params = st.builds(
@@ -112,7 +137,7 @@ def test_the_filters_keep_the_same_tokens_as_transformers(params, seed, size):
     logits_V = random_logits(seed, size)
     assume_no_close_call(logits_V, params, [0])
     expected_V = oracle(logits_V, params, [0])
-    scaled_V = sampler._penalise(logits_V, params.repetition_penalty, seen([0], size)) / params.temperature
+    scaled_V = (penalised(logits_V, params.repetition_penalty, [0]) / params.temperature).double()
     sorted_V, ids_V = scaled_V.sort(descending=True, stable=True)
     kept = set(ids_V[: sampler._filter(sorted_V, params)].tolist())
     assert kept == set(expected_V.nonzero().flatten().tolist())
@@ -124,7 +149,7 @@ def test_the_repetition_penalty_is_that_of_transformers(seed, token_ids):
     logits_V = random_logits(seed)
     ids = torch.tensor([token_ids], dtype=torch.int64)
     expected_V = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits_V[None].clone())[0]
-    assert torch.equal(sampler._penalise(logits_V, 1.3, seen(token_ids, len(logits_V))), expected_V)
+    assert torch.equal(penalised(logits_V, 1.3, token_ids), expected_V)
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals():

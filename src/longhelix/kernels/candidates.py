@@ -1,0 +1,114 @@
+"""What next tokens are chosen by: the largest of a row's logits, in order, and the sum of the weights of all of them.
+
+CPUs run a native kernel, everything else the reference. Tokens are chosen outside of graphs, so there is no fake.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longhelix.kernels import native
+
+_ID_BITS = 32
+
+
+class Candidates(NamedTuple):
+    """Of S rows the K largest logits after the penalty, largest first, of equal ones that of the lowest id.
+
+    values_SK: float32; -inf where a row has fewer. ids_SK: int64; -1 there. sums_S: float64, over all logits of the
+    row, of exp((logit - largest) / temperature); 0 for temperature 0. If a row has a NaN, its first value is one.
+    """
+
+    values_SK: Tensor
+    ids_SK: Tensor
+    sums_S: Tensor
+
+
+def candidates(
+    logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor, temperatures_S: Tensor, count: int
+) -> Candidates:
+    """The `count` candidates of each row of logits_Sv (float32, its rows contiguous), a part of the vocabulary or all.
+
+    seen: by row which logits are penalised, words_W (int32, on the CPU), a bit for each; None: no logit is.
+    penalties_S: of repetition (arXiv 1909.05858, section 4.1). temperatures_S: of 0, only the largest are wanted. Both
+    float32, on the CPU.
+    """
+    arguments = logits_Sv, seen, penalties_S, temperatures_S, count
+    return _native(*arguments) if _is_native(logits_Sv) else reference(*arguments)
+
+
+def reference(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
+    logits_Sv = _penalised(logits_Sv, seen, penalties_S)
+    rows, size = logits_Sv.shape
+    padding = 0, max(count - size, 0)
+    # One number in which larger logits come first, then lower ids: topk takes any of equal ones.
+    bits_Sv = (logits_Sv + 0.0).view(torch.int32)
+    ordered_Sv = (bits_Sv ^ ((bits_Sv >> 31) & 0x7FFFFFFF)).long()
+    ids_v = torch.arange(size, device=logits_Sv.device)
+    keys_SK = ((ordered_Sv << _ID_BITS) + ((1 << _ID_BITS) - 1 - ids_v)).topk(min(count, size), dim=1).values
+    ids_SK = torch.nn.functional.pad((1 << _ID_BITS) - 1 - (keys_SK & ((1 << _ID_BITS) - 1)), padding, value=-1)
+    values_SK = logits_Sv.gather(1, ids_SK[:, :size])
+    values_SK = torch.nn.functional.pad(values_SK, padding, value=-torch.inf)
+    temperatures_S = temperatures_S.to(logits_Sv.device)
+    sums_S = logits_Sv.new_zeros(rows, dtype=torch.float64)
+    if size:
+        values_SK[logits_Sv.isnan().any(dim=1), 0] = torch.nan
+        scaled_Sv = (logits_Sv - logits_Sv.amax(dim=1, keepdim=True)).double() / temperatures_S[:, None]
+        sums_S = torch.where(temperatures_S == 0, 0.0, scaled_Sv.exp().sum(dim=1))
+    return Candidates(values_SK, ids_SK, sums_S)
+
+
+def penalise(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor) -> None:
+    """The repetition penalty, in place; arguments as above."""
+    if not _is_native(logits_Sv):
+        logits_Sv.copy_(_penalised(logits_Sv, seen, penalties_S))
+        return
+    seen_S = _addresses(seen)
+    native.module.penalise(
+        logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, seen_S.data_ptr(), penalties_S.data_ptr()
+    )
+
+
+def _is_native(logits_Sv: Tensor) -> bool:
+    return native.module is not None and logits_Sv.device.type == "cpu" and len(logits_Sv) > 0
+
+
+def _addresses(seen: Sequence[Tensor | None]) -> Tensor:
+    return torch.tensor([0 if words_W is None else words_W.data_ptr() for words_W in seen], dtype=torch.int64)
+
+
+def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor) -> Tensor:
+    given = [words_W for words_W in seen if words_W is not None]
+    if not given:
+        return logits_Sv
+    nothing_W = torch.zeros_like(given[0])
+    words_SW = torch.stack([nothing_W if words_W is None else words_W for words_W in seen]).to(logits_Sv.device)
+    places_v = torch.arange(logits_Sv.shape[1], device=logits_Sv.device)
+    seen_Sv = (words_SW[:, places_v // 32] >> (places_v % 32)) & 1 == 1
+    penalties_S1 = penalties_S.to(logits_Sv.device)[:, None]
+    less_Sv = torch.where(logits_Sv > 0, logits_Sv / penalties_S1, logits_Sv * penalties_S1)
+    return torch.where(seen_Sv, less_Sv, logits_Sv)
+
+
+def _native(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
+    rows, size = logits_Sv.shape
+    seen_S, inverse_S = _addresses(seen), torch.where(temperatures_S == 0, 0.0, 1 / temperatures_S)
+    found = Candidates(
+        logits_Sv.new_empty(rows, count),
+        logits_Sv.new_empty(rows, count, dtype=torch.int64),
+        logits_Sv.new_empty(rows, dtype=torch.float64),
+    )
+    native.module.candidates(
+        logits_Sv.data_ptr(),
+        logits_Sv.stride(0),
+        rows,
+        size,
+        seen_S.data_ptr(),
+        penalties_S.data_ptr(),
+        inverse_S.data_ptr(),
+        count,
+        *(tensor.data_ptr() for tensor in found),
+    )
+    return found

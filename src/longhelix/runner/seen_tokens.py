@@ -1,0 +1,26 @@
+"""Which tokens of a part of the vocabulary a sequence has, for its repetition penalty."""
+
+import numpy as np
+import torch
+
+_WORDS_BITS = 256  # kernels look at so many bits at once
+
+
+class SeenTokens:
+    """A bit for each token of `vocabulary`, kept by what is added: words_W, int32, the lowest bit the first token."""
+
+    def __init__(self, vocabulary: range) -> None:
+        self._begin, self._end = vocabulary.start, vocabulary.stop
+        self.words_W = torch.zeros(-(-len(vocabulary) // _WORDS_BITS) * _WORDS_BITS // 32, dtype=torch.int32)
+        self._bytes = self.words_W.numpy().view(np.uint8)
+
+    def add(self, token_ids: np.ndarray) -> None:
+        inside = (token_ids >= self._begin) & (token_ids < self._end)
+        found = np.zeros(8 * len(self._bytes), np.bool_)
+        found[token_ids[inside] - self._begin] = True
+        self._bytes |= np.packbits(found, bitorder="little")
+
+    def add_one(self, token_id: int) -> None:
+        if self._begin <= token_id < self._end:
+            byte, bit = divmod(token_id - self._begin, 8)
+            self._bytes[byte] |= 1 << bit
