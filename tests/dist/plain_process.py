@@ -1,4 +1,4 @@
-"""What test_fork_server forks: says what it finds, or stays."""
+"""What tests of fork servers fork: says what it finds, or stays while its server does."""
 
 import json
 import os
@@ -9,7 +9,10 @@ import time
 def main():
     (question,) = sys.argv[1:]
     if question == "stay":
-        time.sleep(600)
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        return 0
     if question == "echo":
         for line in sys.stdin:
             print(line, end="")  # without a flush

@@ -195,7 +195,10 @@ def test_ranks_end_with_a_server_that_is_killed(environment):
 
 
 def test_an_import_that_fails_is_an_error_in_words_for_all_who_wait(tmp_path, capfd):
-    (tmp_path / "torch.py").write_text("raise ImportError('no such torch')")
+    """At once, whatever threads it has begun."""
+    began = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+    (tmp_path / "torch.py").write_text(began + "raise ImportError('no such torch')")
+    began_s = time.monotonic()
     server, errors = server_for(rank_environment() | {"PYTHONPATH": str(tmp_path)}), []
 
     def ask(number):
@@ -204,6 +207,7 @@ def test_an_import_that_fails_is_an_error_in_words_for_all_who_wait(tmp_path, ca
         errors.append(str(error.value))
 
     in_threads(ask, 3)
+    assert time.monotonic() - began_s < 50
     failed = "ranks cannot start: the process that they are forked from"
     assert sorted(errors) == [f"{failed} failed, and the reason is printed above", *2 * [f"{failed} has ended"]]
     assert "no such torch" in capfd.readouterr().err
@@ -214,7 +218,7 @@ def test_a_process_that_the_system_refuses_is_an_error_in_words(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(refusing)
     server = server_for(rank_environment() | {"PYTHONPATH": str(tmp_path)})
     for _ in range(2):
-        with pytest.raises(EngineError, match=r"a rank's process cannot start: .*Resource temporarily unavailable"):
+        with pytest.raises(EngineError, match=r"ranks cannot start: .*Resource temporarily unavailable"):
             server.start(["plain_process", "group"])
     assert server.is_up
 
@@ -260,7 +264,8 @@ def test_a_process_is_known_to_have_ended_while_its_server_stands_still(environm
         os.kill(server.pid, signal.SIGSTOP)
         try:
             ranks.close()
-            assert ranks.processes[0].is_orphan
+            assert "stands still" in ranks.processes[0].untold
+            ranks.check_signals()  # its end is nobody's fault
             monkeypatch.setattr(servers, "_ANSWER_S", 0.5)
             with pytest.raises(EngineError, match=r"ranks cannot start: .* has said nothing for 0 s"):
                 server.start(["plain_process", "group"])
@@ -306,10 +311,12 @@ def test_no_descriptor_is_left_is_an_error_in_words(server):
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
-        with pytest.raises(EngineError, match=r"a rank's process cannot start: .*Too many open files"):
+        with pytest.raises(EngineError, match=r"ranks cannot start: .*Too many open files"):
             server.start(["plain_process", "group"])
         with pytest.raises(EngineError, match=r"ranks cannot start: .*Too many open files"):
             servers.ForkServer({})
+        with pytest.raises(EngineError, match=r"ranks cannot start: .*Too many open files"):
+            server_for({})
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert asked(server, "group")

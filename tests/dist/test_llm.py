@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
 from longhelix.request import Step
 from longhelix.runner.progress import Progress
-from longhelix.workers import pool, ranks, watchdog
+from longhelix.workers import pool, watchdog
 from longhelix.workers.environment import rank_environment
 from longhelix.workers.fork_server import server_for
 from longhelix.workers.process import Process
@@ -662,7 +662,9 @@ def test_closing_that_goes_wrong_half_way_leaves_nothing(oracle, monkeypatch, fa
         llm.close()
     else:
         monkeypatch.setattr(llm._core._pool._socket, "send", Mock())
-        monkeypatch.setattr(ranks.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        processes = llm._core._pool._processes
+        interrupted = Mock(wraps=processes.wait, side_effect=[KeyboardInterrupt, DEFAULT, DEFAULT])
+        monkeypatch.setattr(processes, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.close()
         monkeypatch.undo()

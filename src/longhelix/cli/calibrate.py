@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longhelix.cli.bench import check_out, show
 from longhelix.cli.values import Flag
+from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.presets import local_system_path, write_system
 
@@ -24,6 +25,8 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
         Print one JSON object in place of tables.
     """
     path = local_system_path() if out is None else out
+    if path is None:
+        raise UserError("this user has no home for the system local: set XDG_DATA_HOME, or give --out FILE.toml")
     check_out(path, "TOML", "machine.toml")
     from longhelix.bench.environment import environment
     from longhelix.bench.predictions import sections

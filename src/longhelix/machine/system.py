@@ -1,5 +1,7 @@
 """This machine as a system: the constants that the engine's own decisions are made with."""
 
+import os
+
 from longhelix.machine.devices import gpu_names
 from longhelix.presets import load_system, local_system_path, system_names
 from longhelix.spec import KV_DTYPES, HardwareSpec
@@ -15,7 +17,8 @@ def machine(device: str) -> HardwareSpec:
     "local" cannot be read.
     """
     if device == "cpu":
-        system = load_system("local" if local_system_path().is_file() else "cpu")
+        measured = local_system_path()
+        system = load_system("local" if measured is not None and os.path.isfile(measured) else "cpu")
     else:
         system = load_system(_preset_of(gpu_names()))
     converted = [f"flops_per_s.{dtype}" for dtype in KV_DTYPES if dtype not in system.flops_per_s]

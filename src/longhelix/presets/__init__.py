@@ -5,6 +5,7 @@ import json
 import os
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def load_system(name_or_path: str) -> HardwareSpec:
     name = name_or_path
     if name == "local":
         path = local_system_path()
-        if not os.path.isfile(path):
+        if path is None or not os.path.isfile(path):
             raise UserError("the system local has not been measured: run longhelix calibrate", "unknown_system")
     elif name in system_names():
         path = _FOLDER / "systems" / f"{name}.toml"
@@ -78,10 +79,13 @@ def load_system(name_or_path: str) -> HardwareSpec:
     return HardwareSpec.from_mapping(name, _read_toml(path))
 
 
-def local_system_path() -> Path:
-    """Where calibration writes the system "local" (XDG base directories: data of the user's)."""
-    data_home = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-    return Path(data_home, "longhelix", "local.toml")
+def local_system_path() -> Path | None:
+    """Where calibration writes the system "local" (XDG base directories: data of the user's). None for a user without
+    a home."""
+    with suppress(RuntimeError):
+        data_home = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        return Path(data_home, "longhelix", "local.toml")
+    return None
 
 
 def write_system(system: HardwareSpec, path: Path) -> None:

@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from longhelix.errors import EngineError
-from longhelix.workers.process import Process, is_open, signal_name, stream
+from longhelix.workers.process import Process, are_ready, is_open, signal_name, stream
 
 LONGEST_REQUEST_BYTES = 1 << 16
 _IMPORT_S = 600.0  # the longest that a disk may take to give what ranks import
@@ -37,10 +38,8 @@ class ForkServer:
         self._processes: list[Process] = []
         self._numbers = itertools.count(1)  # of requests
         self._is_prepared = False
-        try:
-            ours, served = map(_above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            self._requests = ours
-            served.setblocking(True)
+        with _in_words():
+            self._requests, served = map(_above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             with served:
                 self._server = subprocess.Popen(
                     # -P: a rank imports nothing from the directory that the user happens to stand in.
@@ -53,8 +52,6 @@ class ForkServer:
                     # A signal to the group of the process that starts it is that one's alone.
                     process_group=0,
                 )
-        except OSError as error:
-            raise EngineError(f"ranks cannot start: {error}") from error
         # Called as this process exits, too, and then after those who have started processes ended them.
         self.close = weakref.finalize(self, _end, self._server, self._requests)
 
@@ -68,11 +65,8 @@ class ForkServer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is about to start a process, and all that it has forked has ended."""
-        if self.users:  # of whom one may keep the lock for as long as the import takes
-            return False
-        with self._lock:
-            return all(process.poll() is not None for process in self._processes)
+        """Whether nobody is about to start a process, and all that it has forked has ended and is closed."""
+        return not self.users and all(process.is_closed for process in self._processes)
 
     def start(self, command: list[str], **streams: int | None) -> Process:
         """Fork a process, as soon as the server is prepared.
@@ -86,13 +80,10 @@ class ForkServer:
                 # First, because a copy of this process that another thread makes meanwhile would keep pipes open.
                 self.await_prepared()
                 process = self._fork(number, command, streams)
-                self._processes = [process, *(other for other in self._processes if other.poll() is None)]
+                self._processes = [process, *(other for other in self._processes if not other.is_closed)]
                 return process
-        except OSError as error:
-            raise EngineError(f"a rank's process cannot start: {error}") from error
-        except BaseException:  # an interrupt, after which nobody would know of it
-            with suppress(OSError):
-                self._requests.send(json.dumps([number, []]).encode())
+        except BaseException:  # such as an interrupt, after which nobody would know of it
+            self._take_back(number)
             raise
 
     def await_prepared(self) -> None:
@@ -107,19 +98,19 @@ class ForkServer:
         with ExitStack() as theirs, ExitStack() as ours:
             sent: list[int] = []
             pipes: dict[str, IO[str]] = {}
-            for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-                given, pipe = stream(descriptor, streams.get(name))
-                sent.append(given)
-                theirs.callback(os.close, given)
-                if pipe is not None:
-                    pipes[name] = ours.enter_context(pipe)
-            sent.append(_directory())
-            theirs.callback(os.close, sent[-1])
-            read, write = os.pipe()
-            report = ours.enter_context(open(read, "rb", buffering=0))
-            sent.append(write)
-            theirs.callback(os.close, write)
-            process = Process(self._ask(number, command, sent), report, pipes)
+            with _in_words():
+                for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+                    given, pipe = stream(descriptor, streams.get(name))
+                    sent.append(given)
+                    theirs.callback(os.close, given)
+                    if pipe is not None:
+                        pipes[name] = ours.enter_context(pipe)
+                sent.append(_directory())
+                theirs.callback(os.close, sent[-1])
+                report, reports = socket.socketpair()
+                ours.enter_context(report)
+                sent.append(theirs.enter_context(reports).fileno())
+            process = Process(self._ask(number, command, sent), report, pipes, partial(self._take_back, number))
             ours.pop_all()
         return process
 
@@ -133,22 +124,24 @@ class ForkServer:
         while answer["number"] != number:  # that of one whose asker was interrupted
             answer = json.loads(self._receive(_ANSWER_S))
         if "error" in answer:
-            raise OSError(answer["error"])
+            raise EngineError(f"ranks cannot start: {answer['error']}")
         return answer["process_id"]
+
+    def _take_back(self, number: int) -> None:
+        with suppress(OSError):  # it has ended, and so does what it has forked
+            self._requests.send(json.dumps([number, []]).encode())
 
     def _receive(self, timeout_s: float, flags: int = 0) -> bytes:
         """What the server says next. Raises EngineError, and closes it, if it says nothing."""
         failed = "ranks cannot start: the process that they are forked from"
         if not self.close.alive:
             raise EngineError(f"{failed} has ended")
-        self._requests.settimeout(timeout_s)
-        found = b""
-        try:
-            with suppress(ConnectionError):
-                found = self._requests.recv(LONGEST_REQUEST_BYTES, flags)
-        except TimeoutError:
+        if not are_ready([self._requests], timeout_s):
             self.close()
-            raise EngineError(f"{failed} has said nothing for {timeout_s:.0f} s") from None
+            raise EngineError(f"{failed} has said nothing for {timeout_s:.0f} s")
+        found = b""
+        with suppress(ConnectionError):
+            found = self._requests.recv(LONGEST_REQUEST_BYTES, flags)
         if not found:
             status = self._server.wait()
             self.close()
@@ -178,7 +171,8 @@ def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """The same, but it may end before it is used. It is started if it does not run; then those end that are idle."""
-    key = inheritance(environment)
+    with _in_words():
+        key = inheritance(environment)
     with _lock:
         if key not in _servers or not _servers[key].is_up:
             for other, server in list(_servers.items()):
@@ -187,6 +181,15 @@ def server_for(environment: Mapping[str, str]) -> ForkServer:
                     del _servers[other]
             _servers[key] = ForkServer(environment)
         return _servers[key]
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What the system refuses is an EngineError."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(f"ranks cannot start: {error}") from error
 
 
 def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
@@ -222,9 +225,11 @@ def _end(server: subprocess.Popen[bytes], requests: socket.socket) -> None:
 
 
 def _above_streams(requests: socket.socket) -> socket.socket:
-    """The same, as a descriptor that no standard stream has, even where one of them is closed."""
+    """The same without a time limit, as a descriptor that no standard stream has, even where one of them is closed."""
     with requests:
-        return socket.socket(fileno=fcntl.fcntl(requests, fcntl.F_DUPFD_CLOEXEC, 3))
+        above = socket.socket(fileno=fcntl.fcntl(requests, fcntl.F_DUPFD_CLOEXEC, 3))
+    above.setblocking(True)
+    return above
 
 
 def _umask() -> list[str]:

@@ -39,7 +39,13 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     requests, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    importlib.import_module("longhelix.workers.worker")
+    try:
+        importlib.import_module("longhelix.workers.worker")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _flush()
+        os._exit(1)  # whatever threads it has begun, which Python would wait for
+    _flush()  # what was printed while importing is no rank's
     gc.collect()
     gc.freeze()  # the collector would otherwise copy, page by page, what ranks share
     requested = _serve(requests, parent)
@@ -80,9 +86,7 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
         _report_ended(forked)
         if requests.fileno() not in ready:
             continue
-        message, descriptors, _, _ = socket.recv_fds(
-            requests, LONGEST_REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
+        message, descriptors = _request(requests)
         if not message:
             return None
         number, command = json.loads(message)
@@ -114,16 +118,25 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
             return None
 
 
+def _request(requests: socket.socket) -> tuple[bytes, list[int]]:
+    """The next one and its descriptors; an empty one once nobody can ask any more."""
+    with suppress(ConnectionError):  # who asked ended with an answer unread
+        message, descriptors, _, _ = socket.recv_fds(
+            requests, LONGEST_REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        return message, descriptors
+    return b"", []
+
+
 def _answer(requests: socket.socket, answer: dict[str, int | str]) -> bool:
     """Whether somebody hears it."""
-    with suppress(BrokenPipeError):
+    with suppress(ConnectionError):
         requests.send(json.dumps(answer).encode())
         return True
     return False
 
 
 def _fork() -> int:
-    _flush()  # what was printed while importing is no rank's
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they are those of numpy's BLAS
         return os.fork()
@@ -152,9 +165,14 @@ def _report_ended(forked: dict[int, Forked]) -> None:
 
 
 def _flush() -> None:
-    """Python's streams, and those of C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Python's streams, and those of C. What nobody reads any more is dropped, and is no error."""
+    for stream in sys.stdout, sys.stderr:
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+            stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 

@@ -1,14 +1,13 @@
 """The processes of ranks, as the process that starts them sees them: it starts, watches and reliably ends them."""
 
+import math
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -85,16 +84,19 @@ class Ranks:
 
     def statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
-        found = {rank: process.poll() for rank, process in self.processes.items()}
-        return {rank: status for rank, status in found.items() if status is not None}
+        # All that have ended are noticed first: a status is waited for from then on.
+        ended = {rank: process for rank, process in self.processes.items() if process.await_end(0.0)}
+        return {rank: status for rank, process in ended.items() if (status := process.wait()) is not None}
 
     def check_signals(self) -> None:
-        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`, or what
-        the ranks were forked from."""
+        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`, or if
+        nobody knows how it ended."""
         for rank, status in self.statuses().items():
-            if self.processes[rank].is_orphan:
-                raise EngineError(f"{self.describe(rank)} ended because the process that ranks are forked from did")
-            if status < 0 and rank not in self._killed:
+            if rank in self._killed:
+                continue
+            if self.processes[rank].untold:
+                raise EngineError(f"{self.describe(rank)} {self.processes[rank].untold}")
+            if status < 0:
                 raise EngineError(f"{self.describe(rank)} was ended by {signal_name(-status)}")
 
     def check_statuses(self) -> None:
@@ -116,18 +118,17 @@ class Ranks:
     def wait(self, timeout_s: float) -> None:
         """Wait until all ranks have ended by themselves, for at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while len(self.statuses()) < len(self.processes) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        for process in self.processes.values():
+            process.await_end(deadline_s - time.monotonic())
 
     def kill(self) -> None:
         """End the ranks that run and what they have started, such as compilers; return once they are gone."""
         for rank, process in self.processes.items():
-            if process.poll() is None:
+            if not process.await_end(0.0):
                 self._killed.add(rank)
-                with suppress(ProcessLookupError):  # it has ended since
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes.values():
-            process.wait()
+                process.kill()
+        self.wait(math.inf)
+        self.statuses()  # which may take a moment more, for all of them together
 
     def close(self) -> None:
         """End all ranks and remove the directory. An interrupted call is completed by the next one."""

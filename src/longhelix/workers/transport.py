@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from longhelix.errors import UserError
+from longhelix.errors import EngineError, UserError
 from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution
@@ -118,22 +118,22 @@ class EngineSocket:
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
         try:
-            self._socket = self._context.socket(zmq.ROUTER)
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
-            self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
-            self._bind(directory / "engine")
+            self._open(directory / "engine")
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._encoder = msgspec.msgpack.Encoder()
 
-    def _bind(self, path: Path) -> None:
+    def _open(self, path: Path) -> None:
         try:
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
+            self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
             self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             if error.errno != errno.ENAMETOOLONG:
-                raise
+                raise EngineError(f"the engine's socket cannot be opened: {error}") from error
             raise UserError(
                 f"the temporary directory's path is too long for a socket ({path}): set TMPDIR to a shorter one"
             ) from error

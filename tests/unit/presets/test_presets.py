@@ -1,6 +1,7 @@
 """Presets: models with the published totals, systems with a source for every constant, and names that are wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from longhelix import presets
+from longhelix.cli.calibrate import calibrate
 from longhelix.errors import UserError
+from longhelix.machine.system import machine
 from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
 from longhelix.spec import FORMATS, KV_DTYPES
 from longhelix.spec.weights import num_parameters
@@ -169,6 +172,18 @@ def test_local_is_the_calibrated_machine(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(local_system_path()) == "/home/someone/.local/share/longhelix/local.toml"
+
+
+def test_a_user_without_a_home_has_no_local_system_and_calibrates_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert local_system_path() is None
+    assert machine("cpu") == load_system("cpu")
+    refused(load_system, "local", "unknown_system", "longhelix calibrate")
+    with pytest.raises(UserError, match=r"no home .*: set XDG_DATA_HOME, or give --out FILE\.toml$"):
+        calibrate()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_a_system_is_read_or_refused(tmp_path):
