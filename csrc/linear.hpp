@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "exponentials.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
 #include "threads.hpp"

@@ -1,5 +1,4 @@
 // The Python face of the native code. Tensors come as addresses, so that no torch header is needed to build it.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -11,14 +10,15 @@
 #include <utility>
 #include <vector>
 
-#include "calls.hpp"
+#include "bindings.hpp"
 #include "collectives.hpp"
 #include "kernels.hpp"
 #include "threads.hpp"
 #include "work.hpp"
 
-namespace nb = nanobind;
 using namespace nb::literals;
+using longhelix::Address;
+using longhelix::at;
 using longhelix::Channel;
 using longhelix::Collective;
 using longhelix::ExpertSet;
@@ -31,13 +31,6 @@ using longhelix::Tape;
 using longhelix::Weight;
 
 namespace {
-
-using Address = std::uintptr_t;
-
-template <typename T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
 
 bool is_row_number(Number number) {
     return number == Number::float32 || number == Number::bfloat16 || number == Number::float16;
@@ -290,50 +283,6 @@ void bind_kernels(nb::module_& module) {
         },
         unlocked);
     module.def(
-        "penalise",
-        [](Address logits, std::int64_t stride, std::int64_t num_rows, std::int64_t num_logits, Address seen,
-           Address penalties) {
-            longhelix::Penalty call{at<float>(logits),           stride, num_rows, num_logits,
-                                    at<const std::int64_t>(seen), at<const float>(penalties)};
-            perform(Kind::other, [call] { longhelix::kernels().penalise(call); });
-        },
-        unlocked);
-    module.def(
-        "candidates",
-        [](Address logits, std::int64_t stride, std::int64_t num_rows, std::int64_t num_logits, Address seen,
-           Address penalties, Address inverse_temperatures, int count, Address values, Address ids, Address sums) {
-            longhelix::Candidates call{at<const float>(logits),
-                                       stride,
-                                       num_rows,
-                                       num_logits,
-                                       at<const std::int64_t>(seen),
-                                       at<const float>(penalties),
-                                       at<const float>(inverse_temperatures),
-                                       count,
-                                       at<float>(values),
-                                       at<std::int64_t>(ids),
-                                       at<double>(sums)};
-            perform(Kind::other, [call] { longhelix::kernels().candidates(call); });
-        },
-        unlocked);
-    module.def(
-        "draw",
-        [](Address logits, std::int64_t stride, std::int64_t num_rows, std::int64_t num_logits, Address temperatures,
-           Address top_k, Address top_p, Address min_p, Address numbers, Address tokens) {
-            longhelix::Draws call{at<const float>(logits),
-                                  stride,
-                                  num_rows,
-                                  num_logits,
-                                  at<const float>(temperatures),
-                                  at<const std::int64_t>(top_k),
-                                  at<const double>(top_p),
-                                  at<const double>(min_p),
-                                  at<const double>(numbers),
-                                  at<std::int64_t>(tokens)};
-            perform(Kind::other, [call] { longhelix::kernels().draw(call); });
-        },
-        unlocked);
-    module.def(
         "route",
         [](Address logits, std::int64_t num_rows, Address bias, int num_experts, int per_token, int num_groups,
            int groups_per_token, bool sigmoid, bool normalised, float scale, bool shared, bool shared_gate,
@@ -403,5 +352,6 @@ NB_MODULE(_native, module) {
     bind_numbers(module);
     bind_collectives(module);
     bind_kernels(module);
+    longhelix::bind_sampling(module);
     bind_calls(module);
 }

@@ -1,7 +1,7 @@
 // The state of a softmax over some of a row's keys (FlashAttention's online softmax, arXiv 2205.14135), and its merge.
 #pragma once
 
-#include "simd.hpp"
+#include "exponentials.hpp"
 
 namespace longhelix::ISA {
 
