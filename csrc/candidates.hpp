@@ -110,6 +110,7 @@ struct PenaliseRows {
 struct TakeCandidates {
     const Candidates& call;
 
+    static constexpr int kAhead = 8;               // blocks that are fetched: a stream alone waits at the end of each page
     static constexpr float kNegligible = -58.0f;   // log2 of a weight: of 2^20 such, float64 does not see the sum
 
     explicit TakeCandidates(const Candidates& candidates) : call(candidates) {}
@@ -130,6 +131,7 @@ struct TakeCandidates {
         alignas(64) float copied[kBlock];
         for (std::int64_t i = 0; i < num_blocks; ++i) {
             const float* logits = block(row, i, copied);
+            for (int j = 0; j < kBlock; j += kLanes) __builtin_prefetch(logits_of(row) + (i + kAhead) * kBlock + j);
             f32x16 high = splat(kMinusInfinity);
             for (int j = 0; j < kBlock; j += kLanes) {
                 f32x16 x = load<f32x16>(logits + j);
@@ -164,9 +166,11 @@ struct TakeCandidates {
     }
 
   private:
+    const float* logits_of(std::int64_t row) const { return call.logits + row * call.stride; }
+
     // Its logits, after the penalty and filled up with what is never taken: `copied`, where that makes a difference.
     const float* block(std::int64_t row, std::int64_t index, float* copied) const {
-        const float* logits = call.logits + row * call.stride + index * kBlock;
+        const float* logits = logits_of(row) + index * kBlock;
         const u8* seen = reinterpret_cast<const u8*>(call.seen[row]);
         auto size = static_cast<int>(std::min<std::int64_t>(kBlock, call.num_logits - index * kBlock));
         if (size < kBlock) logits = filled_up(logits, size, copied);
