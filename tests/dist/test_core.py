@@ -5,6 +5,7 @@ import signal
 import time
 from array import array
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
@@ -121,6 +122,83 @@ def test_an_aborted_request_has_no_more_events(core):
     tokens, reasons = drain(core)
     assert aborted not in tokens
     assert list(reasons) == [other]
+
+
+class Watched:
+    """The pool of a core: which steps are sent while others have not ended, and whether blocks come back too early."""
+
+    def __init__(self, pool):
+        self._pool, self._in_flight, self.sent = pool, [], []
+
+    def submit(self, step):
+        self.sent.append((bool(self._in_flight), any(ahead.chunks for ahead in self._in_flight)))
+        self._in_flight.append(step)
+        self._pool.submit(step)
+
+    def collect(self, timeout_s):
+        result = self._pool.collect(timeout_s)
+        if result is not None:
+            assert self._in_flight.pop(0).id == result.step_id
+        return result
+
+
+def test_a_step_is_sent_while_the_last_one_runs_unless_that_has_chunks(core):
+    watched = core._loop._runner = Watched(core._pool)
+    for prompt in PROMPTS:
+        core.add(array("i", prompt), SamplingParams(max_new_tokens=9, ignore_eos=True))
+    drain(core)
+    early = [sent for sent in watched.sent if sent[0]]
+    assert len(early) >= 7  # nearly all steps of decodes
+    assert not any(behind_chunks for _, behind_chunks in early)
+
+
+def test_tokens_of_steps_in_flight_are_those_of_steps_one_by_one(core):
+    """Ends by stop tokens and lengths, and aborts, while the next step is under way: no token after an end, and what
+    was freed is taken again meanwhile."""
+    sampling = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3, ignore_eos=True)
+    asked = [(prompt, replace(sampling, seed=seed)) for seed in range(3) for prompt in PROMPTS]
+    runs = []
+    for depth in (1, 2, 3):
+        core._loop._depth = depth
+        free = [core.add(array("i", prompt), params).id for prompt, params in asked]
+        tokens, _ = drain(core)
+        stops = [tokens[id][7 + index] for index, id in enumerate(free)]
+        ids = [
+            core.add(array("i", prompt), replace(params, stop_token_ids=(stop,))).id
+            for (prompt, params), stop in zip(asked, stops, strict=True)
+        ]
+        aborted, late = ids[4], core.add(array("i", PROMPTS[0]), sampling).id
+        ended, stopped = set(), {}
+        while core.has_work:
+            for event in core.poll(0.05):
+                assert event.request_id not in ended
+                if event.sampled is not None:
+                    stopped.setdefault(event.request_id, []).append(event.sampled.token_id)
+                if event.finish_reason is not None:
+                    ended.add(event.request_id)
+            if aborted not in ended and len(stopped.get(aborted, ())) >= 4:
+                core.abort(aborted)
+                ended.add(aborted)
+        assert len(ended) == len(ids) + 1
+        kept = [stopped.get(id, []) for id in (*ids, late) if id != aborted]
+        runs.append(([tokens[id] for id in free], kept))
+        scheduler = core._loop.scheduler
+        assert {allocator.available for allocator in scheduler._allocators} == {scheduler.config.num_blocks}
+    assert runs[1] == runs[2] == runs[0]
+    for whole, kept in zip(runs[0][0], [*runs[0][1][:4], None, *runs[0][1][4:]], strict=False):
+        assert kept is None or whole[: len(kept)] == kept
+
+
+def test_no_more_requests_run_than_were_asked_for(path):
+    options = EngineOptions(max_running=2, device="cpu")
+    with closing(TokenCore(resolve(open_checkpoint(path), Layout(), options))) as core:
+        for prompt in PROMPTS:
+            core.add(array("i", prompt), SamplingParams(max_new_tokens=3, ignore_eos=True))
+        most = 0
+        while core.has_work:
+            core.poll()
+            most = max(most, len(core._loop.scheduler._running))
+    assert most == 2
 
 
 def test_what_cannot_run_is_refused_and_an_end_is_told_to_whoever_asks(core):

@@ -17,6 +17,7 @@ from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
 from longhelix.values import flag, one_of, refused, whole
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
+_MOST_RUNNING = 2**16
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class EngineOptions:
         "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]",
     )
     chunk_tokens: int = _setting(512, Count(), "Prompt tokens that run in one step.")
+    max_running: int = _setting(
+        64, Count(most=_MOST_RUNNING, tokens=False), "Requests that run at once; others wait for one of them to end."
+    )
     block_tokens: int = _setting(16, Count(tokens=False), "Tokens of a KV block.")
     placement: str | None = _setting(
         None,

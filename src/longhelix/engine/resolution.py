@@ -128,6 +128,7 @@ def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setti
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,
         chunk_tokens=options.chunk_tokens,
+        max_running=options.max_running,
         placement=placement,
         growth_limit_tokens=options.growth_limit_tokens,
         kvp_threshold_tokens=threshold_tokens or 0,

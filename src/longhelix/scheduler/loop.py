@@ -19,14 +19,26 @@ class Runner(Protocol):
 
 
 class Loop:
-    """One scheduler over one runner, with at most `depth` steps in flight. `clock` gives the time in seconds."""
+    """One scheduler over one runner, with at most `depth` steps in flight. `clock` gives the time in seconds.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float], depth: int = 1) -> None:
+    leads: whether the next step may be sent before this one has ended (default: any step).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float],
+        depth: int = 1,
+        leads: Callable[[Step], bool] = lambda step: True,
+    ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._depth = depth
+        self._leads = leads
         self._in_flight = 0
+        self._is_led = True  # by the last step that was sent
 
     @property
     def has_work(self) -> bool:
@@ -46,12 +58,13 @@ class Loop:
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
         """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or the step takes longer than
         `timeout_s`."""
-        while self._in_flight < self._depth:
+        while self._in_flight < (self._depth if self._is_led else 1):
             step = self.scheduler.schedule(self._clock())
             if step is None:
                 break
             self._runner.submit(step)
             self._in_flight += 1
+            self._is_led = self._leads(step)
         if not self._in_flight:
             return None
         result = self._runner.collect(timeout_s)
