@@ -1,5 +1,6 @@
 // All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
 #include "attention.hpp"
+#include "blocks.hpp"
 #include "candidates.hpp"
 #include "draw.hpp"
 #include "experts.hpp"
@@ -58,6 +59,8 @@ void candidates(const Candidates& call) { TakeCandidates(call).run(); }
 
 void draw(const Draws& call) { TakeDraws(call).run(); }
 
+void dequantise(const Blocks& call) { Dequantise(call).run(); }
+
 // Every thread reads from several places in turn: alone, a stream waits at the end of each page.
 double read(const void* data, std::size_t bytes) {
     constexpr int kStreams = 4, kLine = 512;
@@ -96,6 +99,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            penalise,
                            candidates,
                            draw,
+                           dequantise,
                            read};
 
 }  // namespace longhelix::ISA

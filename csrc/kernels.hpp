@@ -199,6 +199,19 @@ struct Draws {
     std::int64_t* tokens;
 };
 
+// Of 32 numbers each, as GGUF files hold them: a scale in float16 (q4_1: and what is added), then the numbers.
+enum class BlockKind { q4_0, q4_1, q8_0 };
+
+// Rows of such blocks, as float32.
+struct Blocks {
+    const void* from;
+    std::int64_t stride_bytes;  // from one row to the next
+    std::int64_t num_rows;
+    std::int64_t blocks_per_row;
+    BlockKind kind;
+    float* to;
+};
+
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the extent of its sequence
@@ -211,6 +224,7 @@ struct Kernels {
     void (*penalise)(const Penalty&);
     void (*candidates)(const Candidates&);
     void (*draw)(const Draws&);
+    void (*dequantise)(const Blocks&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 

@@ -335,6 +335,18 @@ void bind_kernels(nb::module_& module) {
             });
         },
         unlocked);
+    nb::enum_<longhelix::BlockKind>(module, "BlockKind")
+        .value("q4_0", longhelix::BlockKind::q4_0)
+        .value("q4_1", longhelix::BlockKind::q4_1)
+        .value("q8_0", longhelix::BlockKind::q8_0);
+    module.def(
+        "dequantise",
+        [](Address from, std::int64_t stride_bytes, std::int64_t num_rows, std::int64_t blocks_per_row,
+           longhelix::BlockKind kind, Address to) {
+            longhelix::kernels().dequantise(
+                {at<const void>(from), stride_bytes, num_rows, blocks_per_row, kind, at<float>(to)});
+        },
+        unlocked);
     module.def("work", [] {
         return nb::make_tuple(longhelix::done.multiplied.load(), longhelix::done.attended.load());
     });

@@ -660,6 +660,37 @@ void test_draw(const Kernels& kernels, Random& random) {
     }
 }
 
+void test_dequantise(const Kernels& kernels, Random& random) {
+    auto kind = random.of({BlockKind::q4_0, BlockKind::q4_1, BlockKind::q8_0});
+    int block_bytes = kind == BlockKind::q4_0 ? 18 : kind == BlockKind::q4_1 ? 20 : 34;
+    std::int64_t rows = random.of({0, 1, 5}), blocks = random.of({0, 1, 3}), stride = blocks * block_bytes + 7;
+    Bytes stored(rows == 0 ? 0 : (rows - 1) * stride + blocks * block_bytes);
+    for (std::size_t i = 0; i < stored.size; ++i) stored.data[i] = static_cast<std::uint8_t>(random.below(256));
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t i = 0; i < blocks; ++i) {  // scales of 1 and 2
+            std::uint16_t scales[] = {0x3c00, 0x4000};
+            std::memcpy(stored.data.get() + row * stride + i * block_bytes, scales, kind == BlockKind::q4_1 ? 4 : 2);
+        }
+    }
+    Matrix values(Number::float32, rows, blocks * 32);
+    on_threads([&] {
+        values.bytes.reset();
+        kernels.dequantise({stored.data.get(), stride, rows, blocks, kind, values.floats()});
+        return values.bytes.copy();
+    });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (int i = 0; i < blocks * 32; ++i) {
+            const std::uint8_t* block = stored.data.get() + row * stride + i / 32 * block_bytes;
+            int place = i % 32, first = kind == BlockKind::q4_1 ? 4 : 2;
+            int half = block[first + place % 16] >> (place < 16 ? 0 : 4) & 15;
+            int number = kind == BlockKind::q8_0   ? static_cast<std::int8_t>(block[2 + place])
+                         : kind == BlockKind::q4_0 ? half - 8
+                                                   : half + 2;
+            check(values.get(row, i) == number, "a number of a block");
+        }
+    }
+}
+
 void test_read(const Kernels& kernels, Random& random) {
     // Whole lines for the four streams of each of four threads, and some that nobody reads.
     std::int64_t lines = random.below(4), rest = random.below(512);
@@ -675,7 +706,7 @@ void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
         {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
         {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts},
-        {"candidates", test_candidates}, {"draw", test_draw}};
+        {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

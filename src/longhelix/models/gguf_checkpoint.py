@@ -12,6 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
+from longhelix.models.gguf_blocks import decode
 from longhelix.models.gguf_file import GgufFile, GgufTensor, unreadable
 from longhelix.values import shown
 
@@ -41,9 +42,6 @@ _GGUF_LAYER_MODULES = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_PERMUTED = re.compile(r"\.self_attn\.[qk]_proj\.")
-
-# Rows dequantised at a time: gguf needs about twice the float32 size of what it is given.
-_DEQUANTISED_ROWS = 1024
 
 
 class GgufCheckpoint:
@@ -158,9 +156,5 @@ def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
         return values
     if not values.numel():  # a rank without a share
         return values
-    rows = stored.reshape(-1, stored.shape[-1])
-    out = values.numpy().reshape(len(rows), shape[-1])
-    for start in range(0, len(rows), _DEQUANTISED_ROWS):
-        piece = slice(start, start + _DEQUANTISED_ROWS)
-        out[piece] = dequantize(rows[piece], kind)
+    decode(stored.reshape(-1, stored.shape[-1]), kind, values.view(-1, shape[-1]))
     return values
