@@ -124,9 +124,7 @@ struct TakeCandidates {
         auto* tops = static_cast<float*>(scratch(0, 2 * num_blocks * sizeof(float)));
         auto* room = static_cast<Largest::Item*>(scratch(1, 2 * call.count * sizeof(Largest::Item)));
         float scale = call.inverse_temperatures[row] * kLog2e, most = kMinusInfinity;
-        // Weights are 2^(scale * (logit - most)): one multiply-add with what the largest so far makes of it.
-        float shift = 0.0f;
-        double sum = 0.0, rounded_off = 1.0;
+        double sum = 0.0;
         auto is_nan = f32x16{} != f32x16{};
         alignas(64) float copied[kBlock];
         for (std::int64_t i = 0; i < num_blocks; ++i) {
@@ -141,13 +139,10 @@ struct TakeCandidates {
             float top = tops[i] = largest(high);
             if (scale == 0.0f || top == kMinusInfinity) continue;
             if (top > most) {
-                sum *= first(exp2(splat((most - top) * scale)));
+                sum *= std::exp2(static_cast<double>((most - top) * scale));
                 most = top;
-                double exact = -static_cast<double>(most) * scale;
-                shift = static_cast<float>(exact);
-                rounded_off = std::exp2(exact - shift);
             }
-            if ((top - most) * scale > kNegligible) sum += weight(logits, scale, shift) * rounded_off;
+            if ((top - most) * scale > kNegligible) sum += weight(logits, most, scale);
         }
         // Every one of the `count` blocks with the largest tops has a logit that is no less than the least of these.
         Largest found(room, call.count, below_largest(tops, num_blocks));
@@ -186,11 +181,11 @@ struct TakeCandidates {
         return std::nextafter(copies[call.count - 1], kMinusInfinity);
     }
 
-    // The sum of 2^(scale * x + shift).
-    static double weight(const float* block, float scale, float shift) {
+    // The sum of 2^(scale * (x - most)), for x of at most `most`.
+    static double weight(const float* block, float most, float scale) {
         f32x16 weights{};
         for (int i = 0; i < kBlock; i += kLanes) {
-            f32x16 x = multiply_add(load<f32x16>(block + i), splat(scale), splat(shift));
+            f32x16 x = (load<f32x16>(block + i) - most) * scale;
             weights += exp2_summand(larger(splat(-126.0f), x));
         }
         return total(weights);

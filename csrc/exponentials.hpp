@@ -16,7 +16,7 @@ INLINE f32x16 exp2_fraction(f32x16 f) {
     return multiply_add(p, f, splat(1.0f));
 }
 
-// 2^x for -126 <= x <= 1, to 1e-7 of it: for sums of many. The polynomials have the least largest error of degree 5.
+// 2^x for -126 <= x <= 0, to 1e-7 of it: for sums of many. The polynomials have the least largest error of degree 5.
 INLINE f32x16 exp2_summand(f32x16 x) {
 #if defined(LONGHELIX_AVX512)
     constexpr int kDown = 9;

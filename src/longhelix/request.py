@@ -4,7 +4,6 @@ Steps carry deltas only: a worker keeps its own copy of every sequence (last tok
 what the step says (Medha, section 5: replicated sequence state).
 """
 
-import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +20,9 @@ MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
 TOKEN_BYTES = 4
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters: every new token is looked at for all of them
 _MOST_STOP_IDS = 1024
-# Below, the logits' distances overflow float32, and the draw is greedy in all but name; a penalty likewise.
-_LEAST_TEMPERATURE = 1e-30
+# Below, the logits' distances overflow float32, and the draw is greedy in all but name; above, they vanish, and all
+# tokens are alike; a penalty likewise.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 1e6
 # Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64
@@ -61,8 +61,8 @@ class SamplingParams:
             "temperature": real(
                 "temperature",
                 self.temperature,
-                lambda value: value == 0 or _LEAST_TEMPERATURE <= value < math.inf,
-                f"0 (greedy), or {_LEAST_TEMPERATURE} or more, and finite",
+                lambda value: value == 0 or _LEAST_TEMPERATURE <= value <= _MOST_TEMPERATURE,
+                f"0 (greedy), or a number from {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE}",
             ),
             "top_k": whole("top_k", self.top_k, 0, MOST_TOKENS, " (0 is off)"),
             "top_p": real("top_p", self.top_p, lambda value: 0 < value <= 1, "a number above 0 and at most 1 (off)"),

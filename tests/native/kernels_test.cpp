@@ -572,9 +572,12 @@ void test_candidates(const Kernels& kernels, Random& random) {
     Matrix values(Number::float32, rows, count), ids(Number::int64, rows, count);
     std::vector<double> sums(rows);
     logits.fill(random, 0.25, 30);
+    for (std::int64_t row = 0; row < rows; row += 2) {  // far from 0
+        for (int i = 0; i < size; ++i) logits.set(row, i, logits.get(row, i) + 200);
+    }
     for (std::int64_t row = 0; row < rows; ++row) {
         penalties.set(0, row, random.of({0.5, 2.0}));
-        inverse.set(0, row, random.of({0.0, 0.5, 1.0, 4.0}));
+        inverse.set(0, row, random.of({0.0, 0.5, 1.0, 4.0, 32.0, 0x1p30, 0x1p99}));
         for (std::int64_t word = 0; word < words; ++word) seen.set(row, word, random.one_in(2) ? random.below(1 << 20) : 0);
         void* of_row = static_cast<std::int32_t*>(seen.data()) + row * words;
         marks.set(0, row, 0);

@@ -12,6 +12,7 @@ from torch import Tensor
 from longhelix.kernels import native
 
 _ID_BITS = 32
+_PIECE = 2**21  # logits
 
 
 class Candidates(NamedTuple):
@@ -40,6 +41,15 @@ def candidates(
 
 
 def reference(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
+    """In pieces, because it takes several times the memory of the logits that it is shown."""
+    rows = max(1, _PIECE // max(1, logits_Sv.shape[1]))
+    starts = range(0, max(1, len(logits_Sv)), rows)
+    pieces = [slice(start, start + rows) for start in starts]
+    found = [_of_piece(logits_Sv[p], seen[p], penalties_S[p], temperatures_S[p], count) for p in pieces]
+    return Candidates(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _of_piece(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
     logits_Sv = _penalised(logits_Sv, seen, penalties_S)
     rows, size = logits_Sv.shape
     padding = 0, max(count - size, 0)

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-import sorted_rows
 import torch
 
+import sorted_rows
 from longhelix.kernels import native
 from longhelix.kernels.candidates import candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
@@ -28,12 +28,14 @@ class Rows:
         self.logits_SV = torch.randn(rows, size, generator=generator) * chance.choice([0.1, 1.0, 3.0, 10.0])
         if chance.random() < 0.3:  # many equal ones
             self.logits_SV = (self.logits_SV * 4).round() / 4
+        if chance.random() < 0.2:  # some are equally likely, and far from 0
+            self.logits_SV[:, chance.sample(range(size), min(size, 3))] = chance.choice([20.0, 300.0, 1e9])
         if chance.random() < 0.1:
             broken = [float("nan"), float("inf"), -float("inf"), -1e30]
             self.logits_SV[chance.randrange(rows), chance.randrange(size)] = chance.choice(broken)
         self.params = [
             SamplingParams(
-                temperature=0.0 if greedy else chance.choice([0.0, *TEMPERATURES, 1e-30]),
+                temperature=0.0 if greedy else chance.choice([0.0, *TEMPERATURES, 10 ** chance.uniform(-30, 30)]),
                 top_k=chance.choice(TOP_K),
                 top_p=chance.choice(TOP_P),
                 min_p=chance.choice(MIN_P),
@@ -116,6 +118,19 @@ def test_rows_are_as_they_were_with_sums_in_float32_but_where_these_let_in_anoth
         rows += len(now)
     assert rows == 320
     assert differ == 0
+
+
+@pytest.mark.parametrize("temperature", [3e-9, 1.6647630020293556e-09, 1e-20, 1e-30])
+def test_equally_likely_tokens_are_drawn_at_any_temperature(temperature):
+    rows = Rows(0, 300, 40)
+    rows.logits_SV = torch.zeros(40, 300)
+    rows.logits_SV[:, [10, 100, 200]] = 19.298755645751953
+    rows.params = [SamplingParams(temperature=temperature, top_p=top_p) for top_p in (1.0, 0.5) * 20]
+    rows.keys = [(1, position) for position in range(40)]
+    expected = rows.expected()
+    assert set(expected) == {10, 100, 200}
+    assert_decided(rows.chosen([range(300)], 64), expected)
+    assert_decided(rows.drawn(), expected)
 
 
 @pytest.mark.parametrize("parts", [[range(1000)], [range(0), range(999), range(999, 1000)]])
