@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 #include "kernels.hpp"
 
@@ -27,9 +29,26 @@ std::vector<const Kernels*> usable_kernels() {
     return tables;
 }
 
+namespace {
+
+// The fastest, or the ones that are asked for, so that tests can run what other processors run.
+const Kernels& chosen_kernels() {
+    const char* wanted = std::getenv("LONGHELIX_INSTRUCTION_SET");
+    auto usable = usable_kernels();
+    if (!wanted || !*wanted) return *usable.back();
+    std::string names;
+    for (const Kernels* table : usable) {
+        if (std::string(wanted) == table->name) return *table;
+        names += (names.empty() ? "" : ", ") + std::string(table->name);
+    }
+    throw std::invalid_argument("LONGHELIX_INSTRUCTION_SET is " + std::string(wanted) + ": this processor has " + names);
+}
+
+}  // namespace
+
 const Kernels& kernels() {
-    static const Kernels& fastest = *usable_kernels().back();
-    return fastest;
+    static const Kernels& chosen = chosen_kernels();
+    return chosen;
 }
 
 std::size_t tile_bytes(const Pool& pool) {
