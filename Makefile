@@ -7,7 +7,7 @@ BIN := .venv/bin
 RUN_DOCUMENTS := docs/shapes.md docs/performance-model.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
-.PHONY: setup run test test-all sanitize check wheel bench bench-gpu clean
+.PHONY: setup run test test-all test-arm sanitize check wheel bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -40,6 +40,13 @@ sanitize-%: setup
 	$(BIN)/cmake -G 'Unix Makefiles' --log-level=WARNING -S . -B build/sanitize/$* -DLONGHELIX_SANITIZE=$*
 	$(BIN)/cmake --build build/sanitize/$* --parallel $(shell nproc) -- --no-print-directory
 	build/sanitize/$*/native_test
+
+# The kernels as ARM processors run them, in an emulator: wants g++-aarch64-linux-gnu and qemu-user.
+test-arm: setup
+	$(BIN)/cmake -G 'Unix Makefiles' --log-level=WARNING -S . -B build/arm -DLONGHELIX_SANITIZE=undefined \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	$(BIN)/cmake --build build/arm --parallel $(shell nproc) -- --no-print-directory
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/native_test
 
 check: setup
 	$(BIN)/ruff check .
