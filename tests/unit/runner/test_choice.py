@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-import sorted_rows
 import torch
 
+import sorted_rows
 from longhelix.kernels import native
 from longhelix.kernels.candidates import candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
