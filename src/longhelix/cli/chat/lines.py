@@ -22,7 +22,7 @@ class Lines(Protocol):
 
 def open_lines() -> Lines:
     """An editor where somebody types and sees it, else the lines of standard input."""
-    if not sys.stdin.isatty():
+    if not (sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())):
         return Pipe(sys.stdin.buffer, notes_on(sys.stderr))
     from longhelix.cli.chat.editor import Editor  # loads prompt_toolkit, which pipes do without
 
