@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import psutil
 import pytest
 import torch
 from oracle import FAMILIES, WITH_EXPERTS, greedy, make_oracle, save_tokenizer_files
+from pseudo_terminal import PseudoTerminal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -377,52 +377,66 @@ def test_damaged_safetensors(capfd, model):
     assert "model.safetensors" in refusal(capfd, *generate(model))
 
 
-def test_chat_keeps_the_conversation(oracle, tmp_path):
+@pytest.fixture
+def chat_folder(oracle, tmp_path):
+    """The model with a chat template that writes messages one after the other."""
     folder = shutil.copytree(oracle.path, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    arguments = ["chat", "--model", str(folder), "--max-new-tokens", "3"]
+    return folder
+
+
+def test_chat_over_a_pipe_keeps_the_conversation(chat_folder, tmp_path):
+    (tmp_path / "file.txt").write_text("w7 w8 w9")
+    lines = ["w1 w2", "", "w3", "/stats", "/reset", "w1 w2", f"/file {tmp_path}/file.txt", "/fiel", "/exit", "w5"]
     done = subprocess.run(
-        [sys.executable, "-m", "longhelix", *arguments],
-        input=b"w1 w2\nw3\n\n",
+        [sys.executable, "-m", "longhelix", "chat", "--model", str(chat_folder), "--max-new-tokens", "3"],
+        input="\n".join(lines),
         capture_output=True,
+        text=True,
         timeout=240,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    assert done.returncode == 0, done.stderr.decode()
-    first, second, _ = done.stdout.decode().split("> ")[1:]
-    conversation = f"w1 w2 {first.strip()} w3 ".split()
-    (again,) = [line for line in [second.strip()] if line]
-    ids = [int(word[1:]) for word in conversation]
-    assert len(first.split()) == len(again.split()) == 3
-    expected = expected_tokens(folder, ids, 3)
-    assert [int(word[1:]) for word in again.split()] == expected
+    assert done.returncode == 0, done.stderr
+    first, second, again = (
+        [int(word[1:]) for word in answer.split()] for answer in done.stdout.removesuffix("\n").split("\n")
+    )
+    assert first == again == expected_tokens(chat_folder, [1, 2], 3)
+    assert second == expected_tokens(chat_folder, [1, 2, *first, 3], 3)
+    assert done.stderr.count("[The answer was cut at --max-new-tokens 3.]") == 3
+    for words in ("TTFT", "9 of 128 tokens", "file.txt goes with your next message", "did you mean /file?"):
+        assert words in done.stderr
 
 
-def test_interrupt_cuts_an_answer_short_and_the_chat_goes_on(oracle, tmp_path):
-    folder = shutil.copytree(oracle.path, tmp_path / "chat")
-    (folder / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
-    arguments = ["chat", "--model", str(folder), "--max-new-tokens", "50000", "--max-model-len", "100k"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "longhelix", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as chat:
-        try:
-            for _ in range(2):
-                chat.stdin.write(b"w1 w2\n")
-                chat.stdin.flush()
-                assert chat.stdout.read(20).strip()
-                os.killpg(chat.pid, signal.SIGINT)
-                chat.stdout.readline()  # the rest of the answer: what comes next is another one's
-            chat.stdin.close()
-            assert chat.wait(timeout=60) == 0  # a whole answer would wait for someone who reads it
-        finally:
-            chat.kill()
+def test_chat_in_a_terminal(chat_folder):
+    """A paste is one message, lines are recalled, Ctrl-C ends an answer, and the chat at an empty prompt."""
+    arguments = ["chat", "--model", str(chat_folder), "--max-model-len", "100k"]
+    with PseudoTerminal([sys.executable, "-m", "longhelix", *arguments]) as terminal:
+        terminal.wait_for("or /help")
+        processes = psutil.Process(terminal.pid).children(recursive=True)
+        terminal.type("\x1b[200~w1\rw2 w3\x1b[201~")
+        terminal.wait_for("w2 w3")
+        terminal.type("\r")
+        tokens = expected_tokens(chat_folder, [1, 2, 3], 3)
+        terminal.wait_for(" ".join(f"w{token}" for token in tokens))
+        terminal.type("\x03")
+        terminal.wait_for("[You stopped the answer after")
+        terminal.wait_for("or /help")
+        terminal.type("/stats\r")
+        terminal.wait_for("prompt tokens  3 ")
+        terminal.wait_for("context ")
+        terminal.wait_for("or /help")
+        terminal.type("\x1b[A")
+        terminal.wait_for("/stats")
+        terminal.type("\x03")
+        terminal.wait_for("or /help")
+        terminal.type("\x03")
+        terminal.wait_for("Press Ctrl-C again or type /exit to leave.")
+        terminal.wait_for("or /help")
+        terminal.type("\x03")
+        assert terminal.wait_for_end() == 0
+        assert len(processes) == 2  # a rank, and the process that it is forked from
+        assert not any(process.is_running() for process in processes)
 
 
 def expected_tokens(folder, ids, count):
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return greedy(model, ids, count)[0]

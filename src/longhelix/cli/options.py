@@ -18,7 +18,7 @@ from longhelix.engine.options import Count, EngineOptions, Words, path, rope_set
 from longhelix.errors import UserError
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
-from longhelix.request import SamplingParams
+from longhelix.request import MOST_TOKENS, SamplingParams
 from longhelix.runner.config import EngineConfig
 from longhelix.values import flag
 
@@ -166,6 +166,15 @@ class SamplingOptions:
 
     def params(self) -> SamplingParams:
         return SamplingParams(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+
+
+@Parameter(name="*", group="Answer")
+@dataclass(frozen=True, kw_only=True)
+class ChatSamplingOptions(SamplingOptions):
+    """How new tokens are chosen in a conversation, whose answers end by themselves."""
+
+    max_new_tokens: Annotated[Size, Parameter(show_default=False)] = MOST_TOKENS
+    "Most tokens of an answer. [default: what the context leaves]"
 
 
 def describe(config: EngineConfig) -> list[str]:

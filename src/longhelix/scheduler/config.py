@@ -1,5 +1,6 @@
 """The settings of the scheduler."""
 
+import bisect
 from dataclasses import dataclass
 
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
@@ -56,3 +57,15 @@ class SchedulerConfig:
         requests = [(1, longest), (longest, longest), (min(1, short), short)]
         places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
         return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))
+
+    @property
+    def longest_request_tokens(self) -> int:
+        """The most tokens, prompt and new ones, that every request may have: max_model_len, or what the pools hold."""
+        pool_tokens = self.num_blocks * self.block_tokens
+
+        def exceeds(capacity_tokens: int) -> bool:
+            place = self.place(1, capacity_tokens, start=0)
+            # The last token is never written.
+            return any(place.local_length(rank, capacity_tokens - 1) > pool_tokens for rank in range(self.kvp))
+
+        return bisect.bisect_left(range(1, self.max_model_len + 1), True, key=exceeds)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-import sorted_rows
 import torch
 
+import sorted_rows
 from longhelix.cache.pool import KVPool
 from longhelix.kernels import ROWS, KVFormat
 from longhelix.kv import splits

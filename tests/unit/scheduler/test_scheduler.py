@@ -570,6 +570,24 @@ def test_a_prompt_that_exceeds_the_pool_is_refused_with_a_size_that_works(placem
     assert refusal(replace(settings, num_blocks=num_blocks - 1), request(0, 90, 11)).code == "kv_cache_exceeded"
 
 
+@settings(max_examples=60)
+@given(
+    kvp=st.integers(1, 4),
+    num_blocks=st.integers(1, 12),
+    max_model_len=st.integers(2, 200),
+    placement=st.sampled_from((*PLACEMENTS, "auto")),
+    growth_limit_tokens=st.sampled_from((4, 8, 40)),
+    kvp_threshold_tokens=st.integers(0, 60),
+    share=st.floats(0, 1),
+)
+def test_the_longest_request_fits_whatever_its_prompt_is(max_model_len, share, **settings):
+    made = config(max_model_len=max_model_len, **settings)
+    longest = made.longest_request_tokens
+    prompt_tokens = 1 + int(share * (longest - 2))
+    Scheduler(made).add(request(0, prompt_tokens, longest - prompt_tokens))
+    refusal(made, request(0, 1, longest))
+
+
 def test_a_request_that_fills_the_pool_to_the_last_token_runs():
     asked = request(0, 15, 2)
     assert run(config(kvp=2, num_blocks=2), asked)[0].token_ids == expected_output(asked)

@@ -1,0 +1,71 @@
+"""Messages typed in a terminal: edited, recalled, and of many lines where they are pasted."""
+
+import sys
+from collections.abc import Iterable
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter, WordCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import Output, create_output
+
+from longhelix.cli.chat.commands import COMMANDS
+from longhelix.cli.chat.lines import notes_on
+
+
+class Editor:
+    """A prompt for messages. Enter sends, Alt-Enter begins a line, Ctrl-C empties the prompt and at an empty one leaves
+    when pressed twice."""
+
+    def __init__(self, keys: Input | None = None, output: Output | None = None) -> None:
+        """Keys and output are the terminal's by default, even where answers go to a file."""
+        self.notes = notes_on(sys.stdout if sys.stdout.isatty() else sys.stderr)
+        self._session: PromptSession[str] = PromptSession(
+            "> ",
+            input=keys,
+            output=output or create_output(always_prefer_tty=True),
+            prompt_continuation="  ",
+            placeholder=[("ansibrightblack", "Send a message, or /help")],
+            key_bindings=_bindings(),
+            completer=_Commands(),
+            complete_while_typing=False,
+        )
+
+    def read(self, fill: str) -> str | None:
+        leaving = False
+        while True:
+            try:
+                return self._session.prompt(rprompt=[("ansibrightblack", fill)])
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                empty = not self._session.default_buffer.text
+                if empty and leaving:
+                    return None
+                if empty:
+                    self.notes.print("Press Ctrl-C again or type /exit to leave.")
+                leaving = empty
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+class _Commands(Completer):
+    """Tab completes commands, and the path of /file."""
+
+    _names = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
+    _paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+        command, space, path = document.text_before_cursor.partition(" ")
+        if command == "/file" and space:
+            return self._paths.get_completions(Document(path), event)
+        return self._names.get_completions(document, event)

@@ -1,0 +1,85 @@
+"""A conversation with an engine: a message goes to it, its answer is shown as it comes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from rich.console import Console
+from rich.progress import Progress
+
+from longhelix.cli.chat.conversation import Conversation
+from longhelix.engine.llm import LLM
+from longhelix.engine.result import Delta, Result
+from longhelix.errors import RequestError
+from longhelix.request import SamplingParams
+
+
+class Session:
+    """What a chat knows: its engine, its conversation, the last result, and whether it is over.
+
+    Answers go to standard output, what is said about them to `notes`.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, notes: Console) -> None:
+        self.llm = llm
+        self.notes = notes
+        self.conversation = Conversation(llm.tokenizer.encode_chat, llm.config.scheduler.longest_request_tokens)
+        self.last: Result | None = None
+        self.over = False
+        self._params = params
+
+    def answer(self, text: str, interrupts: Sequence[int]) -> None:
+        """Answer a message, until an interrupt is noted. A message that got no answer is not kept.
+
+        Raises UserError if there is no room for an answer, RequestError if it fails.
+        """
+        prompt_ids = self.conversation.prompt(text)
+        room = self.conversation.context_tokens - len(prompt_ids)
+        params = replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
+        result = self._run(prompt_ids, params, interrupts)
+        if result.error is not None:
+            raise RequestError(f"the answer failed: {result.error}")
+        self.last = result
+        if result.finish_reason == "abort" and not result.token_ids:
+            self.notes.print("[You stopped before the answer began: the message is not part of the conversation.]")
+            return
+        self.conversation.add(text, result.text, len(prompt_ids) + len(result.token_ids))
+        if result.finish_reason == "abort":
+            self.notes.print(f"[You stopped the answer after {len(result.token_ids)} tokens.]")
+        elif result.finish_reason == "length" and params.max_new_tokens == room:
+            self.notes.print(
+                f"[The answer was cut: the context of {self.conversation.context_tokens} tokens is full. "
+                "Begin a new conversation with /reset.]"
+            )
+        elif result.finish_reason == "length":
+            self.notes.print(f"[The answer was cut at --max-new-tokens {params.max_new_tokens}.]")
+
+    def _run(self, prompt_ids: list[int], params: SamplingParams, interrupts: Sequence[int]) -> Result:
+        request_id = self.llm.add(prompt_ids, params)
+        steps = self._steps(request_id, interrupts)
+        result = None
+        for delta in chain(self._after_prompt(len(prompt_ids), steps), chain.from_iterable(steps)):
+            print(delta.text, end="", flush=True)
+            result = delta.result
+        print()
+        assert result is not None, "the engine has nothing to do, and the request has not ended"
+        return result
+
+    def _steps(self, request_id: int, interrupts: Sequence[int]) -> Iterator[list[Delta]]:
+        """What each step gave the request, up to its end, which an interrupt brings about."""
+        while self.llm.has_work:
+            yield self.llm.step()
+            if interrupts and (aborted := self.llm.abort(request_id)) is not None:
+                yield [Delta(request_id, "", aborted)]
+
+    def _after_prompt(self, num_tokens: int, steps: Iterator[list[Delta]]) -> list[Delta]:
+        """The first deltas. Until they come, the progress over a prompt that takes several steps is shown."""
+        chunk_tokens = self.llm.config.scheduler.chunk_tokens
+        shown = num_tokens > chunk_tokens and self.notes.is_terminal
+        with Progress(console=self.notes, transient=True, disable=not shown) as progress:
+            bar = progress.add_task(f"reading {num_tokens} tokens", total=num_tokens)
+            for deltas in steps:
+                if deltas:
+                    return deltas
+                progress.advance(bar, chunk_tokens)
+        return []

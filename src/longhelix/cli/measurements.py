@@ -1,0 +1,53 @@
+"""What one request cost, as a table."""
+
+import statistics
+
+from rich.table import Table
+
+from longhelix.engine.result import Result
+from longhelix.runner.config import EngineConfig
+
+
+def fullest(load: list[list[int]]) -> str:
+    """The expert with most rows, against the mean: of all experts of all layers that have some."""
+    rows = {(layer, expert): count for layer, counts in enumerate(load) for expert, count in enumerate(counts)}
+    layer, expert = max(rows, key=rows.__getitem__)
+    most, mean = rows[layer, expert], statistics.mean(rows.values())
+    return f"{most} rows, {most / mean:.1f} times the mean (layer {layer}, expert {expert})"
+
+
+def measurements(result: Result, config: EngineConfig) -> Table:
+    """A short table of what one request cost."""
+    table = plain_table()
+
+    def row(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    row("prompt tokens", f"{result.prompt_tokens}")
+    row("new tokens", f"{len(result.token_ids)} ({result.finish_reason})")
+    if result.ttft_s is not None:
+        row("TTFT", f"{result.ttft_s:.3f} s ({result.prompt_tokens / result.ttft_s:.0f} prompt tokens/s)")
+    if result.tbt_s:
+        ttl_s = statistics.median(result.tbt_s)
+        p95_s = sorted(result.tbt_s)[int(0.95 * (len(result.tbt_s) - 1))]
+        row("TTL", f"median {1e3 * ttl_s:.1f} ms, p95 {1e3 * p95_s:.1f} ms")
+        row("decode", f"{1 / ttl_s:.2f} tokens/s")
+    ranks = range(config.layout.world_size)
+    kv_tokens = [result.kv_tokens_per_rank[config.layout.kvp_rank(rank)] for rank in ranks]
+    kv_bytes = [tokens * config.kv_bytes_per_token(rank) for rank, tokens in zip(ranks, kv_tokens, strict=True)]
+    for rank in ranks:
+        row(f"KV on rank {rank}", f"{kv_tokens[rank]} tokens, {kv_bytes[rank]} bytes")
+    row("exchanged", f"{result.exchanged_bytes_per_token:.0f} bytes/token, all ranks together")
+    if result.hop_b.parts > 1:
+        waited = "" if result.hop_b.exposed_s is None else f", {result.hop_b.exposed_s:.3f} s of them not hidden"
+        row("HOP-B", f"up to {result.hop_b.parts} parts, {result.hop_b.exchanges} exchanges of each layer{waited}")
+    if result.tbt_s:
+        weight_bytes = sum(config.weight_bytes_read(rank) for rank in ranks)
+        read_bytes = weight_bytes + sum(kv_bytes)
+        row("achieved", f"{read_bytes / ttl_s / 1e9:.2f} GB/s (weights {weight_bytes} + KV bytes at the end, per TTL)")
+    return table
+
+
+def plain_table() -> Table:
+    """A table of names and values, without lines."""
+    return Table(show_header=False, box=None, pad_edge=False)
