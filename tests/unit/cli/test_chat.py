@@ -10,9 +10,9 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from longhelix.cli.chat.commands import COMMANDS, is_command, run_command
+from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.chat.editor import Editor, _Commands
 from longhelix.cli.chat.lines import Pipe, notes_on
-from longhelix.cli.chat.session import Session
 from longhelix.cli.options import ChatSamplingOptions
 from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
@@ -75,21 +75,21 @@ class CountingEngine:
 
 
 class Talk:
-    """A session over a counting engine, and what it printed since it was last looked at."""
+    """A dialogue over a counting engine, and what it printed since it was last looked at."""
 
     def __init__(self, capsys, engine=None, **sampling):
         self._capsys = capsys
         self._notes = io.StringIO()
         self.engine = engine or CountingEngine()
-        self.session = Session(self.engine, ChatSamplingOptions(**sampling).params(), notes_on(self._notes))
-        self.conversation = self.session.conversation
+        self.dialogue = Dialogue(self.engine, ChatSamplingOptions(**sampling).params(), notes_on(self._notes))
+        self.conversation = self.dialogue.conversation
 
     def say(self, text):
         """The answer and the notes."""
         if is_command(text):
-            run_command(self.session, text)
+            run_command(self.dialogue, text)
         else:
-            self.session.answer(text, self.engine.interrupts)
+            self.dialogue.answer(text, self.engine.interrupts)
         notes = self._notes.getvalue()
         self._notes.seek(0)
         self._notes.truncate()
@@ -161,7 +161,7 @@ def test_a_failed_answer_is_not_kept(capsys):
 def test_a_long_prompt_shows_how_far_it_is(capsys):
     talk = Talk(capsys)
     screen = io.StringIO()
-    talk.session.notes = Console(file=screen, force_terminal=True, width=80)
+    talk.dialogue.notes = Console(file=screen, force_terminal=True, width=80)
     talk.say("short")
     assert screen.getvalue() == ""
     talk.say("word " * (2 * CHUNK))
@@ -286,10 +286,10 @@ def test_stats_before_an_answer_have_the_context(talk):
     assert talk.say("/stats")[1].split() == ["context", "2", "of", str(CONTEXT), "tokens"]
 
 
-def test_exit_ends_the_session(talk):
-    assert not talk.session.over
+def test_exit_ends_the_chat(talk):
+    assert not talk.dialogue.over
     talk.say("/exit")
-    assert talk.session.over
+    assert talk.dialogue.over
 
 
 def test_a_pipe_has_a_message_on_each_line():

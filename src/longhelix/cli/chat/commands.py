@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhelix.cli.chat.session import Session
+from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.measurements import measurements, plain_table
 from longhelix.errors import UserError
 
@@ -21,14 +21,14 @@ class Command:
 
     argument: str
     help: str
-    run: Callable[[Session, str], None]
+    run: Callable[[Dialogue, str], None]
 
 
 def is_command(text: str) -> bool:
     return _COMMAND.fullmatch(text) is not None
 
 
-def run_command(session: Session, text: str) -> None:
+def run_command(dialogue: Dialogue, text: str) -> None:
     """Do what `text` asks for. Raises UserError, which names the nearest command where there is none of that name."""
     match = _COMMAND.fullmatch(text)
     assert match is not None
@@ -37,53 +37,53 @@ def run_command(session: Session, text: str) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         instead = f"did you mean /{near[0]}?" if near else "/help lists them"
         raise UserError(f"there is no command /{name}: {instead} (put a space before a message that begins with /)")
-    COMMANDS[name].run(session, argument)
+    COMMANDS[name].run(dialogue, argument)
 
 
-def _file(session: Session, argument: str) -> None:
-    conversation = session.conversation
+def _file(dialogue: Dialogue, argument: str) -> None:
+    conversation = dialogue.conversation
     if not argument:
         conversation.detach()
-        session.notes.print("Nothing is attached to the next message.")
+        dialogue.notes.print("Nothing is attached to the next message.")
         return
     attached = conversation.attach(Path(os.path.expanduser(argument)))
-    session.notes.print(
+    dialogue.notes.print(
         f"{attached.name} goes with your next message: {attached.num_tokens} tokens, "
         f"which leaves {conversation.free_tokens} for the message and its answer."
     )
 
 
-def _system(session: Session, argument: str) -> None:
-    conversation = session.conversation
+def _system(dialogue: Dialogue, argument: str) -> None:
+    conversation = dialogue.conversation
     if argument:
         conversation.begin(argument)
-        session.notes.print("A new conversation begins, with this system prompt.")
+        dialogue.notes.print("A new conversation begins, with this system prompt.")
     else:
-        session.notes.print(conversation.system or "There is no system prompt: /system TEXT sets one.")
+        dialogue.notes.print(conversation.system or "There is no system prompt: /system TEXT sets one.")
 
 
-def _reset(session: Session, argument: str) -> None:
-    session.conversation.begin(session.conversation.system)
-    kept = ", with the same system prompt" if session.conversation.system else ""
-    session.notes.print(f"A new conversation begins{kept}.")
+def _reset(dialogue: Dialogue, argument: str) -> None:
+    dialogue.conversation.begin(dialogue.conversation.system)
+    kept = ", with the same system prompt" if dialogue.conversation.system else ""
+    dialogue.notes.print(f"A new conversation begins{kept}.")
 
 
-def _stats(session: Session, argument: str) -> None:
-    table = plain_table() if session.last is None else measurements(session.last, session.llm.config)
-    table.add_row("context", session.conversation.fill)
-    session.notes.print(table)
+def _stats(dialogue: Dialogue, argument: str) -> None:
+    table = plain_table() if dialogue.last is None else measurements(dialogue.last, dialogue.llm.config)
+    table.add_row("context", dialogue.conversation.fill)
+    dialogue.notes.print(table)
 
 
-def _help(session: Session, argument: str) -> None:
+def _help(dialogue: Dialogue, argument: str) -> None:
     table = plain_table()
     for name, command in COMMANDS.items():
         table.add_row(f"/{name} {command.argument}", command.help)
-    session.notes.print(table)
-    session.notes.print("Enter sends, Alt-Enter begins a line, a paste is one message. Ctrl-C ends an answer.")
+    dialogue.notes.print(table)
+    dialogue.notes.print("Enter sends, Alt-Enter begins a line, a paste is one message. Ctrl-C ends an answer.")
 
 
-def _exit(session: Session, argument: str) -> None:
-    session.over = True
+def _exit(dialogue: Dialogue, argument: str) -> None:
+    dialogue.over = True
 
 
 COMMANDS = {

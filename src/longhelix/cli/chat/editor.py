@@ -21,7 +21,7 @@ class Editor:
     def __init__(self, keys: Input | None = None, output: Output | None = None) -> None:
         """Keys and output are the terminal's by default, even where answers go to a file."""
         self.notes = notes_on(sys.stdout if sys.stdout.isatty() else sys.stderr)
-        self._session: PromptSession[str] = PromptSession(
+        self._prompt: PromptSession[str] = PromptSession(
             "> ",
             input=keys,
             output=output or create_output(always_prefer_tty=True),
@@ -36,11 +36,11 @@ class Editor:
         leaving = False
         while True:
             try:
-                return self._session.prompt(rprompt=[("ansibrightblack", fill)])
+                return self._prompt.prompt(rprompt=[("ansibrightblack", fill)])
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                empty = not self._session.default_buffer.text
+                empty = not self._prompt.default_buffer.text
                 if empty and leaving:
                     return None
                 if empty:

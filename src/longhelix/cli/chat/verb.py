@@ -1,9 +1,9 @@
 """`longhelix chat`: a conversation in the terminal, or over a pipe."""
 
 from longhelix.cli.chat.commands import is_command, run_command
+from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.chat.interrupts import on_interrupt
 from longhelix.cli.chat.lines import open_lines
-from longhelix.cli.chat.session import Session
 from longhelix.cli.options import ChatSamplingOptions, EngineFlags, ModelOptions
 from longhelix.errors import RequestError, UserError
 
@@ -20,20 +20,20 @@ def chat(
     interrupts: list[int] = []
     # Noted, and not raised: an interrupted step would leave ranks and engine at odds. The editor has its own Ctrl-C.
     with model.start(engine) as llm, on_interrupt(lambda number, frame: interrupts.append(number)):
-        session = Session(llm, params, lines.notes)
-        while not session.over:
+        dialogue = Dialogue(llm, params, lines.notes)
+        while not dialogue.over:
             interrupts.clear()
-            text = lines.read(session.conversation.fill)
+            text = lines.read(dialogue.conversation.fill)
             if text is None:
                 break
             try:
-                _hear(session, text, interrupts)
+                _hear(dialogue, text, interrupts)
             except (UserError, RequestError) as error:  # the conversation so far is still good
                 lines.notes.print(f"error: {error}")
 
 
-def _hear(session: Session, text: str, interrupts: list[int]) -> None:
+def _hear(dialogue: Dialogue, text: str, interrupts: list[int]) -> None:
     if is_command(text):
-        run_command(session, text)
+        run_command(dialogue, text)
     elif text.strip():
-        session.answer(text.strip("\n"), interrupts)
+        dialogue.answer(text.strip("\n"), interrupts)

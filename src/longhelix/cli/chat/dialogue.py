@@ -14,7 +14,7 @@ from longhelix.errors import RequestError
 from longhelix.request import SamplingParams
 
 
-class Session:
+class Dialogue:
     """What a chat knows: its engine, its conversation, the last result, and whether it is over.
 
     Answers go to standard output, what is said about them to `notes`.
