@@ -13,7 +13,7 @@ from longhelix.kernels.draw import UNDECIDED
 from longhelix.request import SamplingParams
 from longhelix.runner import sampler
 
-# Of all probability: sums in float32, here or in the sampler, are nearer than that.
+# Of all probability: sums of weights, which are added in float32, are nearer than that.
 _MARGIN = 1e-5
 
 
