@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "attend_span.hpp"
+#include "runs.hpp"
 
 namespace longhelix::ISA {
 
@@ -67,10 +68,6 @@ struct Attend {
         int* left;              // how many of the block's spans are not done
     };
 
-    struct alignas(64) Queue {
-        std::size_t next, stop;
-    };
-
     bool run() const {
         int rows_per_block = group < kBlockRows ? kBlockRows / group : 1;
         int most_rows = 0;
@@ -119,20 +116,10 @@ struct Attend {
             }
         }
         float* states = static_cast<float*>(scratch(3, num_floats * sizeof(float) + 64));
-        // Every thread has a run of items, which lie one after the other in memory, and helps others when it is done.
-        int count = threads();
-        Queue* queues = static_cast<Queue*>(scratch(4, count * sizeof(Queue)));
-        for (int t = 0; t < count; ++t) queues[t] = {num_items * t / count, num_items * (t + 1) / count};
+        Runs runs(static_cast<std::int64_t>(num_items));
         on_all_threads([&](int thread) {
             Memory memory = kernel.memory(most_rows);
-            for (int other = 0; other < count; ++other) {
-                Queue& queue = queues[(thread + other) % count];
-                for (;;) {
-                    std::size_t taken = std::atomic_ref(queue.next).fetch_add(1, std::memory_order_relaxed);
-                    if (taken >= queue.stop) break;
-                    work(items[taken], states, memory);
-                }
-            }
+            runs.take(thread, [&](std::int64_t item) { work(items[item], states, memory); });
         });
         return true;
     }

@@ -22,6 +22,18 @@ INLINE void store_number(void* data, std::int64_t index, Number number, f32x16 v
     }
 }
 
+// f.template operator()<N>() with the number as a constant: what a loop over a row would decide again at each step.
+template <typename F>
+INLINE void with_number(Number number, F f) {
+    if (number == Number::float32) {
+        f.template operator()<Number::float32>();
+    } else if (number == Number::bfloat16) {
+        f.template operator()<Number::bfloat16>();
+    } else {
+        f.template operator()<Number::float16>();
+    }
+}
+
 INLINE void round_to(Number number, f32x16& value) {
     if (number == Number::float32) return;
     std::uint16_t narrow[kLanes];

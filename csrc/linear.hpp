@@ -9,6 +9,7 @@
 #include "exponentials.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "runs.hpp"
 #include "threads.hpp"
 #include "work.hpp"
 
@@ -53,30 +54,43 @@ struct Multiply {
                                  : static_cast<std::size_t>(units) * E::kRowBytes),
           num_panels(static_cast<int>((linear.outputs + kLanes - 1) / kLanes)) {}
 
+    static constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
+    static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
 
     int num_blocks() const { return E::kScaled ? units / kBlockUnits : 0; }
 
     // One row of x as units, normalised, and the sums of its scale blocks.
     void prepare(std::int64_t row, u32* to, float* block_sums) const {
+        with_number(call.x.number, [&]<Number kNumber>() { prepare<kNumber>(row, to, block_sums); });
+    }
+
+    template <Number kNumber>
+    void prepare(std::int64_t row, u32* to, float* block_sums) const {
         std::int64_t depth = call.weight.depth, from = row * call.x.stride;
-        Number number = call.x.number;
+        if constexpr (std::is_same_v<E, BFloat16> && kNumber == Number::bfloat16) {
+            // Units are such a row's own bits.
+            if (!call.norm) {
+                std::memcpy(to, static_cast<const u8*>(call.x.data) + from * 2, static_cast<std::size_t>(depth) * 2);
+                return;
+            }
+        }
         float factor = 1.0f;
         if (call.norm) {
             f32x16 squares{};
             for (std::int64_t c = 0; c < depth; c += kLanes) {
-                f32x16 x = load_number(call.x.data, from + c, number);
+                f32x16 x = load_number(call.x.data, from + c, kNumber);
                 squares = multiply_add(x, x, squares);
             }
             factor = 1.0f / __builtin_sqrtf(total(squares) / static_cast<float>(depth) + call.norm_eps);
         }
         for (std::int64_t c = 0; c < depth; c += kLanes) {
-            f32x16 x = load_number(call.x.data, from + c, number);
+            f32x16 x = load_number(call.x.data, from + c, kNumber);
             if (call.norm) {
                 x = x * factor;
-                round_to(number, x);
-                x = x * load_number(call.norm, c, number);
-                round_to(number, x);
+                round_to(kNumber, x);
+                x = x * load_number(call.norm, c, kNumber);
+                round_to(kNumber, x);
             }
             E::from_floats(to + c / kStep, x);
             if constexpr (E::kScaled) {
@@ -216,17 +230,17 @@ struct Multiply {
         std::memset(block_sums + call.num_rows * num_blocks(), 0,
                     static_cast<std::size_t>(padded - call.num_rows) * num_blocks() * 4);
         each_row(call.num_rows, prepare_row);
+        Runs runs((num_panels + kPanelsToTake - 1) / kPanelsToTake);
         on_all_threads([&](int thread) {
-            int count = threads();
-            int first = static_cast<int>(static_cast<std::int64_t>(num_panels) * thread / count);
-            int stop = static_cast<int>(static_cast<std::int64_t>(num_panels) * (thread + 1) / count);
-            all_rows(x, block_sums, first, stop);
+            runs.take(thread, [&](std::int64_t item) {
+                int first = static_cast<int>(item) * kPanelsToTake, stop = first + kPanelsToTake;
+                all_rows(x, block_sums, first, stop < num_panels ? stop : num_panels);
+            });
         });
     }
 
     // All rows times panels [first, stop) of outputs; rows are padded to a multiple of kMostRows.
     void all_rows(const u32* x, const float* block_sums, int first, int stop) const {
-        constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
         done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
         if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
