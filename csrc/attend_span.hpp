@@ -5,18 +5,14 @@
 // product with the values, added to a running state.
 #pragma once
 
-#include "elements.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
-#include "softmax_state.hpp"
 #include "threads.hpp"
 #include "turn.hpp"
+#include "weigh.hpp"
 #include "work.hpp"
 
 namespace longhelix::ISA {
-
-constexpr int kStripTokens = 256;
-constexpr int kStripTiles = kStripTokens / kLanes;
 
 // First token of a span: spans widen with the position, so that a long row has enough of them and not too many.
 INLINE std::int64_t span_start(std::int64_t span) {
@@ -33,10 +29,11 @@ INLINE std::int64_t num_spans(std::int64_t tokens) {
 
 template <typename E>
 struct AttendSpan {
-    static constexpr int kStep = E::kStep;
+    static constexpr int kStep = E::kStep, kPlanes = E::kPlanes;
+    static constexpr int kMostRows = kRowTile / kPlanes;
 
     const Attention& call;
-    int group, key_size, value_size, key_units;
+    int group, key_size, value_size, key_units;  // of a plane
     std::size_t key_bytes, panel_bytes, tile_bytes;
 
     explicit AttendSpan(const Attention& attention)
@@ -60,150 +57,15 @@ struct AttendSpan {
 
     // What a thread works with; rows are padded with zeros to whole row tiles.
     struct Memory {
-        u32* q;          // (rows, key_units)
-        float* scores;   // (kRowTile, 256)
-        u32* weights;    // (kRowTile, 256 / kStep)
-        u8* values;      // one tile's values, with the tokens after the last one as zeros
-        u8* turned;      // values of a strip made from shared keys
+        u32* q;                     // (rows, planes, key_units)
+        RowScale* scales;           // (rows), of q
+        float* scores;              // (rows at once, 256)
+        u32* weights;               // (rows at once, planes, 256 / kStep)
+        ValueScales* value_scales;  // of a strip: of all its tokens, and of those that a row sees
+        u8* values;                 // one tile's values, with the tokens after the last one as zeros
+        u8* turned;                 // values of a strip made from shared keys
         State run, span;
     };
-
-    int padded_rows(int rows) const { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
-
-    Memory memory(int rows) const {
-        auto room = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
-        std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
-        std::size_t strip_bytes = room(kRowTile * kStripTokens * 4), state_bytes = room(padded * value_size * 4);
-        std::size_t sizes[] = {room(padded * key_units * 4), strip_bytes,  strip_bytes,       room(values_bytes()),
-                               room(turned),                 room(padded * 4), room(padded * 4), state_bytes,
-                               room(padded * 4),             room(padded * 4), state_bytes};
-        std::size_t bytes = 0;
-        for (std::size_t size : sizes) bytes += size;
-        u8* at = static_cast<u8*>(scratch(0, bytes));
-        void* pieces[11];
-        for (int i = 0; i < 11; ++i) {
-            pieces[i] = at;
-            at += sizes[i];
-        }
-        auto floats = [&](int i) { return static_cast<float*>(pieces[i]); };
-        return {static_cast<u32*>(pieces[0]), floats(1),
-                static_cast<u32*>(pieces[2]), static_cast<u8*>(pieces[3]),
-                static_cast<u8*>(pieces[4]),  {floats(5), floats(6), floats(7)},
-                {floats(8), floats(9), floats(10)}};
-    }
-
-    std::size_t values_bytes() const { return panel_bytes * (value_size / kLanes); }
-
-    const u8* tile(const RowBlock& block, std::int64_t index) const {
-        const Pool& pool = call.pool;
-        std::int64_t id = block.blocks[index / pool.tiles_per_block];
-        std::int64_t number = tile_number(pool, block.head, id, index % pool.tiles_per_block);
-        return pool.data + static_cast<std::size_t>(number) * tile_bytes;
-    }
-
-    // Queries as units, times scale * log2(e) where that costs no accuracy: scores are then powers of 2.
-    void gather_queries(const RowBlock& block, u32* q) const {
-        for (int r = 0; r < padded_rows(block.num_rows); ++r) {
-            u32* to = q + static_cast<std::ptrdiff_t>(r) * key_units;
-            if (r >= block.num_rows) {
-                std::memset(to, 0, key_units * 4);
-                continue;
-            }
-            std::int64_t from = (block.first_row + r / group) * call.q.stride +
-                                static_cast<std::int64_t>(block.head * group + r % group) * key_size;
-            for (int c = 0; c < key_size; c += kLanes) {
-                E::from_floats(to + c / kStep, load_number(call.q.data, from + c, call.q.number));
-            }
-        }
-    }
-
-    std::int64_t limit(const RowBlock& block, int r) const {
-        return r < block.num_rows ? call.limits[block.first_row + r / group] : 0;
-    }
-
-    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token).
-    template <int R, int V, bool Ahead>
-    void score(const u32* q, const u8* const (&tiles)[V], const u8* const (&ahead)[2], const std::int64_t* seen,
-               float* scores) const {
-        f32x16 sums[R][V] = {};
-        accumulate<E, R, V, Ahead>(sums, q, key_units, tiles, key_units, ahead);
-        float scale = call.scale * kLog2e;
-#pragma GCC unroll 16
-        for (int v = 0; v < V; ++v) {
-            f32x16 factor = splat(scale);
-            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + scales_offset());
-            i32x16 lanes = lane_indices() + v * kLanes;
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                f32x16 score = sums[r][v] * factor;
-                int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
-                if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
-                store(scores + r * kStripTokens + v * kLanes, score);
-            }
-        }
-    }
-
-    std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
-
-    // Scores to weights, in place of the running base; returns how the running state must shrink.
-    void weigh(const u8* const* tiles, int num_tiles, int rows, const std::int64_t* seen, const State& run, float* scores,
-               u32* weights, float* shrink) const {
-        for (int r = 0; r < rows; ++r) {
-            float* row = scores + r * kStripTokens;
-            f32x16 highest = load<f32x16>(row);
-            for (int t = 1; t < num_tiles; ++t) highest = larger(highest, load<f32x16>(row + t * kLanes));
-            float top = largest(highest), base = run.base[r] > top ? run.base[r] : top;
-            // Where nothing was seen yet, any finite base gives weights of 0.
-            float finite = base == kMinusInfinity ? 0.0f : base;
-            f32x16 sums[4] = {};  // chains, so that one does not wait for the other
-            for (int t = 0; t < num_tiles; ++t) {
-                f32x16 weight = exp2(load<f32x16>(row + t * kLanes) - finite);
-                sums[t % 4] += weight;
-                if constexpr (E::kScaled) {
-                    f32x16 scaled = weight * load_bf16(tiles[t] + scales_offset() + value_scales_offset());
-                    // The scale of a token that was never written may be anything.
-                    weight = choose(lane_indices() + t * kLanes < clamp(seen[r]), scaled, f32x16{});
-                }
-                E::from_floats(weights + r * (kStripTokens / kStep) + t * (kLanes / kStep), weight);
-            }
-            shrink[r] = first(exp2(splat(run.base[r] - finite)));
-            run.sum[r] = run.sum[r] * shrink[r] + total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-            run.base[r] = base;
-        }
-    }
-
-    INLINE int clamp(std::int64_t seen) { return seen < kStripTokens ? static_cast<int>(seen) : kStripTokens; }
-
-    std::size_t value_scales_offset() const { return call.pool.shared ? 0 : kLanes * 2; }
-
-    // Adds weights times values to the state: R rows, V * 16 channels from `channel` on.
-    template <int R, int V, bool Ahead>
-    void add_values(const u8* const* values, const u8* const* next, int num_tiles, int channel, const u32* weights,
-                    const float* shrink, float* out) const {
-        f32x16 sums[R][V];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-            for (int v = 0; v < V; ++v) {
-                sums[r][v] = load<f32x16>(out + static_cast<std::ptrdiff_t>(r) * value_size + channel + v * kLanes) * shrink[r];
-            }
-        }
-        std::size_t first = channel / kLanes * panel_bytes;
-        for (int t = 0; t < num_tiles; ++t) {
-            const u8* panels[V];
-            for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
-            const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
-            accumulate<E, R, V, Ahead>(sums, weights + t * (kLanes / kStep), kStripTokens / kStep, panels, kLanes / kStep,
-                                       ahead);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-            for (int v = 0; v < V; ++v) {
-                store(out + static_cast<std::ptrdiff_t>(r) * value_size + channel + v * kLanes, sums[r][v]);
-            }
-        }
-    }
 
     struct Strip {
         const u8* tiles[kStripTiles];
@@ -215,12 +77,151 @@ struct AttendSpan {
         int num_tiles;
     };
 
+    int padded_rows(int rows) const { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
+
+    Memory memory(int rows) const {
+        std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
+        std::size_t strip_bytes = kRowTile * kStripTokens * 4, state_bytes = padded * value_size * 4;
+        std::size_t sizes[] = {padded * kPlanes * key_units * 4, padded * sizeof(RowScale), strip_bytes, strip_bytes,
+                               2 * sizeof(ValueScales), values_bytes(), turned, padded * 4, padded * 4, state_bytes,
+                               padded * 4, padded * 4, state_bytes};
+        constexpr int kPieces = sizeof sizes / sizeof *sizes;
+        std::size_t bytes = 0;
+        for (std::size_t& size : sizes) bytes += size = (size + 63) / 64 * 64;
+        u8 *at = static_cast<u8*>(scratch(0, bytes)), *pieces[kPieces];
+        for (int i = 0; i < kPieces; ++i) {
+            pieces[i] = at;
+            at += sizes[i];
+        }
+        auto floats = [&](int i) { return reinterpret_cast<float*>(pieces[i]); };
+        return {reinterpret_cast<u32*>(pieces[0]),
+                reinterpret_cast<RowScale*>(pieces[1]),
+                floats(2),
+                reinterpret_cast<u32*>(pieces[3]),
+                reinterpret_cast<ValueScales*>(pieces[4]),
+                pieces[5],
+                pieces[6],
+                {floats(7), floats(8), floats(9)},
+                {floats(10), floats(11), floats(12)}};
+    }
+
+    std::size_t values_bytes() const { return panel_bytes * (value_size / kLanes); }
+
+    const u8* tile(const RowBlock& block, std::int64_t index) const {
+        const Pool& pool = call.pool;
+        std::int64_t id = block.blocks[index / pool.tiles_per_block];
+        std::int64_t number = tile_number(pool, block.head, id, index % pool.tiles_per_block);
+        return pool.data + static_cast<std::size_t>(number) * tile_bytes;
+    }
+
+    void gather_queries(const RowBlock& block, const Memory& memory) const {
+        for (int r = 0; r < padded_rows(block.num_rows); ++r) {
+            u32* to = memory.q + static_cast<std::ptrdiff_t>(r) * kPlanes * key_units;
+            if (r >= block.num_rows) {
+                std::memset(to, 0, kPlanes * key_units * 4);
+                memory.scales[r] = {};
+                continue;
+            }
+            std::int64_t from = (block.first_row + r / group) * call.q.stride +
+                                static_cast<std::int64_t>(block.head * group + r % group) * key_size;
+            auto numbers = [&](int c) { return load_number(call.q.data, from + c, call.q.number); };
+            if constexpr (E::kWhole) {
+                for (int c = 0; c < key_size; c += kLanes) store(memory.scores + c, numbers(c));
+                memory.scales[r] = E::from_floats(to, key_units, memory.scores, key_size);
+            } else {
+                for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
+            }
+        }
+    }
+
+    std::int64_t limit(const RowBlock& block, int r) const {
+        return r < block.num_rows ? call.limits[block.first_row + r / group] : 0;
+    }
+
+    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token), without their
+    // rows' scales. They are powers of 2: log2(e) is part of the scale.
+    template <int R, int V, bool Ahead>
+    void score(const u32* q, const RowScale* scales, const u8* const (&tiles)[V], const u8* const (&ahead)[2],
+               const std::int64_t* seen, float* scores) const {
+        auto sums = Sums<E, R, V>::from(scales);
+        accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
+        float scale = call.scale * kLog2e;
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            f32x16 factor = splat(scale);
+            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + scales_offset());
+            i32x16 lanes = lane_indices() + v * kLanes;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                f32x16 score = sums.value(r, v) * factor;
+                int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
+                if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
+                store(scores + r * kStripTokens + v * kLanes, score);
+            }
+        }
+    }
+
+    std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
+
+    INLINE int clamp(std::int64_t seen) { return seen < kStripTokens ? static_cast<int>(seen) : kStripTokens; }
+
+    std::size_t value_scales_offset() const { return call.pool.shared ? 0 : kLanes * 2; }
+
+    // Of a strip's first `seen` tokens.
+    void gather_value_scales(const u8* const* tiles, int num_tiles, int seen, ValueScales& scales) const {
+        for (int t = 0; t < num_tiles; ++t) {
+            f32x16 scale = load_bf16(tiles[t] + scales_offset() + value_scales_offset());
+            // The scale of a token that was never written may be anything.
+            store(scales.of + t * kLanes, choose(lane_indices() + t * kLanes < seen, scale, f32x16{}));
+        }
+        if constexpr (E::kWhole) scales.divide(num_tiles * kLanes, E::kLargestUnit);
+    }
+
+    // Scores of R rows of the strip from `row` of the block on to weights, as units.
+    template <int R>
+    void weigh_rows(const Strip& strip, const std::int64_t* seen, int num_tiles, int row, const State& run,
+                    const Memory& memory, RowScale* scales, float* shrink) const {
+        for (int r = 0; r < R; ++r) {
+            float* scores = memory.scores + r * kStripTokens;
+            u32* units = memory.weights + r * kPlanes * (kStripTokens / kStep);
+            float scale = E::kWhole ? memory.scales[row + r].scale : 1.0f;
+            bool all = seen[r] >= kStripTokens;
+            ValueScales& values = memory.value_scales[all ? 0 : 1];
+            if (E::kScaled && !all) gather_value_scales(strip.tiles, num_tiles, clamp(seen[r]), values);
+            scales[r] = weigh<E>(scores, num_tiles, scale, values, units, run, r, shrink[r]);
+        }
+    }
+
+    // Adds weights times values to the state: R rows, V * 16 channels from `channel` on.
+    template <int R, int V, bool Ahead>
+    void add_values(const u8* const* values, const u8* const* next, int num_tiles, int channel, const u32* weights,
+                    const RowScale* scales, const float* shrink, float* out) const {
+        auto sums = Sums<E, R, V>::from(scales);
+        std::size_t first = channel / kLanes * panel_bytes;
+        for (int t = 0; t < num_tiles; ++t) {
+            const u8* panels[V];
+            for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
+            const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
+            accumulate<E, R * kPlanes, V, Ahead>(sums.of, weights + t * (kLanes / kStep), kStripTokens / kStep, panels,
+                                                 kLanes / kStep, ahead);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) {
+                float* to = out + static_cast<std::ptrdiff_t>(r) * value_size + channel + v * kLanes;
+                store(to, multiply_add(sums.value(r, v), splat(scales[r].scale), load<f32x16>(to) * shrink[r]));
+            }
+        }
+    }
+
     // R rows from `row` of the block over one strip.
     template <int R, bool Ahead>
     void attend_rows(const RowBlock& block, const Strip& strip, std::int64_t start, int row, const Memory& memory) const {
         // As many chains of sums as hide the latency of one, and no more than there are registers.
-        constexpr int kTiles = kRowTile < 12 ? 1 : R <= 4 ? 4 : 2;
-        constexpr int kPanels = kRowTile < 12 ? 1 : R <= 6 ? 4 : 2;
+        constexpr int kRows = R * kPlanes;
+        constexpr int kTiles = kRowTile < 12 ? 1 : kRows <= (E::kWhole ? 6 : 4) ? 4 : 2;
+        constexpr int kPanels = kRowTile < 12 ? 1 : kRows <= 6 ? 4 : 2;
         std::int64_t seen[R], most = 0;
         for (int r = 0; r < R; ++r) {
             seen[r] = limit(block, row + r) - start;
@@ -229,7 +230,7 @@ struct AttendSpan {
         }
         if (most == 0) return;
         int num_tiles = (clamp(most) + kLanes - 1) / kLanes;
-        const u32* q = memory.q + static_cast<std::ptrdiff_t>(row) * key_units;
+        const u32* q = memory.q + static_cast<std::ptrdiff_t>(row) * kPlanes * key_units;
         int t = 0;
         std::int64_t left[R];
         auto rest = [&] {
@@ -241,7 +242,7 @@ struct AttendSpan {
             for (int v = 0; v < V; ++v) tiles[v] = strip.tiles[t + v];
             const u8* middle = V > 1 ? strip.ahead_keys[t + V / 2] : strip.ahead_keys[t] + tile_bytes / 4;
             const u8* ahead[2] = {strip.ahead_keys[t], middle};
-            score<R, V, Ahead>(q, tiles, ahead, rest(), memory.scores + t * kLanes);
+            score<R, V, Ahead>(q, memory.scales + row, tiles, ahead, rest(), memory.scores + t * kLanes);
         };
         for (; t + kTiles <= num_tiles; t += kTiles) score_tiles.template operator()<kTiles>();
         if constexpr (kTiles > 1) {
@@ -250,13 +251,16 @@ struct AttendSpan {
         State run{memory.run.base + row, memory.run.sum + row,
                   memory.run.out + static_cast<std::ptrdiff_t>(row) * value_size};
         float shrink[R];
-        weigh(strip.tiles, num_tiles, R, seen, run, memory.scores, memory.weights, shrink);
+        RowScale scales[R];
+        weigh_rows<R>(strip, seen, num_tiles, row, run, memory, scales, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
-            add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
+            add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales,
+                                          shrink, run.out);
         }
         for (; channel < value_size; channel += kLanes) {
-            add_values<R, 1, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, shrink, run.out);
+            add_values<R, 1, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales, shrink,
+                                          run.out);
         }
     }
 
@@ -273,12 +277,20 @@ struct AttendSpan {
                 strip.values[t] = turned;
             }
         }
+        if constexpr (E::kScaled) {
+            bool whole = stop - start == kStripTokens;
+            if (whole) gather_value_scales(strip.tiles, kStripTiles, kStripTokens, memory.value_scales[0]);
+        }
         std::size_t half = tile_bytes / 2;
         for (int t = 0; t < strip.num_tiles; ++t) {
             std::int64_t next = first + kStripTiles + t / 2;
             strip.ahead_keys[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
             next += kStripTiles / 2;
             strip.ahead_values[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
+            if constexpr (E::kScaled) {
+                next = first + kStripTiles + t;
+                if (next <= last) __builtin_prefetch(tile(block, next) + scales_offset(), 0, 3);
+            }
         }
         if (stop == block.seen && stop % kLanes) {
             // Tokens after the last one may hold anything, and 0 * NaN is NaN.
@@ -289,7 +301,12 @@ struct AttendSpan {
             strip.values[t] = values;
         }
         int rows = block.num_rows, row = 0;
-        if constexpr (kRowTile == 12) {
+        if constexpr (kMostRows == 6) {
+            auto sixes = [&] { return rows - row > 8 || rows - row == 5 || rows - row == 6; };
+            for (; sixes(); row += 6) attend_rows<6, true>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+        }
+        if constexpr (kMostRows == 12) {
             // Whoever comes first asks for the next strip; for the others this one is in the cache.
             if (rows > 12 && rows <= 16) {
                 attend_rows<8, true>(block, strip, start, 0, memory);

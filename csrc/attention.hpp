@@ -133,7 +133,7 @@ struct Attend {
     void work(const Item& item, float* states, const Memory& memory) const {
         const RowBlock& block = item.block;
         int rows = block.num_rows;
-        kernel.gather_queries(block, memory.q);
+        kernel.gather_queries(block, memory);
         if (item.span < 0) {
             reset_state(memory.span, rows, value_size);
             for (std::int64_t span = 0; span < num_spans(block.seen); ++span) {

@@ -21,6 +21,7 @@ std::vector<const Kernels*> usable_kernels() {
         tables.push_back(&avx2::table);
     }
     if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512vnni") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq")) {
         tables.push_back(&avx512::table);

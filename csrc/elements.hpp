@@ -4,6 +4,8 @@
 // bits: one float32, or two bfloat16 for the instructions that multiply pairs. The other factor of a product has units
 // of the same kind (`Units`), broadcast to all lanes. Stored elements may be narrower than the units that they become.
 //
+//   Sum           what products of units are added up in
+//   kPlanes       rows of units that stand for one row of factors, one after the other
 //   kRowBytes     bytes of one unit row (16 lanes) as stored
 //   kRowsAtOnce   unit rows that one load brings, which `operand` gives one by one
 //   offset        where the element of (unit row, lane, position in the unit) lies in its panel
@@ -14,8 +16,10 @@
 namespace longhelix::ISA {
 
 struct FloatUnits {
-    static constexpr int kStep = 1;
+    static constexpr int kStep = 1, kPlanes = 1;
+    static constexpr bool kWhole = false;
     using Operand = f32x16;
+    using Sum = f32x16;
     INLINE void fma(f32x16& sum, Operand panel, u32 unit) {
         float value;
         std::memcpy(&value, &unit, 4);
@@ -25,7 +29,9 @@ struct FloatUnits {
 };
 
 struct PairUnits {
-    static constexpr int kStep = 2;
+    static constexpr int kStep = 2, kPlanes = 1;
+    static constexpr bool kWhole = false;
+    using Sum = f32x16;
 #if defined(LONGHELIX_AVX512)
     using Operand = __m512bh;
     INLINE Operand operand(u32x16 raw) { return (__m512bh)raw; }
@@ -126,10 +132,10 @@ struct Rows2 {
     u32x16 codes;
 };
 
-template <typename Code, typename V>
-INLINE V each_register(V lanes, Code of_register) {
+template <typename V, typename F>
+INLINE auto each_register(V lanes, F of_register) {
     if constexpr (is_halves<V>) {
-        return {each_register(lanes.low, of_register), each_register(lanes.high, of_register)};
+        return halves(each_register(lanes.low, of_register), each_register(lanes.high, of_register));
     } else {
         return of_register(lanes);
     }
@@ -272,12 +278,12 @@ struct Int4 : PairUnits {
 // asks the memory for what will be read next, as many lines: `ahead[0]` and what follows in the first half of the rows,
 // `ahead[1]` in the second. One line after the other: the memory answers 8 streams side by side a quarter slower.
 template <typename E, int R, int V, bool Ahead>
-INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t stride, const u8* const (&panels)[V],
+INLINE void accumulate(typename E::Sum (&sums)[R][V], const u32* units, std::ptrdiff_t stride, const u8* const (&panels)[V],
                        int depth, const u8* const (&ahead)[2]) {
     if constexpr (V > 1 && R * V * kLanes / kRegisterLanes > kRegisters * 3 / 4) {
         // Too many sums for the registers: a panel after the other.
         for (int v = 0; v < V; ++v) {
-            f32x16 own[R][1];
+            typename E::Sum own[R][1];
             const u8* panel[1] = {panels[v]};
             for (int r = 0; r < R; ++r) own[r][0] = sums[r][v];
             accumulate<E, R, 1, Ahead>(own, units, stride, panel, depth, ahead);
@@ -292,7 +298,7 @@ INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t st
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             loaded[v] = E::load_rows(panels[v] + row * E::kRowBytes);
-            if constexpr (Ahead) __builtin_prefetch(next + v * (E::kRowsAtOnce * E::kRowBytes), 0, 3);
+            if constexpr (Ahead) __builtin_prefetch(next + v * (E::kRowsAtOnce * E::kRowBytes), 0, 2);
         }
         if constexpr (Ahead) next += V * E::kRowsAtOnce * E::kRowBytes;
 #pragma GCC unroll 4
@@ -309,5 +315,41 @@ INLINE void accumulate(f32x16 (&sums)[R][V], const u32* units, std::ptrdiff_t st
         }
     }
 }
+
+// What stands beside a row that became units of two planes: number = scale * (128 * first + second), and what the sums of
+// each plane start with.
+struct RowScale {
+    float scale;
+    std::int32_t starts[2];
+};
+
+// Products of R rows with V panels. Rows of one plane have no scales.
+template <typename E, int R, int V>
+struct Sums {
+    typename E::Sum of[R * E::kPlanes][V];
+
+    INLINE Sums from(const RowScale* rows) {
+        Sums sums;
+#pragma GCC unroll 16
+        for (int r = 0; r < R * E::kPlanes; ++r) {
+            typename E::Sum start{};
+            if constexpr (E::kWhole) start = start + rows[r / E::kPlanes].starts[r % E::kPlanes];
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) sums.of[r][v] = start;
+        }
+        return sums;
+    }
+
+    // Without its row's scale.
+    f32x16 value(int r, int v) const {
+        if constexpr (E::kWhole) {
+            typename E::Sum planes[E::kPlanes];
+            for (int i = 0; i < E::kPlanes; ++i) planes[i] = of[r * E::kPlanes + i][v];
+            return E::value(planes);
+        } else {
+            return of[r][v];
+        }
+    }
+};
 
 }  // namespace longhelix::ISA

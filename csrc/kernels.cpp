@@ -13,16 +13,22 @@ namespace longhelix::ISA {
 
 namespace {
 
-template <typename Call, template <typename> typename Kernel>
+// Of keys and values that are integers, as many planes of units as `kNumPlanes`.
+template <typename Call, template <typename> typename Kernel, int kNumPlanes = 2>
 auto on_pool(const Call& call) {
     switch (call.pool.number) {
         case Number::float32: return Kernel<Float32>(call).run();
         case Number::float16: return Kernel<Float16>(call).run();
-        case Number::int8: return Kernel<Int8>(call).run();
+        case Number::int8: return Kernel<PoolInt8<kNumPlanes>>(call).run();
         case Number::float8: return Kernel<Float8>(call).run();
-        case Number::int4: return Kernel<Int4>(call).run();
+        case Number::int4: return Kernel<PoolInt4<kNumPlanes>>(call).run();
         default: return Kernel<BFloat16>(call).run();
     }
+}
+
+bool attend(const Attention& call) {
+    if (call.pool.rounded) return on_pool<Attention, Attend, 1>(call);
+    return on_pool<Attention, Attend>(call);
 }
 
 void expand(const Expansion& call) {
@@ -89,7 +95,7 @@ double read(const void* data, std::size_t bytes) {
 }  // namespace
 
 extern const Kernels table{LONGHELIX_ISA_NAME,
-                           on_pool<Attention, Attend>,
+                           attend,
                            expand,
                            on_pool<Write, WriteRows>,
                            on_pool<Rotate, RotateRows>,

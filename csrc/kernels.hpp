@@ -37,6 +37,7 @@ struct Pool {
     int key_size;
     int value_size;
     bool shared;
+    bool rounded;  // attention to int8 and int4 may round queries and weights to a byte each, where that is faster
 };
 
 struct Attention {

@@ -177,12 +177,13 @@ void bind_kernels(nb::module_& module) {
         .def(
             "__init__",
             [](Pool* self, Address data, Number number, int num_kv_heads, std::int64_t num_blocks,
-               int tiles_per_block, int key_size, int value_size, bool shared) {
-                new (self) Pool{at<std::uint8_t>(data), number,   num_kv_heads, num_blocks,
-                                tiles_per_block,        key_size, value_size,   shared};
+               int tiles_per_block, int key_size, int value_size, bool shared, bool rounded) {
+                new (self) Pool{at<std::uint8_t>(data), number,     num_kv_heads, num_blocks, tiles_per_block,
+                                key_size,               value_size, shared,       rounded};
                 longhelix::tile_bytes(*self);  // throws where a pool does not hold numbers of this type
             },
-            "data"_a, "number"_a, "num_kv_heads"_a, "num_blocks"_a, "tiles_per_block"_a, "key_size"_a, "value_size"_a, "shared"_a)
+            "data"_a, "number"_a, "num_kv_heads"_a, "num_blocks"_a, "tiles_per_block"_a, "key_size"_a, "value_size"_a, "shared"_a,
+            "rounded"_a)
         .def_prop_ro("tile_bytes", [](const Pool& self) { return longhelix::tile_bytes(self); });
     nb::class_<Weight>(module, "Weight")
         .def(

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 // All that a form uses; a compiler that was told less takes a narrower one.
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define LONGHELIX_AVX512
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define LONGHELIX_AVX2
@@ -190,21 +190,29 @@ INLINE auto first(V lanes) {
 template <typename V>
 INLINE V larger(V a, V b) {
 #if defined(LONGHELIX_AVX512)
-    return (V)_mm512_max_ps((__m512)a, (__m512)b);
+    if constexpr (std::is_same_v<V, i32x16>) {
+        return (V)_mm512_max_epi32((__m512i)a, (__m512i)b);
+    } else {
+        return (V)_mm512_max_ps((__m512)a, (__m512)b);
+    }
 #else
     return choose(a > b, a, b);
 #endif
 }
 
 template <typename V>
-INLINE float largest(V lanes) {
+INLINE auto largest(V lanes) {
 #if defined(LONGHELIX_AVX512)
-    return _mm512_reduce_max_ps((__m512)lanes);
+    if constexpr (std::is_same_v<V, i32x16>) {
+        return _mm512_reduce_max_epi32((__m512i)lanes);
+    } else {
+        return _mm512_reduce_max_ps((__m512)lanes);
+    }
 #else
     if constexpr (is_halves<V>) {
         return largest(larger(lanes.low, lanes.high));
     } else {
-        float value = lanes[0];
+        auto value = lanes[0];
         for (int i = 1; i < kRegisterLanes; ++i) value = lanes[i] > value ? lanes[i] : value;
         return value;
     }

@@ -15,12 +15,13 @@ def panel_codes(raw: np.ndarray, rows: int, kv_dtype: str) -> np.ndarray:
     """Bit patterns (..., rows, 16 lanes) of a panel's bytes (..., X)."""
     row, lane = np.indices((rows, TILE))
     unit, position = row // 2, row % 2
-    byte = lane // 4 * 16 + unit % 2 * 8 + lane % 4 * 2 + position
+    if kv_dtype == "int8":
+        return raw[..., row // 4 * 64 + lane * 4 + row % 4]
     if kv_dtype == "int4":  # the high nibbles of 64 bytes come after the low ones
-        codes = raw[..., unit // 4 * 64 + byte]
-        return np.where(unit % 4 >= 2, codes >> 4, codes & 15)
-    if BITS[kv_dtype] == 8:
-        return raw[..., unit // 2 * 64 + byte]
+        codes = raw[..., row // 8 * 64 + lane * 4 + row % 4]
+        return np.where(row % 8 >= 4, codes >> 4, codes & 15)
+    if kv_dtype == "fp8":
+        return raw[..., unit // 2 * 64 + lane // 4 * 16 + unit % 2 * 8 + lane % 4 * 2 + position]
     at = {
         "float32": row * 64 + lane * 4,
         "float16": row * 32 + lane * 2,
@@ -50,7 +51,7 @@ def numbers(codes: np.ndarray, kv_dtype: str) -> np.ndarray:
     if kv_dtype == "fp8":
         return fp8_numbers(codes)
     if kv_dtype == "int8":
-        return np.where(codes & 128, -1.0, 1.0) * (codes & 127)
+        return codes.view(np.int8).astype(np.float64)
     return codes - 8.0
 
 

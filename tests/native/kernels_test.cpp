@@ -228,7 +228,7 @@ void test_write(const Kernels& kernels, Random& random) {
     Number stored = random.of({Number::int8, Number::float8, Number::int4});
     int size = kLanes * (1 + random.below(3));
     int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : 7;
-    Pool pool{nullptr, stored, 1, kVectors, 1, size, size, false};
+    Pool pool{nullptr, stored, 1, kVectors, 1, size, size, false, false};
     Bytes memory(kVectors * tile_bytes(pool));
     pool.data = memory.data.get();
     Matrix vectors(Number::float32, kVectors, size), expected(Number::float32, kVectors, size);
@@ -264,7 +264,7 @@ void test_expand(const Kernels& kernels, Random& random) {
     int nope = kLanes * (1 + random.below(3)), value = kLanes * (1 + random.below(3)), channels = nope + value;
     Cache cache;
     std::int64_t tiles = 1 + random.below(20), before = random.below(4);
-    Pool& pool = cache.pool = {nullptr, stored, 1, before + tiles + 1, 1, latent + rope, latent, true};
+    Pool& pool = cache.pool = {nullptr, stored, 1, before + tiles + 1, 1, latent + rope, latent, true, false};
     std::vector<std::int64_t> blocks(before + tiles);
     std::iota(blocks.begin(), blocks.end(), 1);
     std::shuffle(blocks.begin(), blocks.end(), random.engine);
@@ -277,7 +277,7 @@ void test_expand(const Kernels& kernels, Random& random) {
     Matrix up(number, heads * channels, latent, random.of({0, 16}));
     up.fill(random, 0.25, 7);
     // What is made, one row of (head, token) after the other, and the same written as keys and values.
-    Pool made{nullptr, stored, heads, 1, static_cast<int>(tiles), nope + rope, value, false};
+    Pool made{nullptr, stored, heads, 1, static_cast<int>(tiles), nope + rope, value, false, false};
     auto bytes = static_cast<std::int64_t>(tile_bytes(made)) * heads * tiles;
     Matrix keys(Number::float32, cache.num_rows(), heads * made.key_size);
     Matrix values(Number::float32, cache.num_rows(), heads * value);

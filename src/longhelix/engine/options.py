@@ -77,6 +77,12 @@ class EngineOptions:
         None, Words(WEIGHT_DTYPES), "int8 or int4 to quantise the weights of products. [default: dtype]"
     )
     kv_dtype: str | None = _setting(None, Words(KV_DTYPES), "The KV cache's dtype. [default: dtype]")
+    attention_dtype: str | None = _setting(
+        None,
+        Words(("int8",)),
+        "int8: attention over int8 and int4 KV rounds queries and softmax weights to 8 bits, which is faster and less "
+        "exact; on CPUs with AVX-512 VNNI. [default: as exact as the KV]",
+    )
     max_model_len: int | None = _setting(
         None, Count(), "Most tokens of prompt and answer. [default: the model's positions]"
     )

@@ -11,7 +11,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.machine import host
-from longhelix.machine.devices import free_gpu_bytes, has_native_kernels
+from longhelix.machine.devices import free_gpu_bytes, has_native_kernels, multiplies_integers
 from longhelix.machine.system import machine
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.parameters import check
@@ -64,6 +64,7 @@ def resolve(
         dtype=dtype,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
+        attention_dtype=_attention_dtype(options, kv_dtype, device),
         threads_per_rank=max(cores // layout.world_size, 1),
         scheduler=replace(scheduler, num_blocks=held),
         device=device,
@@ -89,6 +90,22 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
     weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *quantised))
     return dtype, weight_dtype, options.kv_dtype or dtype
+
+
+def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str | None:
+    if options.attention_dtype is None:
+        return None
+    if kv_dtype not in ("int8", "int4"):
+        raise UserError(
+            f"attention_dtype int8 is of attention over integers, but kv_dtype is {kv_dtype}: set kv_dtype to int8 or "
+            "int4, or leave attention_dtype out"
+        )
+    if device != "cpu" or not multiplies_integers():
+        raise UserError(
+            "attention_dtype int8 needs a CPU with AVX-512 VNNI and the native kernels: leave it out, and attention is "
+            "as exact as the KV"
+        )
+    return options.attention_dtype
 
 
 def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:

@@ -50,7 +50,7 @@ def partial_attention(
 library.define(
     "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_X, Tensor extents_B2, "
     "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, "
-    "str arrangement, str dtype, int value_size, bool shared_values) -> (Tensor, Tensor)"
+    "str arrangement, str dtype, int value_size, bool shared_values, bool rounded) -> (Tensor, Tensor)"
 )
 
 
@@ -114,7 +114,7 @@ def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, sc
 
 @torch.library.register_fake("longhelix::partial_attention", lib=library)
 def _(q_TqC, values, scales, *arguments):
-    shape, value_size = q_TqC.shape[:2], arguments[-2]
+    shape, value_size = q_TqC.shape[:2], arguments[-3]
     return q_TqC.new_empty(*shape, value_size), q_TqC.new_empty(shape, dtype=torch.float32)
 
 

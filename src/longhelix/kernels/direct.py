@@ -88,7 +88,8 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
 
 library.define(
     "expand_latents(Tensor values, Tensor? scales, Tensor up_qXZ, int nope_size, Tensor blocks_J, SymInt first, "
-    "SymInt count, int key_size, str arrangement, str dtype, int value_size, bool shared_values) -> Tensor"
+    "SymInt count, int key_size, str arrangement, str dtype, int value_size, bool shared_values, bool rounded) "
+    "-> Tensor"
 )
 
 

@@ -61,10 +61,10 @@ class Rows:
 
 class Tiles:
     """What the native CPU kernels read ("packed"): bytes (k, P, D / 16, X). A tile of 16 tokens is the keys as
-    [channel][token], then the values as [16 channels][token][channel], numbers of 16 bits and less in pairs of
-    neighbouring channels (keys) or tokens (values), so that sixteen scores, or sixteen channels of output, come from
-    one load without sums across lanes; then a bfloat16 scale for each token's key, and one for its value, where numbers
-    are narrow."""
+    [channel][token], then the values as [16 channels][token][channel], so that sixteen scores, or sixteen channels of
+    output, come from one load without sums across lanes. Numbers of 16 bits and less lie in pairs of neighbouring
+    channels (keys) or tokens (values), integers in fours. Where numbers are narrow, a bfloat16 scale for each token's
+    key comes last, and one for its value."""
 
     name = "tiles"
 
@@ -91,7 +91,7 @@ class Tiles:
         number = getattr(native.module.Number, format.dtype)
         num_blocks, tiles = layer.values.shape[1:3]
         sizes = format.num_kv_heads, num_blocks, tiles, format.key_size, format.value_size, format.shared_values
-        return native.module.Pool(layer.values.data_ptr(), number, *sizes)
+        return native.module.Pool(layer.values.data_ptr(), number, *sizes, format.rounded)
 
 
 ROWS, TILES = Rows(), Tiles()
@@ -100,7 +100,8 @@ ARRANGEMENTS: dict[str, Arrangement] = {TILES.name: TILES, ROWS.name: ROWS}  # t
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Sizes, numbers and arrangement of a layer's keys and values; `dtype` is a number format's name."""
+    """Sizes, numbers and arrangement of a layer's keys and values; `dtype` is a number format's name. `rounded`:
+    attention may round queries and softmax weights to bytes, where the kernels multiply integers."""
 
     dtype: str
     block_tokens: int
@@ -109,6 +110,7 @@ class KVFormat:
     value_size: int
     arrangement: Arrangement
     shared_values: bool = False
+    rounded: bool = False
 
     @classmethod
     def choose(
@@ -120,12 +122,13 @@ class KVFormat:
         value_size: int,
         device: torch.device,
         shared_values: bool = False,
+        rounded: bool = False,
     ) -> "KVFormat":
         """In the first arrangement that holds it on `device`. Raises UserError if none does."""
         if not num_kv_heads:  # nothing is kept
-            return cls("bfloat16", block_tokens, 0, key_size, value_size, ROWS, shared_values)
+            return cls("bfloat16", block_tokens, 0, key_size, value_size, ROWS, shared_values, rounded)
         sizes = block_tokens, num_kv_heads, key_size, value_size
-        formats = (cls(dtype, *sizes, arrangement, shared_values) for arrangement in ARRANGEMENTS.values())
+        formats = (cls(dtype, *sizes, arrangement, shared_values, rounded) for arrangement in ARRANGEMENTS.values())
         format = next((format for format in formats if format.arrangement.holds(format, device)), None)
         if format is None:
             lanes = native.LANES

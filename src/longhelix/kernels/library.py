@@ -33,12 +33,12 @@ def triton_kernels():
     return triton
 
 
-def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool]:
+def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:
     format = layer.format
-    return format.arrangement.name, format.dtype, format.value_size, format.shared_values
+    return format.arrangement.name, format.dtype, format.value_size, format.shared_values, format.rounded
 
 
-def layer_of(values, scales, key_size, arrangement, dtype, value_size, shared_values) -> KVLayer:
+def layer_of(values, scales, key_size, arrangement, dtype, value_size, *flags) -> KVLayer:
     """The layer that an op was given, put together again from its tensors."""
     chosen = ARRANGEMENTS[arrangement]
-    return KVLayer(KVFormat(dtype, *chosen.sizes(values), key_size, value_size, chosen, shared_values), values, scales)
+    return KVLayer(KVFormat(dtype, *chosen.sizes(values), key_size, value_size, chosen, *flags), values, scales)

@@ -30,7 +30,7 @@ def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tenso
 
 library.define(
     "write_kv(Tensor k_TkC, Tensor? v_TkC, Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, "
-    "str arrangement, str dtype, int value_size, bool shared_values) -> ()"
+    "str arrangement, str dtype, int value_size, bool shared_values, bool rounded) -> ()"
 )
 
 
@@ -106,7 +106,7 @@ def rotate_and_write(
 library.define(
     "rotate_and_write(Tensor qkv_TX, Tensor? q_norm, Tensor? k_norm, float norm_eps, Tensor cos_TR, Tensor sin_TR, "
     "Tensor(a!) values, Tensor(b!)? scales, Tensor slots_T, int num_kv_heads, str arrangement, str dtype, "
-    "int value_size, bool shared_values) -> Tensor"
+    "int value_size, bool shared_values, bool rounded) -> Tensor"
 )
 
 

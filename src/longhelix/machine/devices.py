@@ -1,5 +1,6 @@
 """What ranks can run on here, found without loading torch: the GPUs of this host, the native CPU kernels."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,6 +13,13 @@ _TIMEOUT_S = 30
 def has_native_kernels() -> bool:
     """False in an install that was built without a C++ compiler."""
     return importlib.util.find_spec("longhelix._native") is not None
+
+
+def multiplies_integers() -> bool:
+    """Whether the native kernels that run here attend in integers."""
+    if not has_native_kernels():
+        return False
+    return bool(importlib.import_module("longhelix._native").instruction_set() == "avx512")
 
 
 def free_gpu_bytes() -> list[int]:

@@ -13,10 +13,11 @@ from longhelix.spec import HardwareSpec, ModelSpec
 class EngineConfig:
     """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
 
-    `system`: the machine by whose costs the engine decides. `hop_b`: the most parts that a batch attends in, each
-    exchanged while the next one attends; None: as many as take the fewest seconds on `system`. `compile`: layers are
-    one graph of torch.compile. `replay`: layers run from tapes on CPUs and from CUDA graphs on GPUs, where they can.
-    `trace`: ranks report what they do and when.
+    `attention_dtype`: int8, or None: attention rounds queries and softmax weights to bytes. `system`: the machine by
+    whose costs the engine decides. `hop_b`: the most parts that a batch attends in, each exchanged while the next one
+    attends; None: as many as take the fewest seconds on `system`. `compile`: layers are one graph of torch.compile.
+    `replay`: layers run from tapes on CPUs and from CUDA graphs on GPUs, where they can. `trace`: ranks report what
+    they do and when.
     """
 
     model_path: str
@@ -25,6 +26,7 @@ class EngineConfig:
     dtype: str
     weight_dtype: str
     kv_dtype: str
+    attention_dtype: str | None
     threads_per_rank: int
     scheduler: SchedulerConfig
     device: str

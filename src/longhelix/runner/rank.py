@@ -71,7 +71,14 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     block_tokens = config.scheduler.block_tokens
     formats = {
         entry.name: KVFormat.choose(
-            config.kv_dtype, block_tokens, num_kv_heads, entry.key_size, entry.value_size, device, entry.shared_values
+            config.kv_dtype,
+            block_tokens,
+            num_kv_heads,
+            entry.key_size,
+            entry.value_size,
+            device,
+            entry.shared_values,
+            config.attention_dtype is not None,
         )
         for entry in spec.cache_entries
     }

@@ -41,9 +41,13 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PAIRS = ["bfloat16", *LARGEST]  # multiplied as pairs of bfloat16: queries and weights are rounded to it
+# Multiplied as integers: queries and weights are, too.
+WHOLE = ["int8", "int4"] if native.module is not None and native.module.instruction_set() == "avx512" else []
+# Multiplied as pairs of bfloat16: queries and weights are rounded to it.
+PAIRS = [name for name in ("bfloat16", *LARGEST) if name not in WHOLE]
 UNIT = 2.0**-24  # half the distance of float32 neighbours at 1: what one rounding may change
 PAIR_UNIT = 2.0**-8  # the same of bfloat16
+STRIP = 256  # tokens whose weights have one largest
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,17 @@ class Shape:
     block_tokens: int = 16
     kv_dtype: str = "float32"
     shared: bool = False
+    rounded: bool = False
 
     def format(self, packed: bool = True) -> KVFormat:
         sizes = self.block_tokens, self.kv_heads, self.key_size, self.value_size
-        return KVFormat(self.kv_dtype, *sizes, TILES if packed else ROWS, self.shared)
+        return KVFormat(self.kv_dtype, *sizes, TILES if packed else ROWS, self.shared, self.rounded)
+
+    @property
+    def whole_step(self) -> float:
+        """How far rounding to an integer moves a number, where the row's largest is 1; 0 where none is rounded so. Half
+        a step of the integers, and the float32 roundings on the way to it."""
+        return 0.51 / (127 if self.rounded else 127 * 128) if self.kv_dtype in WHOLE else 0.0
 
     def poisoned(self, num_blocks: int) -> KVLayer:
         """A pool whose every float, and every scale, is NaN."""
@@ -173,7 +184,9 @@ def test_every_code_of_narrow_numbers_is_stored_and_read_as_what_it_stands_for(k
         write_kv(rows_TkC, rows_TkC, layer, torch.tensor([0]))
         table = torch.tensor([0]), torch.tensor([[0, 1]]), torch.tensor([0, 1]), torch.tensor([1])
         result = partial_attention(q_TqC, layer, *table, scale=1.0)
-        assert result[0][0, 0, :2].tolist() == [LARGEST[kv_dtype], number]
+        # A weight that is an integer has a scale, which is two roundings of float32, and times that integer a third.
+        few = 3 * UNIT if kv_dtype in WHOLE else 0.0
+        assert result[0][0, 0, :2].tolist() == pytest.approx([LARGEST[kv_dtype], number], rel=few, abs=0)
         # The score times log2(e) and back again: a few roundings of float32.
         assert float(result[1]) == pytest.approx(number, rel=8 * UNIT)
 
@@ -215,7 +228,7 @@ def test_broken_numbers_are_seen_and_not_rounded_away(kv_dtype, poison):
 
 def test_pools_of_numbers_that_the_kernels_do_not_know_are_refused():
     with pytest.raises(ValueError, match="a pool does not hold numbers of this type"):
-        native.module.Pool(0, native.module.Number.int64, 1, 1, 1, 16, 16, False)
+        native.module.Pool(0, native.module.Number.int64, 1, 1, 1, 16, 16, False, False)
 
 
 def test_rows_of_numbers_that_the_kernels_do_not_know_are_refused():
@@ -396,6 +409,7 @@ class Case:
     limits: list[list[int]]
     keys: list[np.ndarray]
     values: list[np.ndarray]
+    value_scales: list[np.ndarray]
     scale: float
 
     def blocks(self, sequence: int) -> Tensor:
@@ -440,8 +454,9 @@ def make_case(
         k_SkC = torch.randn(length, shape.kv_heads, shape.key_size, generator=generator).to(dtype)
         v_SkC = torch.randn(length, shape.kv_heads, shape.value_size, generator=generator).to(dtype)
         write_kv(k_SkC, None if shape.shared else v_SkC, layer, slots_S)
-    sides = [[], []]
-    for side, pool in zip(sides, stored(layer).decoded(), strict=True):
+    kept = stored(layer)
+    sides = [[], [], []]
+    for side, pool in zip(sides, [*kept.decoded(), kept.scales(kept.value_scales)], strict=True):
         for mine_J, length in zip(ids.split([*counts, 3]), lengths, strict=False):
             side.append(pool[mine_J.numpy()].reshape(-1, *pool.shape[2:])[:length])
     rows, heads = sum(map(len, limits)), shape.kv_heads * shape.group
@@ -458,16 +473,20 @@ class Exact:
     size_Tq: np.ndarray  # the largest sum of |q k| * scale over the keys that a row sees
     spread_TqC: np.ndarray  # the weighted mean of |v|
     seen_Tq: np.ndarray
+    moved_Tq: np.ndarray  # how far rounding queries to integers moves a score
+    coarse_TqC: np.ndarray  # how far rounding weights to integers moves an output
 
 
-def exact_attention(case: Case, q_TqC: np.ndarray) -> Exact:
-    """Softmax attention row by row, over the decoded keys and values."""
+def exact_attention(case: Case, q_TqC: np.ndarray, strip: int = STRIP) -> Exact:
+    """Softmax attention row by row, over the decoded keys and values. `strip`: tokens whose weights are rounded by the
+    largest of them."""
     rows, heads, _ = q_TqC.shape
     shape = case.shape
-    out_TqC, spread_TqC = np.zeros((2, rows, heads, shape.value_size))
-    lse_Tq, size_Tq, seen_Tq = np.full((rows, heads), -np.inf), np.zeros((rows, heads)), np.zeros((rows, heads), int)
+    out_TqC, spread_TqC, coarse_TqC = np.zeros((3, rows, heads, shape.value_size))
+    lse_Tq, seen_Tq = np.full((rows, heads), -np.inf), np.zeros((rows, heads), int)
+    size_Tq, moved_Tq = np.zeros((2, rows, heads))
     row = 0
-    for limits, k_SkC, v_SkC in zip(case.limits, case.keys, case.values, strict=True):
+    for limits, k_SkC, v_SkC, scale_Sk1 in zip(case.limits, case.keys, case.values, case.value_scales, strict=True):
         for limit in limits:
             seen_Tq[row] = limit
             for head in range(heads) if limit else ():
@@ -479,8 +498,17 @@ def exact_attention(case: Case, q_TqC: np.ndarray) -> Exact:
                 spread_TqC[row, head] = weight_S @ np.abs(v_SC) / total
                 lse_Tq[row, head] = score_S.max() + np.log(total)
                 size_Tq[row, head] = (np.abs(k_SC) @ np.abs(q_TqC[row, head])).max() * case.scale
+                if not shape.whole_step:
+                    continue
+                largest = np.abs(q_TqC[row, head]).max()
+                moved_Tq[row, head] = np.abs(k_SC).sum(1).max() * largest * case.scale * shape.whole_step
+                scale_S1 = scale_Sk1[:limit, head // shape.group]
+                code_SC = np.divide(np.abs(v_SC), scale_S1, out=np.zeros_like(v_SC), where=scale_S1 != 0)
+                for at in range(0, limit, strip):
+                    most = weight_S[at : at + strip].max() * scale_S1[at : at + strip].max() * shape.whole_step
+                    coarse_TqC[row, head] += most * code_SC[at : at + strip].sum(0) / total
             row += 1
-    return Exact(out_TqC, lse_Tq, size_Tq, spread_TqC, seen_Tq)
+    return Exact(out_TqC, lse_Tq, size_Tq, spread_TqC, seen_Tq, moved_Tq, coarse_TqC)
 
 
 def chain(length: np.ndarray | int) -> np.ndarray:
@@ -494,10 +522,11 @@ def tolerances(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of outputs and LSEs; the roundings are of queries, and of weights before they multiply values."""
     # A score: the products of its channels, then scale, log2(e), a key's scale and the base: ten roundings at most.
-    score = exact.size_Tq * (query_rounding + chain(key_size) + 10 * UNIT)
+    score = exact.size_Tq * (query_rounding + chain(key_size) + 10 * UNIT) + exact.moved_Tq
     # A weight: 2^x to two units, relative to which the sum over tokens loses.
     weight = np.expm1(score) + 4 * UNIT + chain(exact.seen_Tq)
     out = (2 * weight + weight_rounding + 4 * UNIT)[..., None] * exact.spread_TqC
+    out += exact.coarse_TqC * np.exp(2 * score)[..., None]
     # The one rounding to the dtype of q; near zero, float16's unit is no longer in proportion.
     out += torch.finfo(dtype).eps / 2 * (np.abs(exact.out_TqC) + out) + 2.0**-25
     return out, weight + 8 * UNIT * np.abs(np.where(exact.seen_Tq > 0, exact.lse_Tq, 0)) + 2 * UNIT
@@ -562,8 +591,8 @@ def sequences(draw) -> list[int]:
 
 
 shapes = st.builds(
-    lambda kv_heads, group, key_size, value_size, block_tokens, kv_dtype: Shape(
-        kv_heads, group, key_size, value_size or key_size, block_tokens, kv_dtype
+    lambda kv_heads, group, key_size, value_size, block_tokens, kv_dtype, rounded: Shape(
+        kv_heads, group, key_size, value_size or key_size, block_tokens, kv_dtype, rounded=rounded
     ),
     st.integers(1, 4),
     st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 16]),
@@ -571,6 +600,7 @@ shapes = st.builds(
     st.one_of(st.none(), st.none(), head_sizes),
     block_sizes,
     kv_dtypes,
+    st.booleans(),
 )
 
 
@@ -849,7 +879,7 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
     merged = merge_states(*(torch.stack(parts) for parts in zip(*states, strict=True)))
     paired = kv_dtype in PAIRS
     rounded_TqC = case.q_TqC.bfloat16() if paired else case.q_TqC
-    exact = exact_attention(case, rounded_TqC.double().numpy())
+    exact = exact_attention(case, rounded_TqC.double().numpy(), strip=max(map(max, limits)) + 1)
     out_tolerance, lse_tolerance = tolerances(exact, 32, torch.float32, 0.0, PAIR_UNIT if paired else 0.0)
     # Parts are as exact as the whole; the merge itself adds a few roundings of float32.
     seeing_Tq = exact.seen_Tq > 0
@@ -980,7 +1010,7 @@ def test_rows_and_tables_of_a_rotation_may_be_any_view():
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_torch_accepts_the_ops_on_packed_pools_and_their_fakes(kv_dtype):
     case = make_case(Shape(kv_dtype=kv_dtype), [[30, 31], [0], [600]], 20)
-    format = "tiles", kv_dtype, 32, False
+    format = "tiles", kv_dtype, 32, False, False
     pool = case.layer.values, None
     ops = torch.ops.longhelix
     k_TkC, v_TkC = torch.randn(5, 7, 32, generator=seeded(21)).split((2, 5), dim=1)

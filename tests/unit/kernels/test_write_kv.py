@@ -41,8 +41,9 @@ def layer_of(values_PADkC: Tensor, shared_values: bool = False) -> KVLayer:
     return KVLayer(format, values_PADkC, None)
 
 
-def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool]:
-    return layer.format.arrangement.name, layer.format.dtype, layer.format.value_size, layer.format.shared_values
+def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:
+    format = layer.format
+    return format.arrangement.name, format.dtype, format.value_size, format.shared_values, format.rounded
 
 
 def rows_and_pool(
