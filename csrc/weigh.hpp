@@ -34,12 +34,13 @@ INLINE RowScale weigh(const float* scores, int num_tiles, float scale, const Val
                       const State& run, int r, float& shrink) {
     f32x16 highest = load<f32x16>(scores);
     for (int t = 1; t < num_tiles; ++t) highest = larger(highest, load<f32x16>(scores + t * kLanes));
-    float top = largest(highest) * scale, base = run.base[r] > top ? run.base[r] : top;
+    float score = largest(highest), top = score * scale, base = run.base[r] > top ? run.base[r] : top;
     // Where nothing is seen, any finite base gives weights of 0.
-    float finite_top = top == kMinusInfinity ? 0.0f : top, finite_base = base == kMinusInfinity ? 0.0f : base;
+    float finite_score = score == kMinusInfinity ? 0.0f : score, finite_base = base == kMinusInfinity ? 0.0f : base;
     f32x16 sums[4] = {};  // chains, so that one does not wait for the other
     auto weight = [&](int t) {
-        f32x16 weight = exp2(multiply_add(load<f32x16>(scores + t * kLanes), splat(scale), splat(-finite_top)));
+        f32x16 below = load<f32x16>(scores + t * kLanes) - finite_score;
+        f32x16 weight = exp2(E::kWhole ? below * scale : below);
         sums[t % 4] += weight;
         return E::kScaled ? weight * load<f32x16>(values.of + t * kLanes) : weight;
     };
