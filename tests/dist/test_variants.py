@@ -8,6 +8,8 @@ from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
 from test_equality import TOLERANCE, assert_equal, deviation, make_case
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longhelix.kernels import native
+
 pytestmark = pytest.mark.dist
 
 MAX_POSITIONS = 32  # the longest request has 41 + 32 tokens, so scaling matters
@@ -83,6 +85,21 @@ def test_kv_cache_may_have_its_own_dtype(worlds, tmp_path):
     prompt = len(oracle.prompts[3])
     difference = deviation(rounded["logits_3"][:prompt], exact["logits_3"][:prompt])
     assert 0 < difference < HALF_TOLERANCE["bfloat16"]
+
+
+def test_attention_may_round_queries_and_weights_to_bytes(worlds, tmp_path):
+    """Integers of 15 bits stay much nearer to the reference over the same KV, which is decoded, than bytes."""
+    if native.module is None or native.module.instruction_set() != "avx512":
+        pytest.skip("this processor does not attend in integers")
+    oracle = make_oracle(FAMILIES["qwen3"], tmp_path)
+    prompt = len(oracle.prompts[3])
+    (plain, _), (whole, _), (rounded, _) = (
+        worlds(2).run(make_case(oracle, 2, 1, 16, "striped", dtype="float32", block_tokens=16, **options))
+        for options in ({}, {"kv_dtype": "int8"}, {"kv_dtype": "int8", "attention_dtype": "int8"})
+    )
+    of_kv, of_bytes = (deviation(run["logits_3"][:prompt], plain["logits_3"][:prompt]) for run in (whole, rounded))
+    assert 0 < deviation(rounded["logits_3"][:prompt], whole["logits_3"][:prompt]) < 0.1
+    assert of_kv < of_bytes < 0.1
 
 
 def write_gguf(path, model, config):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
+from longhelix.engine import resolution
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.layout import Layout
@@ -80,13 +81,28 @@ def assert_sentence(error):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
         ({"device": ["cpu"]}, "device ['cpu'] is not known"),
         ({"kv_dtpye": "int8"}, "there is no setting 'kv_dtpye': did you mean kv_dtype?"),
-        ({"zzz": 1}, "there is no setting 'zzz': use one of attention, batch_invariant,"),
+        ({"zzz": 1}, "there is no setting 'zzz': use one of attention, attention_dtype, batch_invariant,"),
+        ({"attention_dtype": "fp8"}, "attention_dtype 'fp8' is not known: use one of int8"),
+        ({"attention_dtype": "int8"}, "but kv_dtype is bfloat16: set kv_dtype to int8 or int4"),
+        ({"attention_dtype": "int8", "kv_dtype": "fp8"}, "but kv_dtype is fp8: set kv_dtype to int8 or int4"),
     ],
 )
 def test_options_of_a_wrong_type_are_refused_in_words(options, words):
     with pytest.raises(UserError) as refused:
         resolved(**options)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, multiplies):
+    monkeypatch.setattr(resolution, "multiplies_integers", lambda: multiplies)
+    options = {"attention_dtype": "int8", "kv_dtype": "int4", "device": "cpu"}
+    if multiplies:
+        assert resolved(**options).attention_dtype == "int8"
+        assert resolved(kv_dtype="int4", device="cpu").attention_dtype is None
+        return
+    with pytest.raises(UserError, match="needs a CPU with AVX-512 VNNI"):
+        resolved(**options)
 
 
 YARN, HALVES = {"rope_type": "yarn", "factor": 2}, [1.0] * 32
