@@ -38,8 +38,17 @@ TABLES = {
     "attention": _Table(
         "Decode attention: one row against a long KV",
         f"GB/s: the KV's bytes, scales included. {_MEMORY}",
-        (Column("kv_dtype", "KV"), Column("head_size", "head size", "d"), *_HEADS, _CONTEXT, _THREADS, *_TIME, *_RATE),
-        Plot(("fraction",), ("kv_dtype", "head_size", "num_query_heads", "threads")),
+        (
+            Column("kv_dtype", "KV"),
+            Column("attention_dtype", "--attention-dtype"),
+            Column("head_size", "head size", "d"),
+            *_HEADS,
+            _CONTEXT,
+            _THREADS,
+            *_TIME,
+            *_RATE,
+        ),
+        Plot(("fraction",), ("kv_dtype", "attention_dtype", "head_size", "num_query_heads", "threads")),
     ),
     "latent": _Table(
         "Decode attention, MLA absorbed: keys of 576, values their first 512, bfloat16",

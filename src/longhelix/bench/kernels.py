@@ -15,6 +15,7 @@ from longhelix.bench.section import Section
 from longhelix.cache.pool import KVPool
 from longhelix.errors import UserError
 from longhelix.kernels import TILES, KVFormat, linear, make_weight, native, partial_attention
+from longhelix.machine.devices import multiplies_integers
 from longhelix.measure import memory
 from longhelix.measure.formulas import attention_flops, causal_pairs, linear_flops
 from longhelix.measure.model import fill
@@ -55,6 +56,8 @@ class KernelsJob(msgspec.Struct, frozen=True):
     def _rows(self, read: Calls, matmul: Calls) -> Iterator[Row]:
         for dtype, size, group in product(self.kv_dtypes, self.head_sizes, self.groups):
             yield self._attention(read, dtype, size, group)
+            if dtype in ("int8", "int4") and multiplies_integers():
+                yield self._attention(read, dtype, size, group, rounded=True)
         for num_query_heads in LATENT_QUERY_HEADS:
             yield self._latent(read | matmul, num_query_heads)
         for shape, dtype in product(WEIGHT_SHAPES, WEIGHT_DTYPES):
@@ -64,8 +67,8 @@ class KernelsJob(msgspec.Struct, frozen=True):
         for shape, dtype in product(WEIGHT_SHAPES, WEIGHT_DTYPES):
             yield self._chunk_product(matmul, dtype, *shape)
 
-    def _attention(self, read: Calls, dtype: str, size: int, group: int) -> Row:
-        format = KVFormat.choose(dtype, BLOCK_TOKENS, NUM_KV_HEADS, size, size, _CPU)
+    def _attention(self, read: Calls, dtype: str, size: int, group: int, rounded: bool = False) -> Row:
+        format = KVFormat.choose(dtype, BLOCK_TOKENS, NUM_KV_HEADS, size, size, _CPU, rounded=rounded)
         attention = Attention.over(format, NUM_KV_HEADS * group, 1, self.context)
         timings = interleave({"kernel": attention.run, **read}, self.repeats)
         return {"part": "attention", **attention.row(), **_rate(timings, attention.pool.num_bytes)}
@@ -147,6 +150,7 @@ class Attention:
         format = self.pool.formats["kv"]
         return {
             "kv_dtype": format.dtype,
+            "attention_dtype": "int8" if format.rounded else "",
             "head_size": format.key_size,
             "num_query_heads": self.q_TqC.shape[1],
             "num_kv_heads": format.num_kv_heads,

@@ -11,6 +11,7 @@ COLUMNS = (
     Column("chunk_tokens", "chunk", "d"),
     Column("weight_dtype", "weights"),
     Column("kv_dtype", "KV"),
+    Column("attention_dtype", "--attention-dtype"),
     Column("layout", "kvp x tpa"),
     Column("threads", "threads", "d"),
     Column("execution", "layers"),

@@ -47,7 +47,7 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
     return Parameter(name="*", group="Engine")(record)
 
 
-_MEASURED = ("weight_dtype", "kv_dtype", "execution")
+_MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
 

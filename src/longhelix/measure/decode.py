@@ -64,6 +64,7 @@ def conditions(config: EngineConfig) -> Row:
     return {
         "weight_dtype": config.weight_dtype,
         "kv_dtype": config.kv_dtype,
+        "attention_dtype": config.attention_dtype or "",
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
         "ranks": config.layout.world_size,
         "threads": config.threads_per_rank,

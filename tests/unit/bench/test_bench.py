@@ -195,10 +195,12 @@ def test_every_kernel_is_timed_beside_its_bounds(monkeypatch, tmp_path):
         rows = list(job.measure(0, tmp_path))
     finally:
         native.set_num_threads(threads)
+    attends = ["", "int8"] if native.module.instruction_set() == "avx512" else [""]
+    assert [row["attention_dtype"] for row in rows if row["part"] == "attention"] == attends
     assert [row["part"] for row in rows] == [
-        "attention", "latent", *["products"] * 3, "chunk_attention", *["chunk_products"] * 3
+        *["attention"] * len(attends), "latent", *["products"] * 3, "chunk_attention", *["chunk_products"] * 3
     ]  # fmt: skip
-    attention, latent, product = rows[0], rows[1], rows[2]
+    attention, latent, product = rows[0], *rows[len(attends) : len(attends) + 2]
     assert attention["read_bytes"] == 64 * 2 * 2 * (32 + 2)  # tokens, KV heads, keys and values, channels and a scale
     assert latent["read_bytes"] == 64 * 576 * 2
     assert product["read_bytes"] == 48 * 32 * 2
