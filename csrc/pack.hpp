@@ -51,7 +51,7 @@ struct Quantised {
             strange = choose(values != values, values, strange);
         }
         constexpr bool kSigned = std::is_same_v<E, Int8>;
-        f32x16 spread = kSigned ? choose(-least > most, -least, most) : most - least;
+        f32x16 spread = kSigned ? without_sign(choose(-least > most, least, most)) : most - least;
         store_f16(sides, choose(strange != strange, strange, spread / static_cast<float>(kSteps)));
         f32x16 scale = load_f16(sides);
         store_f16(sides + kLanes, kSigned ? splat(0.0f) : least + scale * 8.0f);
@@ -69,6 +69,7 @@ struct Quantised {
     }
 
     INLINE f32x16 column(const float (&columns)[kScaleBlock][kLanes], int i) { return load<f32x16>(columns[i]); }
+    INLINE f32x16 without_sign(f32x16 values) { return as<f32x16>(as<u32x16>(values) & 0x7fffffffu); }
     INLINE i32x16 magnitude_and_sign(i32x16 numbers) { return choose(numbers < 0, -numbers + 128, numbers); }
 
     // A unit row: its two numbers of each lane, in 16 bits.

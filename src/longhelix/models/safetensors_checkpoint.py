@@ -52,17 +52,26 @@ class _MappedShard:
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             # Copied where it is written to, which never happens: torch wants memory that can be.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._bytes = np.frombuffer(mapped, np.uint8)
-        self._first = 8 + int.from_bytes(mapped[:8], "little")
-        self._entries = json.loads(mapped[8 : self._first])
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = np.frombuffer(self._mapped, np.uint8)
+        self._first = 8 + int.from_bytes(self._mapped[:8], "little")
+        self._entries = json.loads(self._mapped[8 : self._first])
 
     def read(self, tensor: TensorInfo, slices: tuple[slice, ...]) -> torch.Tensor:
         import torch
 
         start, stop = (self._first + at for at in self._entries[tensor.name]["data_offsets"])
+        if start < stop:
+            row_bytes, rows = (stop - start) // tensor.shape[0], slices[0]
+            self._read_ahead(start + rows.stop * row_bytes, (rows.stop - rows.start) * row_bytes)
         stored = torch.from_numpy(self._bytes[start:stop]).view(getattr(torch, tensor.dtype))
         return stored.view(tensor.shape)[slices]
+
+    def _read_ahead(self, start: int, num_bytes: int) -> None:
+        """Have the system read what follows, which is mostly asked for next, beside what is done with what was read."""
+        start -= start % mmap.PAGESIZE
+        if start < len(self._mapped):
+            self._mapped.madvise(mmap.MADV_WILLNEED, start, num_bytes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
