@@ -23,9 +23,9 @@ SPEC = ModelSpec(
     architecture="qwen2", num_layers=2, hidden_size=20, num_query_heads=9, num_kv_heads=3, head_size=4, ffn_size=17,
     vocab_size=31, max_positions=64, rms_norm_eps=1e-6, rope=RopeSpec(), dtype="float32", qkv_bias=True,
 )  # fmt: skip
-# Heads of 20 rows; with four ranks some columns are 32 and others none.
+# Heads of 24 rows, which do not fill panels.
 WIDE = ModelSpec(
-    architecture="qwen3_moe", num_layers=2, hidden_size=96, num_query_heads=8, num_kv_heads=4, head_size=20,
+    architecture="qwen3_moe", num_layers=2, hidden_size=96, num_query_heads=8, num_kv_heads=4, head_size=24,
     ffn_size=64, vocab_size=75, max_positions=64, rms_norm_eps=1e-6, rope=RopeSpec(), dtype="float32",
     moe=MoE(4, 2, 64, num_dense_layers=1),
 )  # fmt: skip
@@ -118,7 +118,13 @@ def test_products_are_laid_out_as_the_tensor_of_their_slices_is(wide_tensors, mo
     folder, made = wide_tensors
     monkeypatch.setattr(weights_module, "_PIECE_ELEMENTS", 700)
     for rank in range(layout.world_size):
-        parameters = [parameter for parameter in declare(WIDE, layout, rank) if parameter.stored is Stored.PRODUCT]
+        parameters = [
+            parameter
+            for parameter in declare(WIDE, layout, rank)
+            # Of some shares of columns no blocks can be made.
+            if parameter.stored is Stored.PRODUCT and PANELS.holds(parameter.local_shape, weight_dtype, CPU)
+        ]
+        assert {parameter.name for parameter in parameters} >= {"head", "layers.0.qkv", "layers.1.qkv"}
         told = []
         weights = Weights(SafetensorsCheckpoint(folder), parameters, torch.float32, weight_dtype, CPU, told.append)
         for parameter in parameters:
@@ -129,7 +135,7 @@ def test_products_are_laid_out_as_the_tensor_of_their_slices_is(wide_tensors, mo
             assert torch.equal(loaded.values, expected.values)
         assert not weights.left
         assert sum(told) == sum(parameter.num_elements for parameter in parameters)
-        assert max(told) <= 80 * 96  # whole heads and panels
+        assert max(told) <= 48 * 192  # whole heads and panels
 
 
 def test_products_that_cannot_be_packed_are_tensors(tensors):
