@@ -118,6 +118,7 @@ struct PackRows {
 
     // Every thread takes panels that follow each other: so two of them seldom ask for one new page of memory.
     void run() const {
+        if (call.num_rows == 0) return;
         std::int64_t first = call.first / kLanes, count = (call.first + call.num_rows + kLanes - 1) / kLanes - first;
         on_all_threads([&](int thread) {
             std::int64_t stop = first + count * (thread + 1) / threads();
@@ -126,43 +127,47 @@ struct PackRows {
     }
 
   private:
+    // Those of a panel that rows fill, and the row that fills the first of them.
     struct Lanes {
         int first, stop;
+        const u8* row;
     };
 
     void pack(std::int64_t panel) const {
         std::int64_t before = call.first - panel * kLanes;
         Lanes lanes{static_cast<int>(std::max<std::int64_t>(before, 0)),
-                    static_cast<int>(std::min<std::int64_t>(before + call.num_rows, kLanes))};
-        const u8* rows = static_cast<const u8*>(call.rows.data) - before * row_bytes;
+                    static_cast<int>(std::min<std::int64_t>(before + call.num_rows, kLanes)),
+                    static_cast<const u8*>(call.rows.data) + std::max<std::int64_t>(-before, 0) * row_bytes};
         u8* to = call.panels + panel * panel_bytes;
         for (std::int64_t input = 0; input < call.depth; input += kInputs) {
             int inputs = static_cast<int>(std::min<std::int64_t>(kInputs, call.depth - input));
             if (lanes.first == 0 && lanes.stop == kLanes) {
-                pack_block(rows, lanes, input, inputs, to);
+                pack_block(lanes, input, inputs, to);
             } else {
                 alignas(64) u8 block[kInputs * kInputBytes + kLanes * 4];
-                pack_block(rows, lanes, input, inputs, block);
+                pack_block(lanes, input, inputs, block);
                 for (int lane = lanes.first; lane < lanes.stop; ++lane) copy_lane(block, lane, inputs, to);
             }
             to += inputs * kInputBytes + (E::kScaled ? kLanes * 4 : 0);
         }
     }
 
-    void pack_block(const u8* rows, Lanes lanes, std::int64_t input, int inputs, u8* to) const {
+    void pack_block(const Lanes& lanes, std::int64_t input, int inputs, u8* to) const {
         const u8* places[kLanes];
         alignas(64) float staged[kLanes][kInputs];
         bool as_they_are = call.rows.number == kNumber || call.rows.number == Number::float32;
         for (int lane = 0; lane < kLanes; ++lane) {
-            bool here = lanes.first <= lane && lane < lanes.stop;
             places[lane] = reinterpret_cast<const u8*>(staged[lane]);
-            if (!here) {
+            if (lane < lanes.first || lane >= lanes.stop) {
                 std::memset(staged[lane], 0, sizeof staged[lane]);
-            } else if (as_they_are) {
-                places[lane] = rows + lane * row_bytes + input * (call.rows.number == Number::float32 ? 4 : 2);
+                continue;
+            }
+            const u8* row = lanes.row + (lane - lanes.first) * row_bytes;
+            if (as_they_are) {
+                places[lane] = row + input * (call.rows.number == Number::float32 ? 4 : 2);
             } else {
                 for (int i = 0; i < inputs; i += kLanes) {
-                    store(staged[lane] + i, load_number(rows + lane * row_bytes, input + i, call.rows.number));
+                    store(staged[lane] + i, load_number(row, input + i, call.rows.number));
                 }
             }
         }
