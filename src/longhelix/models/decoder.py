@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
             self.embedding, self.head = _tied(weights)
         else:
-            self.embedding = _plain(weights.find("embedding"), weights.weight_dtype)
+            self.embedding = _embedding(weights) if layout.has_embedding(rank) else None
         assert not weights.left, f"declared, but not used: {weights.left}"
 
     def products(self) -> list[Weight]:
@@ -117,9 +117,11 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
     if not FORMATS[weights.weight_dtype].weight_scales.bits:
         shared = weights.product("embedding")
         return shared, shared
+    embedding = _embedding(weights)
+    return embedding, weights.lay_out(embedding.values)
+
+
+def _embedding(weights: Weights) -> Weight:
+    """A weight of which only rows are read."""
     embedding_vH = weights.take("embedding")
-    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN), weights.lay_out(embedding_vH)
-
-
-def _plain(weight_OI: Tensor | None, dtype: str) -> Weight | None:
-    return None if weight_OI is None else Weight(weight_OI, dtype, *weight_OI.shape, PLAIN)
+    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN)
