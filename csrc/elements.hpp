@@ -146,6 +146,8 @@ INLINE Rows2 decode(u32x16 codes) {
     return {each_register(codes, [](Words bytes) { return (Words)Code::stored((Bytes)bytes); })};
 }
 
+using Pairs [[gnu::vector_size(4 * kRegisterLanes)]] = std::uint16_t;
+
 // The bytes of one unit row at `position`, each in the high byte of its lane.
 INLINE Words lane_bytes(Words codes, int row, int position) {
 #if defined(LONGHELIX_AVX2)
@@ -153,9 +155,11 @@ INLINE Words lane_bytes(Words codes, int row, int position) {
     __m128i four = _mm_setr_epi8(-1, -1, -1, at, -1, -1, -1, at + 2, -1, -1, -1, at + 4, -1, -1, -1, at + 6);
     return (Words)_mm256_shuffle_epi8((__m256i)codes, _mm256_broadcastsi128_si256(four));
 #else
-    // Two lanes have theirs in each of a row's two words.
-    Words twice = row ? __builtin_shufflevector(codes, codes, 2, 2, 3, 3) : __builtin_shufflevector(codes, codes, 0, 0, 1, 1);
-    return (position ? twice << Words{16, 0, 16, 0} : twice << Words{24, 8, 24, 8}) & 0xff000000u;
+    // A lane's two bytes are raised to its high half: not by a shift, as few processors shift lanes by different numbers.
+    Pairs pairs = (Pairs)codes, none{};
+    Words raised = (Words)(row ? __builtin_shufflevector(none, pairs, 4, 12, 5, 13, 6, 14, 7, 15)
+                               : __builtin_shufflevector(none, pairs, 0, 8, 1, 9, 2, 10, 3, 11));
+    return position ? raised & 0xff000000u : raised << 8;
 #endif
 }
 

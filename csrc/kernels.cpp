@@ -6,6 +6,7 @@
 #include "experts.hpp"
 #include "expand.hpp"
 #include "linear.hpp"
+#include "pack.hpp"
 #include "route.hpp"
 #include "write.hpp"
 
@@ -67,6 +68,8 @@ void draw(const Draws& call) { TakeDraws(call).run(); }
 
 void dequantise(const Blocks& call) { Dequantise(call).run(); }
 
+void pack(const Packing& call) { with_weight<Packing, PackRows>(call.number, call); }
+
 // Every thread reads from several places in turn: alone, a stream waits at the end of each page.
 double read(const void* data, std::size_t bytes) {
     constexpr int kStreams = 4, kLine = 512;
@@ -106,6 +109,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            candidates,
                            draw,
                            dequantise,
+                           pack,
                            read};
 
 }  // namespace longhelix::ISA

@@ -213,6 +213,17 @@ struct Blocks {
     float* to;
 };
 
+// Rows of a weight, laid out in its panels as the outputs `first` and those after it. Lanes of other outputs stay as they
+// are.
+struct Packing {
+    Rows rows;  // (num_rows, depth)
+    std::int64_t num_rows;
+    std::int64_t first;
+    std::uint8_t* panels;
+    Number number;
+    std::int64_t depth;
+};
+
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the extent of its sequence
@@ -226,6 +237,7 @@ struct Kernels {
     void (*candidates)(const Candidates&);
     void (*draw)(const Draws&);
     void (*dequantise)(const Blocks&);
+    void (*pack)(const Packing&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 

@@ -20,6 +20,7 @@ using namespace nb::literals;
 using longhelix::Address;
 using longhelix::at;
 using longhelix::Channel;
+using longhelix::check_weight_number;
 using longhelix::Collective;
 using longhelix::ExpertSet;
 using longhelix::Kind;
@@ -27,22 +28,11 @@ using longhelix::Number;
 using longhelix::perform;
 using longhelix::Pool;
 using longhelix::Rows;
+using longhelix::rows_at;
 using longhelix::Tape;
 using longhelix::Weight;
 
 namespace {
-
-bool is_row_number(Number number) {
-    return number == Number::float32 || number == Number::bfloat16 || number == Number::float16;
-}
-
-// Kernels would take the bytes of any other number for those of one that they know.
-Rows rows_at(Address data, Number number, std::int64_t stride) {
-    if (!is_row_number(number)) {
-        throw std::invalid_argument("native kernels take rows of float32, bfloat16 or float16");
-    }
-    return {at<const void>(data), number, stride};
-}
 
 void bind_calls(nb::module_& module) {
     nb::class_<Tape>(module, "Tape")
@@ -189,10 +179,7 @@ void bind_kernels(nb::module_& module) {
         .def(
             "__init__",
             [](Weight* self, Address data, Number number, std::int64_t depth) {
-                bool narrow = number == Number::int8 || number == Number::int4;
-                if (!narrow && !is_row_number(number)) {
-                    throw std::invalid_argument("a weight does not hold numbers of this type");
-                }
+                check_weight_number(number);
                 new (self) Weight{at<const std::uint8_t>(data), number, depth};
             },
             "data"_a, "number"_a, "depth"_a);
@@ -336,18 +323,6 @@ void bind_kernels(nb::module_& module) {
             });
         },
         unlocked);
-    nb::enum_<longhelix::BlockKind>(module, "BlockKind")
-        .value("q4_0", longhelix::BlockKind::q4_0)
-        .value("q4_1", longhelix::BlockKind::q4_1)
-        .value("q8_0", longhelix::BlockKind::q8_0);
-    module.def(
-        "dequantise",
-        [](Address from, std::int64_t stride_bytes, std::int64_t num_rows, std::int64_t blocks_per_row,
-           longhelix::BlockKind kind, Address to) {
-            longhelix::kernels().dequantise(
-                {at<const void>(from), stride_bytes, num_rows, blocks_per_row, kind, at<float>(to)});
-        },
-        unlocked);
     module.def("work", [] {
         return nb::make_tuple(longhelix::done.multiplied.load(), longhelix::done.attended.load());
     });
@@ -365,6 +340,7 @@ NB_MODULE(_native, module) {
     bind_numbers(module);
     bind_collectives(module);
     bind_kernels(module);
+    longhelix::bind_loading(module);
     longhelix::bind_sampling(module);
     bind_calls(module);
 }

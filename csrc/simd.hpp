@@ -18,6 +18,8 @@
 
 #if defined(LONGHELIX_AVX512) || defined(LONGHELIX_AVX2)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels.hpp"
@@ -332,10 +334,14 @@ INLINE f32x16 load_f16(const void* from) {
         return (Floats)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(LONGHELIX_AVX2)
         return (Floats)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+        return (Floats)vcvt_f32_f16((float16x4_t)bits);
 #else
-        Floats lanes;
-        for (int i = 0; i < kRegisterLanes; ++i) lanes[i] = static_cast<float>(__builtin_bit_cast(float16, bits[i]));
-        return lanes;
+        // float32 has the same fields at other places, and exponents larger by 112; those that say infinity or NaN stand apart.
+        Words wide = __builtin_convertvector(bits, Words);
+        Words magnitude = (Words)((Floats)((wide & 0x7fffu) << 13) * 0x1p112f);
+        magnitude = choose((wide & 0x7c00u) == 0x7c00u, magnitude | 0x7f800000u, magnitude);
+        return (Floats)(magnitude | (wide & 0x8000u) << 16);
 #endif
     });
 }
@@ -346,12 +352,17 @@ INLINE void store_f16(void* to, f32x16 value) {
         return (Shorts)_mm512_cvtps_ph((__m512)lanes, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(LONGHELIX_AVX2)
         return (Shorts)_mm256_cvtps_ph((__m256)lanes, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+        return (Shorts)vcvt_f16_f32((float32x4_t)lanes);
 #else
-        Shorts bits;
-        for (int i = 0; i < kRegisterLanes; ++i) {
-            bits[i] = __builtin_bit_cast(std::uint16_t, static_cast<float16>(static_cast<float>(lanes[i])));
-        }
-        return bits;
+        // To nearest, ties to even. What is added to the smallest leaves their last bit in the lowest place.
+        Words wide = (Words)lanes & 0x7fffffffu;
+        Words rounded = (wide + 0xfffu + ((wide >> 13) & 1u) - (112u << 23)) >> 13;
+        Words smallest = (Words)((Floats)wide + 0.5f) - 0x3f000000u;
+        Words beyond = choose((Ints)wide > 0x7f800000, (wide >> 13 & 0x3ffu) | 0x7e00u, Words{} + 0x7c00u);
+        Words half = choose((Ints)wide < 0x38800000, smallest, rounded);
+        half = choose((Ints)wide < 0x47800000, half, beyond);
+        return __builtin_convertvector(half | ((Words)lanes >> 16 & 0x8000u), Shorts);
 #endif
     });
 }

@@ -6,17 +6,20 @@ import json
 import random
 import sys
 from array import array
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 import toy
 
+sys.path.append(str(Path(__file__).parents[1]))
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
 from longhelix.workers.started_rank import StartedRank
+from tensors import Tensors
 
 SPEC = ModelSpec(
     architecture="llama",
@@ -85,7 +88,7 @@ def main():
     started = StartedRank.from_command_line()
     size, *marks = map(int, started.arguments)
     mesh = toy.join(started, size)
-    runner = toy.make_runner(SPEC, mesh, toy.Tensors(SPEC), "bfloat16", NUM_BLOCKS)
+    runner = toy.make_runner(SPEC, mesh, Tensors.of(SPEC), "bfloat16", NUM_BLOCKS)
     scheduler = Scheduler(SchedulerConfig(kvp=size, num_blocks=NUM_BLOCKS, max_model_len=4096, chunk_tokens=256))
     loop, steps, wave = Loop(scheduler, toy.AtOnce(runner), lambda: 0.0), 0, 0
     for mark in marks:

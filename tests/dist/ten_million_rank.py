@@ -36,6 +36,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
 from longhelix.workers.started_rank import StartedRank
 from packed_pool import LARGEST, stored
+from tensors import Tensors
 
 TOKENS = 10_000_000
 CHUNK_TOKENS = 62_500
@@ -100,7 +101,7 @@ def make_tensors():
         "model.embed_tokens.weight": np.eye(VOCAB),
         "lm_head.weight": 2 * np.eye(VOCAB) + normal((VOCAB, HIDDEN)) / 16,
     }
-    return toy.Tensors(SPEC, {name: torch.from_numpy(tensor).float() for name, tensor in tensors.items()})
+    return Tensors.of(SPEC, {name: torch.from_numpy(tensor).float() for name, tensor in tensors.items()})
 
 
 def needle_token(row):

@@ -52,6 +52,16 @@ def llm(oracle):
         yield started
 
 
+def test_loading_tells_its_share_in_many_steps():
+    """Of a model with one large tensor among many small ones, on ranks that read at the same time."""
+    shares = []
+    with LLM("builtin", Layout(tpa=3), max_model_len=64, on_load=shares.append):
+        pass
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert max(after - before for before, after in itertools.pairwise([0, *shares])) < 0.04
+
+
 def tokens_of(llm, prompt, **sampling):
     (result,) = llm.generate([prompt], SamplingParams(max_new_tokens=12, **sampling))
     return result.token_ids

@@ -10,7 +10,7 @@ from longhelix.kernels import KVFormat, native
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
-from longhelix.models.weights import load
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.execution import Execution
 from longhelix.runner.rank import find, meet
@@ -30,33 +30,15 @@ def join(started, size):
     return mesh
 
 
-class Tensors:
-    """A checkpoint in memory. What `tensors` lacks is random: the same on every rank."""
-
-    def __init__(self, spec, tensors=None, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        self._tensors = {
-            source.name: torch.randn(source.shape, generator=generator) / 8 + (len(source.shape) == 1)  # norms about 1
-            for parameter in declare(spec, Layout(), 0)
-            for source in parameter.sources
-        } | (tensors or {})
-
-    def __getitem__(self, name):
-        return self._tensors[name]
-
-    def read(self, name, slices):
-        return self._tensors[name][slices]
-
-
 def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     """What was never written to the pool is NaN, or has a scale that is."""
-    weights = load(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, CPU, lambda elements: None)
+    weights = Weights(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, "float32", CPU)
     heads = len(mesh.layout.kv_heads(HeadShape(spec.num_query_heads, spec.num_kv_heads), mesh.rank))
     format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, spec.head_size, spec.head_size, CPU)
     pool = KVPool({"kv": format}, spec.num_layers, num_blocks, CPU)
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
-    model = Decoder(spec, mesh, weights, "float32")
+    model = Decoder(spec, mesh, weights)
     execution = Execution.resolve(compile=False, replay=True, whole=False, found=find(mesh, model, pool))
     return ModelRunner(spec, mesh, model, pool, execution)
 

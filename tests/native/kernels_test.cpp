@@ -694,6 +694,62 @@ void test_dequantise(const Kernels& kernels, Random& random) {
     }
 }
 
+// What (output, input) of a weight stands for in panels of `number`; kernels.hpp has their description.
+double packed_value(const std::uint8_t* panels, Number number, std::int64_t depth, std::int64_t output, std::int64_t input) {
+    std::int64_t panel = output / kLanes, lane = output % kLanes;
+    auto half = [](const std::uint8_t* at) {
+        float16 value;
+        std::memcpy(&value, at, sizeof value);
+        return static_cast<double>(value);
+    };
+    if (number == Number::float16) return half(panels + ((panel * depth + input) * kLanes + lane) * 2);
+    if (number == Number::float32 || number == Number::bfloat16) {
+        std::int64_t step = number == Number::bfloat16 ? 2 : 1;
+        const std::uint8_t* unit = panels + ((panel * depth / step + input / step) * kLanes + lane) * 4;
+        float value;
+        if (number == Number::float32) return std::memcpy(&value, unit, 4), value;
+        bfloat16 pair[2];
+        return std::memcpy(pair, unit, 4), static_cast<float>(pair[input % 2]);
+    }
+    std::int64_t bits = number == Number::int8 ? 8 : 4, block_bytes = kScaleBlock * kLanes * bits / 8 + 4 * kLanes;
+    const std::uint8_t* block = panels + (panel * depth / kScaleBlock + input / kScaleBlock) * block_bytes;
+    std::int64_t row = input % kScaleBlock / 2, at_once = bits == 8 ? 2 : 4;
+    std::uint8_t byte = block[row / at_once * 64 + lane / 4 * 16 + row % 2 * 8 + lane % 4 * 2 + input % 2];
+    int stored = bits == 8 ? (byte & 127) * (byte & 128 ? -1 : 1) : (row % 4 < 2 ? byte & 15 : byte >> 4) - 8;
+    const std::uint8_t* sides = block + block_bytes - 4 * kLanes + lane * 2;
+    return half(sides) * stored + half(sides + 2 * kLanes);
+}
+
+void test_pack(const Kernels& kernels, Random& random) {
+    Number number = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
+    bool scaled = number > Number::float16, int4 = number == Number::int4;
+    std::int64_t depth = scaled ? kScaleBlock * (1 + random.below(4)) : kLanes * (1 + random.below(8));
+    std::int64_t rows = random.of({0, 1, 3, 15, 16, 17, 40, 100}), first = random.below(40);
+    std::int64_t panels = (first + rows + kLanes - 1) / kLanes + 1;
+    Matrix weight(random.number(), rows, depth, random.of({0, 1, 16}));
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t i = 0; i < depth; ++i) {  // with the ends of each scale block's range, so that all are exact
+            int most = int4 ? 15 : 127, least = int4 ? 0 : -127, place = i % kScaleBlock;
+            int step = place == 0 ? most : place == 1 ? least : least + random.below(most - least + 1);
+            weight.set(row, i, 0.0625 * step);
+        }
+    }
+    std::int64_t panel_bytes = depth * kLanes * (number == Number::float32 ? 8 : scaled ? int4 ? 1 : 2 : 4) / 2;
+    Bytes packed(panels * (panel_bytes + (scaled ? depth / kScaleBlock * 4 * kLanes : 0)));
+    on_threads([&] {
+        packed.reset();
+        kernels.pack({weight.as_rows(), rows, first, packed.data.get(), number, depth});
+        return packed.copy();
+    });
+    for (std::int64_t output = 0; output < panels * kLanes; ++output) {
+        bool written = first <= output && output < first + rows;
+        for (std::int64_t i = 0; i < depth; ++i) {
+            double value = packed_value(packed.data.get(), number, depth, output, i);
+            check(written ? value == weight.get(output - first, i) : std::isnan(value), "a number of a panel");
+        }
+    }
+}
+
 void test_read(const Kernels& kernels, Random& random) {
     // Whole lines for the four streams of each of four threads, and some that nobody reads.
     std::int64_t lines = random.below(4), rest = random.below(512);
@@ -709,7 +765,8 @@ void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
         {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
         {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts},
-        {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise}};
+        {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise},
+        {"pack", test_pack}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -20,6 +20,7 @@ from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
+from longhelix.models.weights import Weights
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.perf.layouts import Layouts
@@ -30,6 +31,7 @@ from longhelix.runner.config import EngineConfig
 from longhelix.runner.rank import new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
+from tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -103,16 +105,9 @@ TINY = ModelSpec.from_hf_config(
 
 def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
     """The hidden states of a prompt's last row, in the second of two chunks, which sees the first through the pool."""
-    generator, group = seeded(4), RankGroup((0,), 0, None)
-    weights = {
-        parameter.name: torch.randn(
-            sum(source.local_shape[0] for source in parameter.sources),
-            *parameter.sources[0].local_shape[1:],
-            generator=generator,
-        )
-        for parameter in declare(TINY, Layout(), 0)
-    }
-    model = Decoder(TINY, Mesh(Layout(), 0, group, group, group), weights, "float32")
+    group = RankGroup((0,), 0, None)
+    weights = Weights(Tensors.of(TINY), declare(TINY, Layout(), 0), torch.float32, "float32", CPU)
+    model = Decoder(TINY, Mesh(Layout(), 0, group, group, group), weights)
     runner = new_runner(config, model.mesh, model, new_pool(config, 0, 4))
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=40, blocks_per_rank=(3,), spread=True)
     tokens = array("i", [5, 3, 8, 1] * 5).tobytes()

@@ -1,12 +1,12 @@
 """Weights of matrix products, and how they can lie in memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from longhelix.errors import UserError
 from longhelix.kernels import native
@@ -18,8 +18,8 @@ class Arrangement(Protocol):
 
     name: str
 
-    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
-        """Whether this matrix can lie so, stored in `dtype`."""
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        """Whether a matrix of that shape can lie so there, stored in `dtype`."""
         ...
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
@@ -36,8 +36,8 @@ class Plain:
 
     name = "plain"
 
-    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
-        return self.name in FORMATS[dtype].weights or not weight_OI.numel()
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        return self.name in FORMATS[dtype].weights or 0 in shape_OI
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
         return Weight(weight_OI, dtype, *weight_OI.shape, self)
@@ -54,16 +54,43 @@ class Panels:
 
     name = "panels"
 
-    def holds(self, weight_OI: Tensor, dtype: str) -> bool:
-        on_cpu = native.module is not None and weight_OI.device.type == "cpu"
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        on_cpu = native.module is not None and device.type == "cpu"
         inputs = FORMATS[dtype].weight_scales.numbers or native.LANES
-        return on_cpu and self.name in FORMATS[dtype].weights and weight_OI.shape[1] % inputs == 0
+        return on_cpu and self.name in FORMATS[dtype].weights and shape_OI[1] % inputs == 0
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
-        outputs, depth = weight_OI.shape
-        width = outputs // halves
-        padded_OI = pad(weight_OI.unflatten(0, (halves, width)), (0, 0, 0, -width % native.LANES)).flatten(0, 1)
-        return Weight(_pack(padded_OI, dtype), dtype, outputs, depth, self)
+        weight = self.new_panels(*weight_OI.shape, dtype, halves)
+        self.write(weight_OI, 0, weight, halves)
+        return weight
+
+    def new_panels(self, outputs: int, depth: int, dtype: str, halves: int) -> "Weight":
+        """Panels whose outputs `write` then lays out one after the other; what fills up the last ones is zero."""
+        panels = halves * -(-outputs // halves // native.LANES)
+        panel_bytes = int(native.LANES * depth * FORMATS[dtype].weight_bytes)
+        values = torch.empty(panels * panel_bytes, dtype=torch.uint8)
+        if depth and outputs // halves % native.LANES:
+            values.view(halves, -1)[:, -panel_bytes:] = 0
+        return Weight(values, dtype, outputs, depth, self)
+
+    def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
+        """Lay out some rows of W, float32, bfloat16 or float16, as its outputs `first` and those after it."""
+        rows_OI = rows_OI if rows_OI.stride(1) == 1 else rows_OI.contiguous()
+        width = weight.outputs // halves
+        padded_width = -(-width // native.LANES) * native.LANES
+        for half in range(halves):
+            start, stop = max(half * width, first), min((half + 1) * width, first + len(rows_OI))
+            if start < stop and weight.depth:
+                native.module.pack(
+                    rows_OI[start - first].data_ptr(),
+                    native.NUMBER_BY_DTYPE[rows_OI.dtype],
+                    rows_OI.stride(0),
+                    stop - start,
+                    half * padded_width + start - half * width,
+                    weight.values.data_ptr(),
+                    getattr(native.module.Number, weight.dtype),
+                    weight.depth,
+                )
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         step = 2 if weight.dtype == "bfloat16" else 1
@@ -110,51 +137,18 @@ def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
 
     `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
     """
-    chosen = next((arrangement for arrangement in ARRANGEMENTS.values() if arrangement.holds(weight_OI, dtype)), None)
-    if chosen is None:
-        raise UserError(
-            f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of "
-            f"{FORMATS[dtype].weight_scales.numbers}, but a weight has {weight_OI.shape[1]}: set weight_dtype to the "
-            "model's dtype"
-        )
-    return chosen.new_weight(weight_OI, dtype, halves)
+    return choose_arrangement([tuple(weight_OI.shape)], dtype, weight_OI.device).new_weight(weight_OI, dtype, halves)
 
 
-def _pack(weight_OI: Tensor, dtype: str) -> Tensor:
-    if not weight_OI.numel():  # of a rank that owns nothing of it
-        return weight_OI.new_empty(0, dtype=torch.uint8)
-    lanes_OXI = weight_OI.unflatten(0, (-1, native.LANES))
-    if FORMATS[dtype].weight_scales.bits:
-        return _pack_narrow(lanes_OXI.float(), dtype)
-    typed_OXI = lanes_OXI.to(getattr(torch, dtype))
-    units = typed_OXI.unflatten(2, (-1, 2)) if dtype == "bfloat16" else typed_OXI
-    return units.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
-
-
-def _pack_narrow(lanes_OXI: Tensor, dtype: str) -> Tensor:
-    blocks = lanes_OXI.unflatten(2, (-1, FORMATS[dtype].weight_scales.numbers))  # (panels, lanes, blocks, 32)
-    codes, scales, offsets = _quantise(blocks, dtype)
-    # The order that csrc/elements.hpp's byte_offset and Int4 define: unit rows in pairs, or in fours.
-    rows = blocks.shape[3] // 2
-    if dtype == "int8":
-        split = codes.view(*codes.shape[:1], 4, 4, codes.shape[2], rows // 2, 2, 2)
-        stored = split.permute(0, 3, 4, 1, 5, 2, 6).flatten(2)
-    else:
-        split = codes.view(*codes.shape[:1], 4, 4, codes.shape[2], rows // 4, 2, 2, 2)
-        low, high = split.unbind(5)
-        stored = (low | high << 4).permute(0, 3, 4, 1, 5, 2, 6).flatten(2)
-    sides = [side.transpose(1, 2).contiguous().view(torch.uint8) for side in (scales, offsets)]
-    return torch.cat((stored, *sides), dim=2).contiguous().view(-1)
-
-
-def _quantise(blocks: Tensor, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8), float16 scales and offsets of blocks along the last dim."""
-    if dtype == "int8":
-        scales = (blocks.abs().amax(-1) / 127).half()
-        offsets = torch.zeros_like(scales)
-        values = (blocks / scales.float().clamp(min=1e-12).unsqueeze(-1)).round().clamp(-127, 127)
-        return values.abs().to(torch.uint8) | (values < 0).to(torch.uint8) << 7, scales, offsets
-    least, most = blocks.aminmax(dim=-1)
-    scales = ((most - least) / 15).half()
-    values = ((blocks - least.unsqueeze(-1)) / scales.float().clamp(min=1e-12).unsqueeze(-1)).round().clamp(0, 15)
-    return values.to(torch.uint8), scales, (least + 8 * scales.float()).half()
+def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> Arrangement:
+    """The first arrangement that holds matrices of all these shapes. Raises UserError if none does."""
+    shapes = list(shapes)
+    for arrangement in ARRANGEMENTS.values():
+        if all(arrangement.holds(shape_OI, dtype, device) for shape_OI in shapes):
+            return arrangement
+    multiple = FORMATS[dtype].weight_scales.numbers
+    depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
+    raise UserError(
+        f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of {multiple}, but a weight has "
+        f"{depth}: set weight_dtype to the model's dtype"
+    )

@@ -2,11 +2,12 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, make_weight, partial_attention, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
+from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
@@ -22,9 +23,8 @@ class Attention(nn.Module):
         self,
         spec: ModelSpec,
         mesh: Mesh,
-        weights: dict[str, Tensor],
+        weights: Weights,
         prefix: str,
-        weight_dtype: str,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class Attention(nn.Module):
         self.scale = spec.head_size**-0.5
         self.eps = spec.rms_norm_eps
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
-        self.norm = weights.pop(prefix + "attention_norm")
-        self.qkv = make_weight(weights.pop(prefix + "qkv"), weight_dtype)
-        self.qkv_bias = weights.pop(prefix + "qkv_bias", None)
-        self.q_norm = weights.pop(prefix + "q_norm", None)
-        self.k_norm = weights.pop(prefix + "k_norm", None)
-        self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
-        self.output_bias = weights.pop(prefix + "output_bias", None)
+        self.norm = weights.take(prefix + "attention_norm")
+        self.qkv = weights.product(prefix + "qkv")
+        self.qkv_bias = weights.find(prefix + "qkv_bias")
+        self.q_norm = weights.find(prefix + "q_norm")
+        self.k_norm = weights.find(prefix + "k_norm")
+        self.output = weights.product(prefix + "output")
+        self.output_bias = weights.find(prefix + "output_bias")
 
     @property
     def products(self) -> tuple[Weight, ...]:

@@ -4,31 +4,30 @@ import torch
 from torch import Tensor, nn
 
 from longhelix.cache.pool import KVPool
-from longhelix.kernels import PLAIN, KVLayer, Weight, linear, make_weight
+from longhelix.kernels import PLAIN, KVLayer, Weight, linear
 from longhelix.models.attention import Attention
 from longhelix.models.batch import Batch
 from longhelix.models.experts import ExpertFFN
 from longhelix.models.ffn import DenseFFN
 from longhelix.models.latent_attention import LatentAttention
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
-from longhelix.spec import ModelSpec
+from longhelix.spec import FORMATS, ModelSpec
 
 
 class Layer(nn.Module):
     """Attention and FFN, each with a norm before it and added to the residual. `entries`: what the layer caches, by
     name."""
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], index: int, weight_dtype: str, spans: Spans
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, index: int, spans: Spans) -> None:
         super().__init__()
         self.spans = spans
         prefix = f"layers.{index}."
         attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, weight_dtype, spans)
+        self.attention = attention(spec, mesh, weights, prefix, spans)
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
-        self.ffn = ffn(spec, mesh, weights, prefix, weight_dtype)
+        self.ffn = ffn(spec, mesh, weights, prefix)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
         hidden_TH = self.attention(hidden_TH, batch, **entries)
@@ -41,13 +40,11 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """This rank's shard of the model: the layers of its stage, the embedding on the first stage, the head on the last.
 
-    `weights`: those of `parameters.declare` for the same layout and rank. Each is taken out of the dict as it is
-    packed, so that there is never a second copy of all of them. `spans` are told of what layers do.
+    `weights`: those of `parameters.declare` for the same layout and rank, of which all are taken. `spans` are told of
+    what layers do.
     """
 
-    def __init__(
-        self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], weight_dtype: str, spans: Spans = UNTRACED
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
         super().__init__()
         layout, rank = mesh.layout, mesh.rank
         self.spans = spans
@@ -57,14 +54,15 @@ class Decoder(nn.Module):
         self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
-        self.dtype = weights[f"layers.{self.indices.start}.attention_norm"].dtype
-        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, weight_dtype, spans) for index in self.indices)
-        embedding_vH, self.norm = weights.pop("embedding", None), weights.pop("norm", None)
-        head_vH = weights.pop("head", embedding_vH)  # one matrix, where embeddings are tied and this rank has both
-        self.head = make_weight(head_vH, weight_dtype) if layout.has_head(rank) else None
-        shared = self.head is not None and self.head.has_rows and head_vH is embedding_vH
-        self.embedding = self.head if shared else _plain(embedding_vH, weight_dtype)
-        assert not weights, f"declared, but not used: {list(weights)}"
+        self.dtype = weights.dtype
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, spans) for index in self.indices)
+        self.norm = weights.find("norm")
+        self.head = weights.product("head") if "head" in weights.left else None
+        if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
+            self.embedding, self.head = _tied(weights)
+        else:
+            self.embedding = _embedding(weights) if layout.has_embedding(rank) else None
+        assert not weights.left, f"declared, but not used: {weights.left}"
 
     def products(self) -> list[Weight]:
         """The weights that this rank multiplies with. A weight of which the rank has nothing is left out."""
@@ -114,5 +112,16 @@ class Decoder(nn.Module):
         return self.mesh.ffn.all_reduce(hidden_TH)
 
 
-def _plain(weight_OI: Tensor | None, dtype: str) -> Weight | None:
-    return None if weight_OI is None else Weight(weight_OI, dtype, *weight_OI.shape, PLAIN)
+def _tied(weights: Weights) -> tuple[Weight, Weight]:
+    """The embedding and the head: one weight, where the head's format can give its rows back."""
+    if not FORMATS[weights.weight_dtype].weight_scales.bits:
+        shared = weights.product("embedding")
+        return shared, shared
+    embedding = _embedding(weights)
+    return embedding, weights.lay_out(embedding.values)
+
+
+def _embedding(weights: Weights) -> Weight:
+    """A weight of which only rows are read."""
+    embedding_vH = weights.take("embedding")
+    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN)

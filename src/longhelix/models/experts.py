@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import PANELS, PLAIN, Experts, Weight, linear, make_weight, route, run_experts
+from longhelix.kernels import Experts, Weight, linear, make_weight, route, run_experts
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
-from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec import ModelSpec
 
 
 class ExpertFFN(nn.Module):
@@ -18,26 +19,26 @@ class ExpertFFN(nn.Module):
     group and its sum over groups are one sum here).
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
         super().__init__()
         assert spec.moe is not None
         self.moe = spec.moe
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
-        self.norm = weights.pop(prefix + "ffn_norm")
-        router_XH = weights.pop(prefix + "router")
+        self.norm = weights.take(prefix + "ffn_norm")
+        router_XH = weights.take(prefix + "router")
         if spec.moe.shared_gate:
-            router_XH = torch.cat((router_XH, weights.pop(prefix + "shared_gate")))
+            router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
         # In float32, since near scores choose experts.
         self.router = make_weight(router_XH.float(), "float32")
-        bias_E = weights.pop(prefix + "routing_bias", None)
+        bias_E = weights.find(prefix + "routing_bias")
         self.bias_E = None if bias_E is None else bias_E.float()
         held = mesh.layout.experts(spec.moe.num_experts, mesh.rank)
         self.num_held = len(held)
         stems = {expert: f"{prefix}experts.{expert}." for expert in held}
         if spec.moe.shared_size:
             stems[spec.moe.num_experts] = prefix + "shared."
-        self.experts = _make_experts(weights, stems, weight_dtype)
+        self.experts = _make_experts(weights, stems)
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -58,19 +59,12 @@ class ExpertFFN(nn.Module):
         return self.mesh.ffn.all_reduce_add(run_experts(hidden_TH, self.experts, *taken, **norm), hidden_TH)
 
 
-def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: str) -> Experts:
-    """The experts with the weights whose names begin with `stems`, by number. Weights are taken out of `weights` as
-    they are laid out."""
-    # Where one cannot lie in panels, none does; of narrow numbers make_weight then says why.
-    found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
-    panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)
-
-    def make(name: str, halves: int) -> Weight:
-        weight_OI = weights.pop(name)
-        return make_weight(weight_OI, dtype, halves) if panels else PLAIN.new_weight(weight_OI, dtype, halves)
-
+def _make_experts(weights: Weights, stems: Mapping[int, str]) -> Experts:
+    """The experts with the weights whose names begin with `stems`, by number."""
+    # Where one cannot lie in panels, none does.
+    arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
     gate_up, down = [], []
     for stem in stems.values():
-        gate_up.append(make(stem + "gate_up", 2))
-        down.append(make(stem + "down", 1))
+        gate_up.append(weights.product(stem + "gate_up", 2, arrangement))
+        down.append(weights.product(stem + "down", 1, arrangement))
     return Experts(tuple(stems), tuple(gate_up), tuple(down), torch.zeros(len(stems), dtype=torch.int64))

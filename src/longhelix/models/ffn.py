@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import Weight, linear, make_weight
+from longhelix.kernels import Weight, linear
 from longhelix.models.projection import add_projected
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
 
@@ -11,15 +12,15 @@ from longhelix.spec import ModelSpec
 class DenseFFN(nn.Module):
     """SwiGLU (arXiv 2002.05202): columns over TPF = N, one all-reduce."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: dict[str, Tensor], prefix: str, weight_dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
         super().__init__()
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
-        self.norm = weights.pop(prefix + "ffn_norm")
-        self.gate_up = make_weight(weights.pop(prefix + "gate_up"), weight_dtype, halves=2)
-        self.gate_up_bias = weights.pop(prefix + "gate_up_bias", None)
-        self.down = make_weight(weights.pop(prefix + "down"), weight_dtype)
-        self.down_bias = weights.pop(prefix + "down_bias", None)
+        self.norm = weights.take(prefix + "ffn_norm")
+        self.gate_up = weights.product(prefix + "gate_up", halves=2)
+        self.gate_up_bias = weights.find(prefix + "gate_up_bias")
+        self.down = weights.product(prefix + "down")
+        self.down_bias = weights.find(prefix + "down_bias")
 
     @property
     def products(self) -> tuple[Weight, ...]:

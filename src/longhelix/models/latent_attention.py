@@ -12,7 +12,6 @@ from longhelix.kernels import (
     can_expand,
     direct_attention,
     linear,
-    make_weight,
     partial_attention,
     rms_norm,
     rotate_heads,
@@ -22,6 +21,7 @@ from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange
 from longhelix.models.projection import add_projected
+from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
@@ -49,9 +49,8 @@ class LatentAttention(nn.Module):
         self,
         spec: ModelSpec,
         mesh: Mesh,
-        weights: dict[str, Tensor],
+        weights: Weights,
         prefix: str,
-        weight_dtype: str,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()
@@ -65,23 +64,21 @@ class LatentAttention(nn.Module):
         self.head_size = spec.head_size
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
         held, merged = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
-        self.norm = weights.pop(prefix + "attention_norm")
-        self.query_norm = weights.pop(prefix + "query_norm", None)
-        down_XH, down_bias_X = weights.pop(prefix + "latent_down"), weights.pop(prefix + "latent_down_bias", None)
+        self.norm = weights.take(prefix + "attention_norm")
+        self.query_norm = weights.find(prefix + "query_norm")
+        down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
         halves_X = _in_halves(1, len(down_XH), spec.mla.rope_size)
-        self.down = make_weight(down_XH[halves_X], weight_dtype)
+        self.down = weights.lay_out(down_XH[halves_X])
         self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
-        query_up_XY = weights.pop(prefix + "query_up")
-        self.query_up = make_weight(
-            query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)], weight_dtype
-        )
-        self.latent_norm = weights.pop(prefix + "latent_norm")
-        self.up_qXZ = weights.pop(prefix + "latent_up").unflatten(0, (len(held), -1))
+        query_up_XY = weights.take(prefix + "query_up")
+        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)])
+        self.latent_norm = weights.take(prefix + "latent_norm")
+        self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(held), -1))
         self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
         self.merged = slice(merged.start - held.start, merged.stop - held.start)
-        self.output = make_weight(weights.pop(prefix + "output"), weight_dtype)
-        self.output_bias = weights.pop(prefix + "output_bias", None)
+        self.output = weights.product(prefix + "output")
+        self.output_bias = weights.find(prefix + "output_bias")
 
     @property
     def products(self) -> tuple[Weight, ...]:

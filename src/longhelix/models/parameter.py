@@ -8,11 +8,13 @@ from longhelix.spec.weights import Stored
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor of `shape`, of which a rank keeps `slices` (one range per dim)."""
+    """A checkpoint tensor of `shape`, of which a rank keeps `slices` (one range per dim). Its rows are read in whole
+    units of `row_unit`: a head's, or single ones."""
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[range, ...]
+    row_unit: int = 1
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -31,6 +33,11 @@ class Parameter:
     sources: tuple[Source, ...]
     exact: bool = False
     stored: Stored = Stored.ACTIVATION
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        rows = sum(source.local_shape[0] for source in self.sources)
+        return (rows, *self.sources[0].local_shape[1:])
 
     @property
     def num_elements(self) -> int:

@@ -5,6 +5,7 @@ The loader reads by this table, and a checkpoint is checked against it before an
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from longhelix.errors import UserError
@@ -80,12 +81,12 @@ def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str,
 def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
     pieces = ((held(dim), dim.unit) for dim in weight.dims)
     slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in pieces)
-    return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices)
+    return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices, weight.rows.unit)
 
 
 def _of_expert(template: Parameter, expert: int) -> Parameter:
-    sources = tuple(Source(source.name.format(expert), source.shape, source.slices) for source in template.sources)
-    return Parameter(template.name.format(expert), sources, template.exact, template.stored)
+    sources = tuple(replace(source, name=source.name.format(expert)) for source in template.sources)
+    return replace(template, name=template.name.format(expert), sources=sources)
 
 
 def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:

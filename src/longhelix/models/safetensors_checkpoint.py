@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
@@ -34,14 +36,42 @@ class SafetensorsCheckpoint:
         )
         self._weight_map = _read_weight_map(path)
         self.tensors: Mapping[str, TensorInfo] = _read_shards(path, self._weight_map)
-        self._shards: dict[str, Any] = {}
+        self._shards: dict[str, _MappedShard] = {}
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`."""
         shard = self._weight_map[name]
         if shard not in self._shards:
-            self._shards[shard] = safe_open(self.path / shard, framework="pt")
-        return self._shards[shard].get_slice(name)[slices]
+            self._shards[shard] = _MappedShard(self.path / shard)
+        return self._shards[shard].read(self.tensors[name], slices)
+
+
+class _MappedShard:
+    """A safetensors file that was found sound, mapped. The format: https://github.com/huggingface/safetensors#format."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            # Copied where it is written to, which never happens: torch wants memory that can be.
+            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = np.frombuffer(self._mapped, np.uint8)
+        self._first = 8 + int.from_bytes(self._mapped[:8], "little")
+        self._entries = json.loads(self._mapped[8 : self._first])
+
+    def read(self, tensor: TensorInfo, slices: tuple[slice, ...]) -> torch.Tensor:
+        import torch
+
+        start, stop = (self._first + at for at in self._entries[tensor.name]["data_offsets"])
+        if start < stop:
+            row_bytes, rows = (stop - start) // tensor.shape[0], slices[0]
+            self._read_ahead(start + rows.stop * row_bytes, (rows.stop - rows.start) * row_bytes)
+        stored = torch.from_numpy(self._bytes[start:stop]).view(getattr(torch, tensor.dtype))
+        return stored.view(tensor.shape)[slices]
+
+    def _read_ahead(self, start: int, num_bytes: int) -> None:
+        """Have the system read what follows, which is mostly asked for next, beside what is done with what was read."""
+        start -= start % mmap.PAGESIZE
+        if start < len(self._mapped):
+            self._mapped.madvise(mmap.MADV_WILLNEED, start, num_bytes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

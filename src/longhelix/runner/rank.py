@@ -16,7 +16,7 @@ from longhelix.machine import host
 from longhelix.models.decoder import Decoder
 from longhelix.models.model_files import open_checkpoint
 from longhelix.models.parameters import declare
-from longhelix.models.weights import load
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution, Found
@@ -50,16 +50,17 @@ def load_model(
     progress: Callable[[int], None] = lambda elements: None,
     spans: Spans = UNTRACED,
 ) -> Decoder:
-    """This rank's shard of the model. `progress` is called with the elements of each parameter once it is loaded.
+    """This rank's shard of the model. `progress` is called with elements of weights as they are loaded.
     `spans` are told of what layers do, except in compiled graphs, which cannot tell."""
-    weights = load(
+    weights = Weights(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
         getattr(torch, config.dtype),
+        config.weight_dtype,
         device_of(config, mesh.rank),
         progress,
     )
-    return Decoder(config.spec, mesh, weights, config.weight_dtype, UNTRACED if config.compile else spans)
+    return Decoder(config.spec, mesh, weights, UNTRACED if config.compile else spans)
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:

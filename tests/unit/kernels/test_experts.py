@@ -18,9 +18,11 @@ from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.experts import _make_experts
 from longhelix.models.parameters import declare
+from longhelix.models.weights import Weights
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec, MoE
+from tensors import Tensors, weights_of
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
@@ -252,7 +254,8 @@ def test_no_rows_no_experts_and_no_columns():
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
-    empty = _make_experts({"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}, {0: "a."}, "float32")
+    tensors = {"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}
+    empty = _make_experts(weights_of(tensors, "float32"), {0: "a."})
     assert empty.arrangement is PLAIN
     x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
     out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
@@ -266,15 +269,16 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
 
     stems = {0: "a.", 1: "b."}
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
-    kept = _make_experts(mixed, stems, "float32")
-    assert not mixed
+    given = weights_of(mixed, "float32")
+    kept = _make_experts(given, stems)
+    assert not given.left
     assert kept.arrangement is PLAIN
     assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
-    assert _make_experts(weights(0), stems, "float32").rows_e.tolist() == [0, 0]
+    assert _make_experts(weights_of(weights(0), "float32"), stems).rows_e.tolist() == [0, 0]
     with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
-        _make_experts(weights(24), stems, "int8")
+        _make_experts(weights_of(weights(24), "int8"), stems)
     if native.module is not None:
-        assert _make_experts(weights(32), stems, "int8").arrangement is PANELS
+        assert _make_experts(weights_of(weights(32), "int8"), stems).arrangement is PANELS
 
 
 def test_a_decoder_counts_rows_by_layer_and_forgets_them():
@@ -287,14 +291,11 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     spec = ModelSpec.from_hf_config(config)
-    weights = {
-        parameter.name: torch.ones(
-            sum(s.local_shape[0] for s in parameter.sources), *parameter.sources[0].local_shape[1:]
-        )
-        for parameter in declare(spec, Layout(), 0)
-    }
+    parameters = declare(spec, Layout(), 0)
+    ones = {source.name: torch.ones(source.shape) for parameter in parameters for source in parameter.sources}
+    weights = Weights(Tensors(ones), parameters, torch.float32, "float32", torch.device("cpu"))
     group = RankGroup((0,), 0, None)
-    decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights, "float32")
+    decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights)
     assert decoder.expert_rows() == [[], [0] * 6]
     decoder.layers[1].ffn(inputs(5, 32, torch.float32, 22))
     assert decoder.expert_rows() == [[], [5, 5, 0, 0, 0, 0]]  # all scores are equal

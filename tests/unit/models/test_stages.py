@@ -13,11 +13,12 @@ from longhelix.layout import Layout
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
-from longhelix.models.weights import load
+from longhelix.models.weights import Weights
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -80,26 +81,9 @@ def test_what_stages_keep_of_a_token_adds_up(name, layout):
         assert kept == [per_layer * len(layout.layers(spec.num_layers, rank)) for rank in stages]
 
 
-class Tensors:
-    """A checkpoint of random numbers."""
-
-    def __init__(self, spec):
-        generator = torch.Generator().manual_seed(3)
-        sources = [source for parameter in declare(spec, Layout(), 0) for source in parameter.sources]
-        self.tensors = {
-            source.name: torch.randn(source.shape, generator=generator) / 4 + (len(source.shape) == 1)
-            for source in sources
-        }
-
-    def read(self, name, slices):
-        return self.tensors[name][slices]
-
-
 def make_decoder(spec, mesh):
-    weights = load(Tensors(spec), declare(spec, mesh.layout, mesh.rank), torch.float32, CPU, lambda elements: None)
-    decoder = Decoder(spec, mesh, weights, "float32")
-    assert not weights, "declared, but not used"
-    return decoder
+    weights = Weights(Tensors.of(spec), declare(spec, mesh.layout, mesh.rank), torch.float32, "float32", CPU)
+    return Decoder(spec, mesh, weights)
 
 
 def make_stage(spec, layout, rank):

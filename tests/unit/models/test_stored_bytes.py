@@ -10,8 +10,10 @@ from longhelix.kernels import Experts, Weight, native
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare, stored_bytes
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from tensors import Tensors
 
 pytestmark = [
     pytest.mark.unit,
@@ -49,11 +51,9 @@ def tensors(value):
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_take_the_bytes_that_the_table_says(name, weight_dtype):
     spec, layout = SPECS[name], Layout()
-    weights = {
-        parameter.name: torch.cat([torch.randn(source.local_shape) for source in parameter.sources]).bfloat16()
-        for parameter in declare(spec, layout, 0)
-    }
-    decoder = Decoder(spec, Mesh.build(layout, 0), weights, weight_dtype)
+    parameters = declare(spec, layout, 0)
+    weights = Weights(Tensors.of(spec), parameters, torch.bfloat16, weight_dtype, torch.device("cpu"))
+    decoder = Decoder(spec, Mesh.build(layout, 0), weights)
     found = [tensor for module in decoder.modules() for value in vars(module).values() for tensor in tensors(value)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
     assert sum(storages.values()) == sum(stored_bytes(spec, layout, 0, "bfloat16", weight_dtype).values())

@@ -15,7 +15,7 @@ from longhelix.kernels.tape import Tape
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
 from longhelix.models.parameters import declare
-from longhelix.models.weights import load
+from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
 from longhelix.runner import layers as layers_module
@@ -29,6 +29,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spans import UNTRACED
 from longhelix.spec import ModelSpec
 from longhelix.spec.rope import RopeSpec
+from tensors import Tensors
 
 pytestmark = pytest.mark.unit
 
@@ -43,29 +44,11 @@ PHASES = ["QKV", "attention", "merge and output projection", "FFN"]
 NEW_TOKENS = 6
 
 
-class Random:
-    """A checkpoint of random numbers, the same whenever it is made."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self._tensors = {
-            source.name: torch.randn(source.shape, generator=generator) / 8 + (len(source.shape) == 1)  # norms about 1
-            for parameter in declare(SPEC, Layout(), 0)
-            for source in parameter.sources
-        }
-
-    def __getitem__(self, name):
-        return self._tensors[name]
-
-    def read(self, name, slices):
-        return self._tensors[name][slices]
-
-
 def make_runner(compile, replay, spans=UNTRACED, graphs=False):
     """`graphs`: in those of a GPU, which here are the same calls over the same memory."""
-    weights = load(Random(), declare(SPEC, Layout(), 0), torch.float32, CPU, lambda elements: None)
+    weights = Weights(Tensors.of(SPEC), declare(SPEC, Layout(), 0), torch.float32, "float32", CPU)
     mesh = Mesh.build(Layout(), 0, spans=spans)
-    model = Decoder(SPEC, mesh, weights, "float32", UNTRACED if compile else spans)
+    model = Decoder(SPEC, mesh, weights, UNTRACED if compile else spans)
     pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, CPU)}, LAYERS, 16, CPU)
     execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
     runner = ModelRunner(SPEC, mesh, model, pool, execution, spans=spans)
