@@ -107,15 +107,15 @@ struct Multiply {
         for (std::size_t byte = 0; byte < kBlockBytes; byte += 64) __builtin_prefetch(block + byte, 0, 3);
     }
 
-    // sums[r][v] = rows r of x times panels v.
-    template <int R, int V>
-    void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
-        const u8* none[2] = {};
+    // sums[r][v] = rows r of x times panels v; `ahead` are the panels that are read next, or half of them each.
+    template <int R, int V, bool Ahead>
+    void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], const u8* const (&ahead)[2],
+                  f32x16 (&sums)[R][V]) const {
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
         if constexpr (!E::kScaled) {
-            accumulate<E, R, V, false>(sums, x, units, panels, units, none);
+            accumulate<E, R, V, Ahead>(sums, x, units, panels, units, ahead);
         } else {
             for (int block = 0; block < num_blocks(); ++block) {
                 f32x16 of_block[R][V] = {};
@@ -124,7 +124,7 @@ struct Multiply {
                     at[v] = panels[v] + block * kBlockBytes;
                     if constexpr (R == 1) ask_for(at[v] + (call.swiglu ? V / 2 : V) * panel_bytes);
                 }
-                accumulate<E, R, V, false>(of_block, x + block * kBlockUnits, units, at, kBlockUnits, none);
+                accumulate<E, R, V, false>(of_block, x + block * kBlockUnits, units, at, kBlockUnits, ahead);
 #pragma GCC unroll 16
                 for (int v = 0; v < V; ++v) {
                     const u8* scales = at[v] + kBlockUnits * E::kRowBytes;
@@ -171,7 +171,7 @@ struct Multiply {
     }
 
     // Rows [row, row + R) that exist, times panels [panel, panel + V) of outputs.
-    template <int R, int V>
+    template <int R, int V, bool Ahead>
     void tile(const u32* x, const float* block_sums, std::int64_t row, int panel) const {
         constexpr int kReads = V;
         const u8* panels[kReads];
@@ -179,8 +179,10 @@ struct Multiply {
             int number = call.swiglu ? panel + v / 2 + v % 2 * num_panels : panel + v;
             panels[v] = call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
         }
+        const u8* ahead[2] = {panels[0] + V * panel_bytes, panels[0] + V * panel_bytes + V * panel_bytes / 2};
+        if (call.swiglu) ahead[0] = panels[0] + V / 2 * panel_bytes, ahead[1] = panels[V > 1] + V / 2 * panel_bytes;
         f32x16 sums[R][V];
-        multiply<R, V>(x, block_sums, panels, sums);
+        multiply<R, V, Ahead>(x, block_sums, panels, ahead, sums);
         for (int r = 0; r < R && row + r < call.num_rows; ++r) {
             if (!call.swiglu) {
                 for (int v = 0; v < V; ++v) put(row + r, panel + v, biased(sums[r][v], 0, panel + v));
@@ -203,17 +205,17 @@ struct Multiply {
         return value * up;
     }
 
-    template <int R>
+    template <int R, bool Ahead>
     void rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
         // A tile reads V panels; with SwiGLU, V / 2 of gates and V / 2 of ups.
         constexpr int V = kRowTile == 12 && R <= 4 && !E::kScaled ? 4 : 2;
         int each = call.swiglu ? V / 2 : V, panel = first;
-        for (; panel + each <= last; panel += each) tile<R, V>(x, block_sums, row, panel);
+        for (; panel + each <= last; panel += each) tile<R, V, Ahead>(x, block_sums, row, panel);
         for (; panel < last; ++panel) {
             if (call.swiglu) {
-                tile<R, 2>(x, block_sums, row, panel);
+                tile<R, 2, Ahead>(x, block_sums, row, panel);
             } else {
-                tile<R, 1>(x, block_sums, row, panel);
+                tile<R, 1, Ahead>(x, block_sums, row, panel);
             }
         }
     }
@@ -252,15 +254,23 @@ struct Multiply {
         }
     }
 
+    // Whoever comes first asks for the next panels; for other rows these are in the cache. With one row or two, which
+    // wait for nothing but memory, the processor's own guesses are better.
+    void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+        if (row == 0) return some_rows<true>(x, block_sums, row, first, last);
+        some_rows<false>(x, block_sums, row, first, last);
+    }
+
+    template <bool Ahead>
     void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
         std::int64_t left = call.num_rows - row;
-        if (left == 1) return rows<1>(x, block_sums, row, first, last);
-        if (left == 2) return rows<2>(x, block_sums, row, first, last);
-        if (left <= 4 || kMostRows == 4) return rows<4>(x, block_sums, row, first, last);
-        if constexpr (kMostRows == 6) return rows<6>(x, block_sums, row, first, last);
+        if (left == 1) return rows<1, false>(x, block_sums, row, first, last);
+        if (left == 2) return rows<2, false>(x, block_sums, row, first, last);
+        if (left <= 4 || kMostRows == 4) return rows<4, Ahead>(x, block_sums, row, first, last);
+        if constexpr (kMostRows == 6) return rows<6, Ahead>(x, block_sums, row, first, last);
         if constexpr (kMostRows == 12) {
-            if (left <= 8) return rows<8>(x, block_sums, row, first, last);
-            return rows<12>(x, block_sums, row, first, last);
+            if (left <= 8) return rows<8, Ahead>(x, block_sums, row, first, last);
+            return rows<12, Ahead>(x, block_sums, row, first, last);
         }
     }
 };
