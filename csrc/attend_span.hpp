@@ -61,7 +61,7 @@ struct AttendSpan {
         RowScale* scales;           // (rows), of q
         float* scores;              // (rows at once, 256)
         u32* weights;               // (rows at once, planes, 256 / kStep)
-        ValueScales* value_scales;  // of a strip: of all its tokens, and of those that a row sees
+        float* value_scales;        // (2, 256): of all tokens of a strip, and of those that a row sees
         u8* values;                 // one tile's values, with the tokens after the last one as zeros
         u8* turned;                 // values of a strip made from shared keys
         State run, span;
@@ -83,7 +83,7 @@ struct AttendSpan {
         std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
         std::size_t strip_bytes = kRowTile * kStripTokens * 4, state_bytes = padded * value_size * 4;
         std::size_t sizes[] = {padded * kPlanes * key_units * 4, padded * sizeof(RowScale), strip_bytes, strip_bytes,
-                               2 * sizeof(ValueScales), values_bytes(), turned, padded * 4, padded * 4, state_bytes,
+                               2 * kStripTokens * 4, values_bytes(), turned, padded * 4, padded * 4, state_bytes,
                                padded * 4, padded * 4, state_bytes};
         constexpr int kPieces = sizeof sizes / sizeof *sizes;
         std::size_t bytes = 0;
@@ -98,7 +98,7 @@ struct AttendSpan {
                 reinterpret_cast<RowScale*>(pieces[1]),
                 floats(2),
                 reinterpret_cast<u32*>(pieces[3]),
-                reinterpret_cast<ValueScales*>(pieces[4]),
+                floats(4),
                 pieces[5],
                 pieces[6],
                 {floats(7), floats(8), floats(9)},
@@ -126,8 +126,7 @@ struct AttendSpan {
                                 static_cast<std::int64_t>(block.head * group + r % group) * key_size;
             auto numbers = [&](int c) { return load_number(call.q.data, from + c, call.q.number); };
             if constexpr (E::kWhole) {
-                for (int c = 0; c < key_size; c += kLanes) store(memory.scores + c, numbers(c));
-                memory.scales[r] = E::from_floats(to, key_units, memory.scores, key_size);
+                memory.scales[r] = E::from_floats(to, key_units, key_size, numbers);
             } else {
                 for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
             }
@@ -138,8 +137,8 @@ struct AttendSpan {
         return r < block.num_rows ? call.limits[block.first_row + r / group] : 0;
     }
 
-    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token), without their
-    // rows' scales. They are powers of 2: log2(e) is part of the scale.
+    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token). They are powers
+    // of 2: log2(e) is part of the scale.
     template <int R, int V, bool Ahead>
     void score(const u32* q, const RowScale* scales, const u8* const (&tiles)[V], const u8* const (&ahead)[2],
                const std::int64_t* seen, float* scores) const {
@@ -153,7 +152,7 @@ struct AttendSpan {
             i32x16 lanes = lane_indices() + v * kLanes;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                f32x16 score = sums.value(r, v) * factor;
+                f32x16 score = sums.value(r, v) * (E::kWhole ? factor * scales[r].scale : factor);
                 int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
                 if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
                 store(scores + r * kStripTokens + v * kLanes, score);
@@ -167,28 +166,26 @@ struct AttendSpan {
 
     std::size_t value_scales_offset() const { return call.pool.shared ? 0 : kLanes * 2; }
 
-    // Of a strip's first `seen` tokens.
-    void gather_value_scales(const u8* const* tiles, int num_tiles, int seen, ValueScales& scales) const {
+    // Of a strip's first `seen` tokens; 0 for the others.
+    void gather_value_scales(const u8* const* tiles, int num_tiles, int seen, float* scales) const {
         for (int t = 0; t < num_tiles; ++t) {
             f32x16 scale = load_bf16(tiles[t] + scales_offset() + value_scales_offset());
             // The scale of a token that was never written may be anything.
-            store(scales.of + t * kLanes, choose(lane_indices() + t * kLanes < seen, scale, f32x16{}));
+            store(scales + t * kLanes, choose(lane_indices() + t * kLanes < seen, scale, f32x16{}));
         }
-        if constexpr (E::kWhole) scales.divide(num_tiles * kLanes, E::kLargestUnit);
     }
 
-    // Scores of R rows of the strip from `row` of the block on to weights, as units.
+    // Scores of R rows of a strip to weights, as units.
     template <int R>
-    void weigh_rows(const Strip& strip, const std::int64_t* seen, int num_tiles, int row, const State& run,
+    void weigh_rows(const Strip& strip, const std::int64_t* seen, int num_tiles, const State& run,
                     const Memory& memory, RowScale* scales, float* shrink) const {
         for (int r = 0; r < R; ++r) {
             float* scores = memory.scores + r * kStripTokens;
             u32* units = memory.weights + r * kPlanes * (kStripTokens / kStep);
-            float scale = E::kWhole ? memory.scales[row + r].scale : 1.0f;
             bool all = seen[r] >= kStripTokens;
-            ValueScales& values = memory.value_scales[all ? 0 : 1];
-            if (E::kScaled && !all) gather_value_scales(strip.tiles, num_tiles, clamp(seen[r]), values);
-            scales[r] = weigh<E>(scores, num_tiles, scale, values, units, run, r, shrink[r]);
+            float* value_scales = memory.value_scales + (all ? 0 : kStripTokens);
+            if (E::kScaled && !all) gather_value_scales(strip.tiles, num_tiles, clamp(seen[r]), value_scales);
+            scales[r] = weigh<E>(scores, num_tiles, value_scales, units, run, r, shrink[r]);
         }
     }
 
@@ -252,7 +249,7 @@ struct AttendSpan {
                   memory.run.out + static_cast<std::ptrdiff_t>(row) * value_size};
         float shrink[R];
         RowScale scales[R];
-        weigh_rows<R>(strip, seen, num_tiles, row, run, memory, scales, shrink);
+        weigh_rows<R>(strip, seen, num_tiles, run, memory, scales, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
             add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales,
@@ -279,7 +276,7 @@ struct AttendSpan {
         }
         if constexpr (E::kScaled) {
             bool whole = stop - start == kStripTokens;
-            if (whole) gather_value_scales(strip.tiles, kStripTiles, kStripTokens, memory.value_scales[0]);
+            if (whole) gather_value_scales(strip.tiles, kStripTiles, kStripTokens, memory.value_scales);
         }
         std::size_t half = tile_bytes / 2;
         for (int t = 0; t < strip.num_tiles; ++t) {

@@ -197,7 +197,6 @@ struct Byte : PairUnits {
 };
 
 struct Int8Code {
-    static constexpr float kLargest = 127.0f;
     static constexpr float value(int code) { return static_cast<float>(code); }
 #if !defined(LONGHELIX_AVX512)
     // Sign and magnitude to two's complement.
@@ -207,10 +206,6 @@ struct Int8Code {
     }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
 #endif
-    INLINE u8 nearest(float value) {
-        float rounded = __builtin_rintf(value);
-        return static_cast<u8>(rounded > 127.0f ? 127.0f : rounded);
-    }
 };
 
 // OCP 8-bit floating point, e4m3: bias 7, no infinities, code 127 is NaN.
@@ -257,7 +252,6 @@ struct Int4Code {
 struct Int4 : PairUnits {
     static constexpr int kRowBytes = 16, kRowsAtOnce = 4;
     static constexpr bool kScaled = true;
-    static constexpr float kLargest = 7.0f;
 
     struct Rows4 {
         Rows2 low, high;
@@ -271,11 +265,6 @@ struct Int4 : PairUnits {
         return {decode<Int4Code>(codes & 0x0f0f0f0fu), decode<Int4Code>((codes >> 4) & 0x0f0f0f0fu)};
     }
     INLINE Operand operand(const Rows4& rows, int row) { return row_of<Int4Code>(row < 2 ? rows.low : rows.high, row % 2); }
-    INLINE void write(u8* to, float value, int row) {
-        float rounded = __builtin_rintf(value) + 8.0f;
-        u8 code = static_cast<u8>(rounded < 0.0f ? 0.0f : rounded > 15.0f ? 15.0f : rounded);
-        *to = row % 4 >= 2 ? static_cast<u8>((*to & 0x0f) | code << 4) : static_cast<u8>((*to & 0xf0) | code);
-    }
 };
 
 // sums[r][v] += rows r of `units` (`stride` apart) times panel v, over `depth` unit rows. While it reads the panels it

@@ -2,25 +2,13 @@
 // (values), a four for each lane. AVX-512 multiplies fours of bytes as they lie; other sets spread them to floats.
 //
 // There, rows that multiply such panels become integers, too: of 15 bits for the largest number of a row, which are a
-// byte of a first plane times 128, and a byte of a second. That rounds by at most 2^-15 of the row's largest number,
-// where bfloat16 rounds by 2^-9 of each. Or they are bytes of one plane, 2^-8 of the largest: half the products.
+// byte of a first plane times 128, and a byte of a second. That rounds by 1 / 32,512 of the row's largest number, where
+// bfloat16 rounds by up to 1 / 256 of each. Or they are bytes of one plane, 1 / 254 of the largest: half the products.
 #pragma once
 
 #include "elements.hpp"
 
 namespace longhelix::ISA {
-
-// What numbers are divided by, so that the largest of them is `most`. Of numbers far below the normal ones nothing is
-// left: their scale is 1, since one of 0 would make NaN of what is not seen. Infinities and NaN make all of them NaN.
-struct Reciprocal {
-    float inverse, scale;
-};
-
-INLINE Reciprocal reciprocal_of(float largest, float most) {
-    if (largest < 0x1p-100f) return {0.0f, 1.0f};
-    if (!(largest < __builtin_inff())) return {0.0f, __builtin_nanf("")};
-    return {most / largest, largest / most};
-}
 
 #if defined(LONGHELIX_AVX512)
 // What is stored is read as bytes without a sign, too large by kOffset; so sums start with what that adds taken away.
@@ -43,21 +31,16 @@ struct FourUnits {
         return (f32x16)_mm512_fmadd_ps(first, _mm512_set1_ps(128.0f), _mm512_cvtepi32_ps((__m512i)planes[kPlanes - 1]));
     }
 
-    // `count` numbers, a multiple of sixteen, as planes that lie `stride` units apart.
-    INLINE RowScale from_floats(u32* units, std::ptrdiff_t stride, const float* values, int count) {
-        i32x16 highest{};  // magnitudes are ordered as their bits are, and NaN is above all
-        for (int i = 0; i < count; i += kLanes) highest = larger(highest, load<i32x16>(values + i) & 0x7fffffff);
-        Reciprocal reciprocal = reciprocal_of(__builtin_bit_cast(float, largest(highest)), kLargestUnit);
-        auto number = [&](int i) { return load<f32x16>(values + i) * reciprocal.inverse; };
-        RowScale row = store_all(units, stride, count, number);
-        row.scale = reciprocal.scale;
-        return row;
-    }
-
-    // numbers(i), for every sixteenth i below `count`, rounded: units, and what sums of their products start with.
+    // numbers(i), for every sixteenth i below `count`: planes that lie `stride` units apart. Of numbers below 2^-112 nothing
+    // is left, since no float32 makes integers of them; an infinity or a NaN makes all of them NaN.
     template <typename F>
-    INLINE RowScale store_all(u32* units, std::ptrdiff_t stride, int count, F numbers) {
-        auto whole = [&](int i) { return _mm512_cvtps_epi32((__m512)numbers(i)); };
+    INLINE RowScale from_floats(u32* units, std::ptrdiff_t stride, int count, F numbers) {
+        i32x16 highest{};  // magnitudes are ordered as their bits are, and NaN is above all
+        for (int i = 0; i < count; i += kLanes) highest = larger(highest, as<i32x16>(numbers(i)) & 0x7fffffff);
+        float most = __builtin_bit_cast(float, largest(highest));
+        bool finite = most < __builtin_inff(), any = most >= 0x1p-112f;
+        float inverse = finite && any ? kLargestUnit / most : 0.0f;
+        auto whole = [&](int i) { return _mm512_cvtps_epi32((__m512)(numbers(i) * inverse)); };
         u8* planes[2] = {reinterpret_cast<u8*>(units), reinterpret_cast<u8*>(units + (kPlanes - 1) * stride)};
         int i = 0;
         for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
@@ -69,7 +52,7 @@ struct FourUnits {
             store_two(bytes[0], bytes[1], whole(i), __m512i{});
             for (int p = 0; p < kPlanes; ++p) std::memcpy(planes[p] + i, bytes[p], kLanes);
         }
-        RowScale row{};
+        RowScale row{finite ? most / kLargestUnit : __builtin_nanf(""), {}};
         for (int p = 0; p < kPlanes; ++p) row.starts[p] = -kOffset * sum_of(planes[p], count);
         return row;
     }

@@ -107,7 +107,7 @@ struct Multiply {
         for (std::size_t byte = 0; byte < kBlockBytes; byte += 64) __builtin_prefetch(block + byte, 0, 3);
     }
 
-    // sums[r][v] = rows r of x times panels v; `ahead` are the panels that are read next, or half of them each.
+    // sums[r][v] = rows r of x times panels v; `ahead` are two halves of the panels that are read next.
     template <int R, int V, bool Ahead>
     void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], const u8* const (&ahead)[2],
                   f32x16 (&sums)[R][V]) const {
@@ -180,7 +180,6 @@ struct Multiply {
             panels[v] = call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
         }
         const u8* ahead[2] = {panels[0] + V * panel_bytes, panels[0] + V * panel_bytes + V * panel_bytes / 2};
-        if (call.swiglu) ahead[0] = panels[0] + V / 2 * panel_bytes, ahead[1] = panels[V > 1] + V / 2 * panel_bytes;
         f32x16 sums[R][V];
         multiply<R, V, Ahead>(x, block_sums, panels, ahead, sums);
         for (int r = 0; r < R && row + r < call.num_rows; ++r) {
@@ -254,10 +253,11 @@ struct Multiply {
         }
     }
 
-    // Whoever comes first asks for the next panels; for other rows these are in the cache. With one row or two, which
-    // wait for nothing but memory, the processor's own guesses are better.
+    // Whoever comes first asks for the next panels, where these are short: for other rows they are in the cache. Of long
+    // panels, and with one row or two, which wait for nothing but memory, the processor's own guesses are better.
     void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
-        if (row == 0) return some_rows<true>(x, block_sums, row, first, last);
+        constexpr std::size_t kShort = 32 << 10;
+        if (row == 0 && !call.swiglu && panel_bytes <= kShort) return some_rows<true>(x, block_sums, row, first, last);
         some_rows<false>(x, block_sums, row, first, last);
     }
 

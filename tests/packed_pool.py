@@ -11,17 +11,17 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the stored number of the
 TILE = 16
 
 
-def panel_codes(raw: np.ndarray, rows: int, kv_dtype: str) -> np.ndarray:
-    """Bit patterns (..., rows, 16 lanes) of a panel's bytes (..., X)."""
+def panel_codes(raw: np.ndarray, rows: int, kv_dtype: str, fours: bool = True) -> np.ndarray:
+    """Bit patterns (..., rows, 16 lanes) of a panel's bytes (..., X). `fours`: integers lie in fours of rows, as in the
+    pool; in weights they lie as fp8 does."""
     row, lane = np.indices((rows, TILE))
     unit, position = row // 2, row % 2
-    if kv_dtype == "int8":
-        return raw[..., row // 4 * 64 + lane * 4 + row % 4]
-    if kv_dtype == "int4":  # the high nibbles of 64 bytes come after the low ones
-        codes = raw[..., row // 8 * 64 + lane * 4 + row % 4]
-        return np.where(row % 8 >= 4, codes >> 4, codes & 15)
-    if kv_dtype == "fp8":
-        return raw[..., unit // 2 * 64 + lane // 4 * 16 + unit % 2 * 8 + lane % 4 * 2 + position]
+    if BITS[kv_dtype] <= 8:
+        per_line = 64 * 8 // (TILE * BITS[kv_dtype])  # rows in 64 bytes, of which int4 has the last in high nibbles
+        in_bytes, high = row % per_line % 4, row % per_line >= 4
+        pair = lane // 4 * 16 + in_bytes // 2 * 8 + lane % 4 * 2 + position
+        codes = raw[..., row // per_line * 64 + (lane * 4 + in_bytes if fours and kv_dtype != "fp8" else pair)]
+        return np.where(high, codes >> 4, codes & 15) if kv_dtype == "int4" else codes
     at = {
         "float32": row * 64 + lane * 4,
         "float16": row * 32 + lane * 2,

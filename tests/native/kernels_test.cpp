@@ -97,6 +97,7 @@ Cache make_cache(Random& random, bool rotated) {
     pool.key_size = kLanes * (1 + random.below(6));
     pool.value_size = rotated ? pool.key_size : kLanes * (1 + random.below(6));
     pool.shared = !rotated && pool.number <= Number::float16 && random.one_in(3);
+    pool.rounded = random.one_in(2);
     if (pool.shared) pool.value_size = std::min(pool.value_size, pool.key_size);
     pool.tiles_per_block = random.of({1, 1, 2, 8});
     std::int64_t block_tokens = pool.tiles_per_block * kLanes;
@@ -206,8 +207,10 @@ void test_attend(const Kernels& kernels, Random& random) {
                 largest = std::max(largest, std::abs(value));
             }
         }
-        check_near(lse.get(row, head), std::log(total), 1e-4, "an LSE");
-        double tolerance = rounding(query_number, pool.number) * largest;
+        bool narrow = pool.number == Number::int8 || pool.number == Number::int4;
+        bool rounded = pool.rounded && narrow && std::string(kernels.name) == "avx512";
+        check_near(lse.get(row, head), std::log(total), rounded ? 0.1 : 1e-4, "an LSE");
+        double tolerance = (rounded ? 0.1 : rounding(query_number, pool.number)) * largest;
         for (int c = 0; c < pool.value_size; ++c) {
             double expected = total ? sums[c] / total : 0.0;
             check_near(out.get(row, head * pool.value_size + c), expected, tolerance, "an output");

@@ -81,7 +81,7 @@ class EngineOptions:
         None,
         Words(("int8",)),
         "int8: attention over int8 and int4 KV rounds queries and softmax weights to 8 bits, which is faster and less "
-        "exact; on CPUs with AVX-512 VNNI. [default: as exact as the KV]",
+        "exact; on CPUs with AVX-512 and its VNNI, VBMI and BF16. [default: as exact as the kernels have it]",
     )
     max_model_len: int | None = _setting(
         None, Count(), "Most tokens of prompt and answer. [default: the model's positions]"

@@ -102,8 +102,8 @@ def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str 
         )
     if device != "cpu" or not multiplies_integers():
         raise UserError(
-            "attention_dtype int8 needs a CPU with AVX-512 VNNI and the native kernels: leave it out, and attention is "
-            "as exact as the KV"
+            "attention_dtype int8 needs the native kernels on a CPU with AVX-512 and its VNNI, VBMI and BF16: leave it "
+            "out"
         )
     return options.attention_dtype
 

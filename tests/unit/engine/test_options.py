@@ -101,7 +101,7 @@ def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, 
         assert resolved(**options).attention_dtype == "int8"
         assert resolved(kv_dtype="int4", device="cpu").attention_dtype is None
         return
-    with pytest.raises(UserError, match="needs a CPU with AVX-512 VNNI"):
+    with pytest.raises(UserError, match="needs the native kernels on a CPU with AVX-512 and its VNNI"):
         resolved(**options)
 
 

@@ -505,7 +505,7 @@ def exact_attention(case: Case, q_TqC: np.ndarray, strip: int = STRIP) -> Exact:
                 scale_S1 = scale_Sk1[:limit, head // shape.group]
                 code_SC = np.divide(np.abs(v_SC), scale_S1, out=np.zeros_like(v_SC), where=scale_S1 != 0)
                 for at in range(0, limit, strip):
-                    most = weight_S[at : at + strip].max() * scale_S1[at : at + strip].max() * shape.whole_step
+                    most = (weight_S * scale_S1[:, 0])[at : at + strip].max() * shape.whole_step
                     coarse_TqC[row, head] += most * code_SC[at : at + strip].sum(0) / total
             row += 1
     return Exact(out_TqC, lse_Tq, size_Tq, spread_TqC, seen_Tq, moved_Tq, coarse_TqC)
@@ -889,6 +889,38 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
     assert_near(merged[1][torch.from_numpy(seeing_Tq)], exact.lse_Tq[seeing_Tq], lse_tolerance[seeing_Tq] + lse_more)
     unsplit = case.run()
     assert_near(merged[0], unsplit[0].double().numpy(), 2 * out_tolerance + 8 * UNIT * exact.spread_TqC)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8", "bfloat16", "float32"])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_large_value_of_no_weight_takes_nothing_from_the_others(kv_dtype, rounded):
+    """And neither does a token that has most of the weight and next to no value."""
+    shape = Shape(1, 2, 16, 16, 16, kv_dtype, rounded=rounded)
+    case = make_case(shape, [[40], [300]], 21)
+    k_SkC, v_SkC = (torch.randn(300, 1, 16, generator=seeded(seed)) for seed in (22, 23))
+    case.q_TqC = torch.ones(2, 2, 16)
+    k_SkC[7], k_SkC[20] = -7.5, 1.5  # scores of -30 and 6
+    v_SkC[7] *= 1e5
+    v_SkC[20] /= 100
+    for sequence, length in enumerate((40, 300)):
+        slots_S = (case.blocks(sequence)[:, None] * 16 + torch.arange(16)).flatten()[:length]
+        write_kv(k_SkC[:length], v_SkC[:length], case.layer, slots_S)
+        kept = stored(case.layer)
+        for side, pool in zip(
+            (case.keys, case.values, case.value_scales), [*kept.decoded(), kept.scales(kept.value_scales)], strict=True
+        ):
+            side[sequence] = pool[case.blocks(sequence)].reshape(-1, *pool.shape[2:])[:length]
+    assert_exact(case, case.run())
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_a_row_that_sees_nothing_is_nothing_whatever_its_query(kv_dtype):
+    case = make_case(Shape(1, 2, 16, 16, 16, kv_dtype), [[0, 9]], 24)
+    case.q_TqC[0] = math.nan
+    out_TqC, lse_Tq = case.run()
+    assert (out_TqC[0] == 0).all()
+    assert (lse_Tq[0] == -math.inf).all()
+    assert out_TqC[1].isfinite().all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -55,16 +55,22 @@ class Decoded:
     sizes: np.ndarray
 
 
+def panel_numbers(raw: np.ndarray, rows: int, dtype: str) -> np.ndarray:
+    """What the bytes of panels stand for; int8 has a sign and a magnitude."""
+    codes = panel_codes(raw, rows, dtype, fours=False)
+    return np.where(codes & 128, -1.0, 1.0) * (codes & 127) if dtype == "int8" else numbers(codes, dtype)
+
+
 def decoded(weight: Weight, halves: int = 1) -> Decoded:
     """A panel for every 16 outputs; narrow ones in scale blocks of 32 inputs, each with its scales and offsets."""
     panels = weight.outputs // halves // LANES + (weight.outputs // halves % LANES > 0)
     raw = weight.values.numpy().reshape(halves * panels, -1)
     if weight.dtype in FLOATS:
-        by_input = numbers(panel_codes(raw, weight.depth, weight.dtype), weight.dtype)
+        by_input = panel_numbers(raw, weight.depth, weight.dtype)
         parts = [by_input, np.zeros_like(by_input), np.abs(by_input)]
     else:
         blocks = raw.reshape(len(raw), weight.depth // SCALE_BLOCK, -1)
-        stored = numbers(panel_codes(blocks[..., :-64], SCALE_BLOCK, weight.dtype), weight.dtype)
+        stored = panel_numbers(blocks[..., :-64], SCALE_BLOCK, weight.dtype)
         sides = np.ascontiguousarray(blocks[..., -64:]).view(np.float16).astype(np.float64)
         scales, offsets = sides[..., None, :LANES], sides[..., None, LANES:]
         parts = [scales * stored + offsets, scales + 0 * stored, np.abs(scales * stored) + np.abs(offsets)]
