@@ -37,7 +37,8 @@ class ExpertFFN(nn.Module):
         stems = {expert: f"{prefix}experts.{expert}." for expert in held}
         if spec.moe.shared_size:
             stems[spec.moe.num_experts] = prefix + "shared."
-        self.experts = _make_experts(weights, stems, weight_dtype)
+        num_experts = spec.moe.num_experts + (spec.moe.shared_size > 0)
+        self.experts = _make_experts(weights, stems, num_experts, self.norm.device, weight_dtype)
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -58,9 +59,11 @@ class ExpertFFN(nn.Module):
         return self.mesh.ffn.all_reduce_add(run_experts(hidden_TH, self.experts, *taken, **norm), hidden_TH)
 
 
-def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: str) -> Experts:
-    """The experts with the weights whose names begin with `stems`, by number. Weights are taken out of `weights` as
-    they are laid out."""
+def _make_experts(
+    weights: dict[str, Tensor], stems: Mapping[int, str], num_experts: int, device: torch.device, dtype: str
+) -> Experts:
+    """The experts with the weights whose names begin with `stems`, by number, of `num_experts` on all ranks. Weights
+    are taken out of `weights` as they are laid out."""
     # Where one cannot lie in panels, none does; of narrow numbers make_weight then says why.
     found = (weights[stem + name] for stem in stems.values() for name in ("gate_up", "down"))
     panels = PLAIN.name not in FORMATS[dtype].weights or all(PANELS.holds(weight, dtype) for weight in found)
@@ -73,4 +76,4 @@ def _make_experts(weights: dict[str, Tensor], stems: Mapping[int, str], dtype: s
     for stem in stems.values():
         gate_up.append(make(stem + "gate_up", 2))
         down.append(make(stem + "down", 1))
-    return Experts(tuple(stems), tuple(gate_up), tuple(down), torch.zeros(len(stems), dtype=torch.int64))
+    return Experts.of(tuple(stems), tuple(gate_up), tuple(down), num_experts, device)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
 
 NORM_EPS = 1e-3
+CPU = torch.device("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,7 +253,9 @@ def test_no_rows_no_experts_and_no_columns():
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
-    empty = _make_experts({"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}, {0: "a."}, "float32")
+    empty = _make_experts(
+        {"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}, {0: "a."}, 1, CPU, "float32"
+    )
     assert empty.arrangement is PLAIN
     x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
     out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
@@ -266,15 +269,15 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
 
     stems = {0: "a.", 1: "b."}
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
-    kept = _make_experts(mixed, stems, "float32")
+    kept = _make_experts(mixed, stems, 2, CPU, "float32")
     assert not mixed
     assert kept.arrangement is PLAIN
     assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
-    assert _make_experts(weights(0), stems, "float32").rows_e.tolist() == [0, 0]
+    assert _make_experts(weights(0), stems, 2, CPU, "float32").rows_e.tolist() == [0, 0]
     with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
-        _make_experts(weights(24), stems, "int8")
+        _make_experts(weights(24), stems, 2, CPU, "int8")
     if native.module is not None:
-        assert _make_experts(weights(32), stems, "int8").arrangement is PANELS
+        assert _make_experts(weights(32), stems, 2, CPU, "int8").arrangement is PANELS
 
 
 def test_a_decoder_counts_rows_by_layer_and_forgets_them():
@@ -322,7 +325,14 @@ def test_torch_accepts_routing_and_its_fake(moe, rows):
 def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
     experts = make_experts(COLUMNS, 32, torch.float32, weight_dtype, 16)
     x_TH, taken = torch.randn(rows, 32, generator=seeded(17)), some_taken(rows, 10, 2, 18)
-    call = x_TH, [w.values for w in experts.gate_up], [w.values for w in experts.down], *taken, norm_of(32, x_TH.dtype)
+    call = (
+        x_TH,
+        [w.values for w in experts.gate_up],
+        [w.values for w in experts.down],
+        [],
+        *taken,
+        norm_of(32, x_TH.dtype),
+    )
     for residual in (None, x_TH.clone()):
         counts = NORM_EPS, residual, experts.rows_e, experts.ids, list(COLUMNS.values())
         arguments = *call, *counts, experts.down[0].dtype, experts.arrangement.name
