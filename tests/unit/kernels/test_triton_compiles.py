@@ -119,8 +119,8 @@ def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads,
         rows,
         attention.SPLIT_TOKENS + 1,
     )
-    few, splits, many = compiled
-    for kernel in (few, splits, many):
+    few, many, merged = compiled
+    for kernel in (few, many, merged):
         assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
     for kernel in (few, many):
         # Loads run ahead of the products, and those of half floats run on tensor cores.
