@@ -49,10 +49,13 @@ class ExpertFFN(nn.Module):
         """How many rows each of this rank's routed experts has had, (e) int64."""
         return self.experts.rows_e[: self.num_held]
 
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        """hidden_TH with the FFN's output added."""
+    def forward(self, hidden_TH: Tensor, padding_T: Tensor | None = None) -> Tensor:
+        """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
         logits_TX = linear(hidden_TH, self.router, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
-        taken = route(logits_TX, self.bias_E, self.moe)
+        weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
+        if padding_T is not None:
+            experts_TY = experts_TY.masked_fill(padding_T.unsqueeze(1), self.moe.num_experts + 1)
+        taken = weights_TY, experts_TY
         norm = {"norm": self.norm, "norm_eps": self.eps}
         if self.mesh.ffn.size == 1:
             return run_experts(hidden_TH, self.experts, *taken, **norm, residual=hidden_TH)

@@ -123,6 +123,7 @@ def bucket(step, decodes=0):
     rows = [1] * decodes + [chunk.num_tokens for chunk in step.chunks]
     batch = SimpleNamespace(
         token_ids_T=range(sum(rows)),
+        holders=None,
         max_rows=max(rows),
         num_sequences=len(rows),
         most_tokens=step.most_tokens,
