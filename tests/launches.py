@@ -21,7 +21,7 @@ _WAITS = {
 _NOTHING = {
     "empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "view", "_unsafe_view", "reshape",
     "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "split",
-    "split_with_sizes", "chunk", "unbind", "narrow", "as_strided", "lift_fresh",
+    "split_with_sizes", "chunk", "unbind", "narrow", "as_strided", "lift_fresh", "promote_types",
 }  # fmt: skip
 
 

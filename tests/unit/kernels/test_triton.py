@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; it comes with torch for CUDA")
 
 from block_extents import side_by_side
+from launches import Launches
 from longhelix.kernels import reference
 from longhelix.kernels.triton import attention, merge_states, partial_attention, write_kv
 from longhelix.kv import splits
@@ -321,6 +322,26 @@ def test_a_chunk_is_split_over_its_keys_where_its_rows_are_few_tiles(tokens, pro
     call = Case([[1] * 512], 1, 8, 128, 128, dtype=torch.bfloat16, pool_dtype=torch.bfloat16).call()
     call.run(device, most_tokens=tokens)
     assert [math.prod(grid) for grid, most_rows in grids if most_rows > attention.FEW_ROWS] == [programs]
+
+
+@pytest.mark.parametrize(
+    ("limits", "launches"),
+    [
+        ([[60], [7]], {"_attend": 1}),
+        ([[*range(30)], [7]], {"_attend": 2}),
+        ([[600], [7]], {"_attend": 1, "_merge_splits": 1}),
+        ([[*range(300, 320)], [7]], {"_attend": 2, "_merge_splits": 1}),
+    ],
+    ids=["a split", "a chunk in a split", "splits", "a chunk in splits"],
+)
+def test_attention_is_a_few_launches_and_waits_for_nothing(limits, launches, device, monkeypatch):
+    moved = [value.to(device) if torch.is_tensor(value) else value for value in Case(limits).call()]
+    with split_at(128), monkeypatch.context() as patch, Launches(patch) as counted:
+        partial_attention(*moved)
+    assert not counted.waits
+    assert not counted.operators
+    if device.type == "cpu":
+        assert counted.kernels == launches
 
 
 @pytest.mark.parametrize("limits", [[[]], [[], []], [[0, 0]], [[0], [], [0]]], ids=str)

@@ -100,3 +100,30 @@ def test_parts_hold_what_lies_in_their_ranges():
         (slice(0, 5), (5, 5)),
         (slice(5, 10), (5, 5)),
     ]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_exchange_among_holders_waits_for_nothing(padded, monkeypatch):
+    launches = pytest.importorskip("launches", reason="Triton is not installed, whose launches are counted")
+    monkeypatch.setattr("longhelix.kernels.native.module", None)
+    held_NT = random_holding(2, 9, 3, ())
+    holders = Holders.of(held_NT, 0, CPU)
+    if padded:
+        own = PaddedHolders.new(2, 12, 1, 9, CPU)
+        own.fill(holders)
+        holders = own
+    rows, heads = holders.counts[0], [2, 1]
+    received = torch.randn(sum(holders.counts) * heads[0] * (4 + 1)).view(torch.uint8)
+
+    class Group:
+        size, index = 2, 0
+
+        def start_all_to_all(self, send, send_sizes, receive_sizes):
+            assert sum(receive_sizes) == len(received)
+            return lambda: received
+
+    out_tqC, lse_tq = torch.randn(rows, 3, 4), torch.randn(rows, 3)
+    with monkeypatch.context() as patch, launches.Launches(patch) as counted:
+        start_exchange(out_tqC, lse_tq, Group(), heads, holders)()
+    assert not counted.waits
+    assert sum(counted.operators.values()) > 5

@@ -25,6 +25,7 @@ from longhelix.runner import sampler
 from longhelix.runner.execution import Execution, Found
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
+from longhelix.runner.warm_up import warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
@@ -200,6 +201,31 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
     else:
         assert sum(bucket.held > 0 for bucket in buckets) > 10
         assert uneven > 10
+
+
+@pytest.mark.parametrize("placement", ["striped", "growing", "local", "auto"])
+def test_what_runs_before_the_first_request_captures_decodes_and_chunks_of_evenly_used_ranks(placement):
+    config = SchedulerConfig(3, 40, 600, chunk_tokens=64, max_running=8, placement=placement, kvp_threshold_tokens=200)
+    runners = [make_runner(kvp=3, rank=rank, num_blocks=40) for rank in range(3)]
+    warm = set()
+    for step in warm_up_steps(config, [4096, 16384]):
+        for runner in runners:
+            runner.execute(step)
+        batches = [runner.model.batches.pop() for runner in runners if runner.model.batches]
+        if batches:
+            (bucket,) = {Bucket.of(batch) for batch in batches}
+            warm.add(bucket)
+    assert not any(runner.sequences for runner in runners)
+    lengths = 4096, 16384
+    everywhere = {Bucket(rows, rows, 1, most, 1) for rows in (1, 2, 3, 4, 6, 8) for most in lengths}
+    everywhere |= {Bucket(64, 2, 64, most, 1) for most in lengths}
+    dealt = {
+        Bucket(rows, held, 1, most, 1, held) for rows, held in ((1, 1), (3, 1), (6, 2), (8, 3)) for most in lengths
+    }
+    dealt |= {Bucket(64, 2, 64, most, 1, 64) for most in lengths}  # one prompt, or one on each rank
+    dealt |= {Bucket(64, 4, 24, most, 1, 24) for most in lengths}
+    assert (everywhere <= warm) == (placement != "local")
+    assert (dealt <= warm) == (placement != "striped")
 
 
 def lines_of(call):
