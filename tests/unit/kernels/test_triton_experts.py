@@ -18,7 +18,7 @@ from test_native_linear import DTYPES, name
 from test_triton import CUDA, ROUNDING, on_cuda_alone
 
 from launches import Launches
-from longhelix.kernels import PLAIN, Experts, Weight, run_experts
+from longhelix.kernels import PLAIN, Experts, Weight, route, run_experts
 from longhelix.kernels import experts as experts_module
 from longhelix.kernels.experts import addresses
 from longhelix.kernels.triton import experts
@@ -241,6 +241,22 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
         arguments = x_TH, [], [], list(held.addresses), *taken, *around, held.ids, list(COLUMNS.values()), "float32"
         results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, "plain"))
         assert set(results.values()) == {"SUCCESS"}
+
+
+def test_a_compiled_layer_holds_the_op_and_counts_its_rows(device, monkeypatch):
+    monkeypatch.setattr(experts_module, "_is_native", lambda tensor: False)
+    torch._dynamo.reset()
+    held, moe, norm = make(COLUMNS, 32, torch.float32, device), MoE(NUM_EXPERTS, 2, 8), norm_of(32, torch.float32)
+    x_TH, logits_TE = normal(6, 32, seed=20).to(device), normal(6, NUM_EXPERTS, seed=21).to(device)
+
+    def call(logits_TE: Tensor, held: Experts) -> Tensor:
+        return run_experts(x_TH, held, *route(logits_TE, None, moe), norm=norm.to(device), norm_eps=NORM_EPS) + 1
+
+    counted = replace(held, rows_e=held.rows_e.clone())
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logits_TE, counted), call(logits_TE, held))
+    assert torch.equal(counted.rows_e, held.rows_e)
+    assert held.rows_e.sum() > 0
 
 
 def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> ExpertFFN:
