@@ -82,7 +82,7 @@ class _Inputs:
             blocks_X=batch.blocks_X,
             extents_b2=batch.extents_b2.new_empty(sequences, 2),
             max_rows=bucket.max_rows,
-            num_sequences=sequences,
+            num_sequences=rows if bucket.max_rows == 1 else sequences,
             most_tokens=bucket.most_tokens,
             parts=bucket.parts,
             padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
