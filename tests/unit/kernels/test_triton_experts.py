@@ -21,7 +21,7 @@ from launches import Launches
 from longhelix.kernels import PLAIN, Experts, Weight, route, run_experts
 from longhelix.kernels import experts as experts_module
 from longhelix.kernels.experts import addresses
-from longhelix.kernels.triton import experts
+from longhelix.kernels.triton import expert_rows, experts
 from longhelix.kernels.triton.expert_rows import most_places_and_tiles, sort_rows
 from longhelix.models.experts import ExpertFFN
 from longhelix.parallel.collectives import RankGroup
@@ -315,14 +315,38 @@ def test_the_count_sees_the_reference_wait(device, monkeypatch):
     assert not counted.kernels
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
-def test_a_few_rows_launch_programs_for_their_experts_and_columns(rows, device, monkeypatch):
-    """One row of eight experts with 256 columns each, of 4,096 hidden channels: 64 and 1,024 programs."""
-    assert most_places_and_tiles(1, 8, 256, 16) == (8, 8)
-    places, tiles = most_places_and_tiles(rows, 8, 256, 16)
-    assert places == 8 * rows
-    assert rows <= tiles <= places
-    assert min(tile.columns for tile in experts._TILES.values()) == 32
+@pytest.mark.parametrize(
+    ("rows", "per_row", "held", "num_experts", "hidden", "columns", "gate_up", "down"),
+    [
+        (1, 8, 256, 256, 4096, 256, 8 * 16, 8 * 256),  # 8 experts of 16 columns at a time
+        (1, 8, 32, 256, 7168, 2048, 8 * 128, 8 * 448),  # of which only one may be here
+        (1, 2, 8, 8, 4096, 14336, 2 * 448, 2 * 128),
+        (64, 8, 32, 256, 7168, 2048, 62 * 64, 62 * 224),  # 32 experts of more than a tile at most
+        (512, 8, 32, 256, 7168, 2048, 286 * 64, 286 * 224),
+        (8192, 8, 32, 256, 1024, 2048, 543 * 16, 543 * 8),
+    ],
+)
+def test_programs_are_of_columns_so_that_few_rows_are_many(
+    rows, per_row, held, num_experts, hidden, columns, gate_up, down, device, monkeypatch
+):
+    grids = {}
+
+    class Recorder:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *values, **named: grids.setdefault(self.name, math.prod(grid))
+
+    for module, names in ((expert_rows, ("_count", "_place")), (experts, ("_norm", "_gate_up", "_down", "_sum_parts"))):
+        for kernel in names:
+            monkeypatch.setattr(module, kernel, Recorder(kernel))
+    x_TH = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+    found = torch.empty(num_experts, dtype=torch.int32), torch.empty(held, 3, dtype=torch.int64)
+    taken = torch.empty(rows, per_row), torch.empty(rows, per_row, dtype=torch.int64)
+    rows_e = torch.empty(held, dtype=torch.int64)
+    experts.run_experts(x_TH, *found, [columns] * held, *taken, rows_e, x_TH[0], 1e-6, None)
+    assert (grids["_gate_up"], grids["_down"]) == (gate_up, down)
 
 
 # What only a device can show

@@ -33,6 +33,8 @@ class Tile(NamedTuple):
 # read, by many programs of few columns each. Shared memory (227 KB) takes all stages of rows and weights (two: gate and
 # up), registers two float32 sums for every row and column.
 _TILES = {16: Tile(16, 32, 128, 4, 4), 64: Tile(64, 64, 64, 4, 4), 2**30: Tile(128, 128, 64, 8, 3)}
+# For so few rows that what they take would be fewer programs than two for each multiprocessor of a large GPU.
+_NARROW, _PROGRAMS = Tile(16, 16, 256, 4, 4), 264
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
 _FLOAT32 = Tile(16, 16, 32, 4, 3)
 
@@ -62,9 +64,10 @@ def run_experts(
     num_experts = len(rows_e)
     if rows == 0 or num_experts == 0:
         return torch.zeros_like(x_TH) if residual is None else residual.clone()
-    most_columns, mean_rows = max(columns), experts_TY.numel() / len(index_E)
+    most_columns = max(columns)
     aligned = all(size * x_TH.itemsize % _ALIGNED_BYTES == 0 for size in (hidden, *columns))
-    tile = _FLOAT32 if x_TH.dtype == torch.float32 else next(t for most, t in _TILES.items() if mean_rows <= most)
+    mean_rows = experts_TY.numel() / len(index_E)
+    tile = _FLOAT32 if x_TH.dtype == torch.float32 else _tile(mean_rows, num_experts, most_columns)
     taken = sort_rows(experts_TY, index_E, rows_e, tile.rows)
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     if most_columns == 0:
@@ -99,6 +102,14 @@ def run_experts(
         )
         _sum(parts_XH, taken, weights_TY, residual, out_TH, first, channels)
     return out_TH
+
+
+def _tile(mean_rows: float, num_experts: int, columns: int) -> Tile:
+    """For experts that have so many rows each, were they taken evenly."""
+    tile = next(tile for most, tile in _TILES.items() if mean_rows <= most)
+    expected_tiles = num_experts * min(mean_rows, 1.0)
+    few = mean_rows <= 1 and expected_tiles * triton.cdiv(columns, tile.columns) < _PROGRAMS
+    return _NARROW if few else tile
 
 
 def _channels_at_once(places: int, hidden: int) -> int:
