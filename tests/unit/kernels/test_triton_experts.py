@@ -88,6 +88,19 @@ def in_float64(x_TH: Tensor, held: Experts, taken: tuple[Tensor, Tensor], residu
     return out_TH
 
 
+def test_counts_of_many_programs_add_up(device):
+    """800 pairs are those of 7 programs, and an expert has some of all."""
+    rows_e, index_E = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([1, -1, 0], dtype=torch.int32)
+    experts_TY = torch.arange(400)[:, None] * torch.tensor([0, 1]) % 2 + torch.tensor([2, 0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_rows, "_BLOCKS", 2)
+        found = sort_rows(experts_TY.to(device), index_E.to(device), rows_e, 16)
+    pairs = torch.cat([torch.arange(0, 800, 2), torch.arange(1, 800, 4)])
+    assert rows_e.tolist() == [400, 200]
+    assert torch.equal(found.pair_X[:600].cpu().long(), pairs)
+    assert found.num_tiles.tolist() == [25 + 13]
+
+
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=st.integers(0, 90),
@@ -107,23 +120,23 @@ def test_rows_are_sorted_by_expert_in_the_order_of_pairs(rows, per_row, held, ti
     index_E[torch.tensor(held)] = torch.arange(len(held), dtype=torch.int32)
     rows_e = torch.arange(len(held)).to(device)
     found = sort_rows(experts_TY.to(device), index_E.to(device), rows_e, tile_rows)
-    place_P, pair_X, tiles_W3, (num_tiles,) = (part.cpu() for part in found)
+    place_X, pair_X, tiles_X3, (num_tiles,) = (part.cpu() for part in found)
     by_expert = [(experts_TY.flatten() == number).nonzero().flatten() for number in held]
     counts = [len(pairs) for pairs in by_expert]
     assert (rows_e.cpu() - torch.arange(len(held))).tolist() == counts
     expected_X = torch.cat(by_expert)
     assert torch.equal(pair_X[: len(expected_X)].long(), expected_X)
-    expected_P = torch.full((rows * per_row,), -1)
-    expected_P[expected_X] = torch.arange(len(expected_X))
-    assert torch.equal(place_P.long(), expected_P)
+    expected_place_X = torch.full((rows * per_row,), -1)
+    expected_place_X[expected_X] = torch.arange(len(expected_X))
+    assert torch.equal(place_X.long(), expected_place_X)
     starts = [sum(counts[:at]) for at in range(len(held))]
     tiles = [
         [at, starts[at] + first, min(tile_rows, counts[at] - first)]
         for at in range(len(held))
         for first in range(0, counts[at], tile_rows)
     ]
-    assert tiles_W3[:num_tiles].tolist() == tiles
-    assert (len(pair_X), len(tiles_W3)) == most_places_and_tiles(rows, per_row, len(held), tile_rows)
+    assert tiles_X3[:num_tiles].tolist() == tiles
+    assert (len(pair_X), len(tiles_X3)) == most_places_and_tiles(rows, per_row, len(held), tile_rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

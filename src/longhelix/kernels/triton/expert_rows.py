@@ -14,18 +14,19 @@ from torch import Tensor
 
 _PAIRS = 128  # of a program
 _EXPERTS = 32  # that a program compares its pairs with at a time
+_BLOCKS = 64  # programs whose counts one adds up at a time
 
 
 class SortedRows(NamedTuple):
     """Where pairs are, and what is where; all int32. What lies beyond the places and tiles in use is not written.
 
-    place_P: the place of each pair, -1 if its expert is elsewhere. pair_X: the pair at each place. tiles_W3: expert (by
+    place_X: the place of each pair, -1 if its expert is elsewhere. pair_X: the pair at each place. tiles_X3: expert (by
     its index on this rank), first place and number of places of each tile. num_tiles: (1), those in use.
     """
 
-    place_P: Tensor
+    place_X: Tensor
     pair_X: Tensor
-    tiles_W3: Tensor
+    tiles_X3: Tensor
     num_tiles: Tensor
 
 
@@ -44,11 +45,11 @@ def sort_rows(experts_TY: Tensor, index_E: Tensor, rows_e: Tensor, tile_rows: in
 
     rows = SortedRows(integers(num_pairs), integers(most_places), integers(most_tiles, 3), integers(1))
     counts_Xe = integers(blocks, num_experts)
-    experts_TY = experts_TY.contiguous()
-    pairs = experts_TY, index_E, num_pairs, len(index_E)
+    pairs = experts_TY.contiguous(), index_E, num_pairs, len(index_E)
     sizes = {"E": num_experts, "X": _PAIRS, "N": min(_EXPERTS, triton.next_power_of_2(num_experts))}
+    at_once = min(_BLOCKS, triton.next_power_of_2(blocks))
     _count[blocks,](*pairs, counts_Xe, **sizes)
-    _place[blocks,](*pairs, counts_Xe, *rows, rows_e, M=tile_rows, **sizes)
+    _place[blocks,](*pairs, counts_Xe, *rows, rows_e, M=tile_rows, B=at_once, **sizes)
     return rows
 
 
@@ -91,6 +92,7 @@ def _place(
     num_tiles_ptr,
     rows_ptr,
     M: tl.constexpr,
+    B: tl.constexpr,
     E: tl.constexpr,
     X: tl.constexpr,
     N: tl.constexpr,
@@ -105,10 +107,12 @@ def _place(
         expert_N = first + tl.arange(0, N)
         before_N = tl.zeros([N], tl.int32)  # of each expert's pairs, those of programs before
         total_N = tl.zeros([N], tl.int32)
-        for other in range(tl.num_programs(0)):
-            count_N = tl.load(counts_ptr + other * E + expert_N, mask=expert_N < E, other=0)
-            total_N += count_N
-            before_N += tl.where(other < block, count_N, 0)
+        for start in range(0, tl.num_programs(0), B):
+            block_B = start + tl.arange(0, B)
+            real_BN = (block_B < tl.num_programs(0))[:, None] & (expert_N < E)[None, :]
+            count_BN = tl.load(counts_ptr + block_B[:, None] * E + expert_N[None, :], mask=real_BN, other=0)
+            total_N += tl.sum(count_BN, 0)
+            before_N += tl.sum(tl.where((block_B < block)[:, None], count_BN, 0), 0)
         tiles_N = (total_N + M - 1) // M
         first_place_N = places + tl.cumsum(total_N, 0) - total_N
         first_tile_N = tiles + tl.cumsum(tiles_N, 0) - tiles_N

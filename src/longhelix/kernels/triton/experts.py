@@ -139,7 +139,7 @@ def _sum(
     width = min(1024, triton.next_power_of_2(channels))
     _sum_parts[rows, triton.cdiv(channels, width)](
         parts_XH,
-        taken.place_P,
+        taken.place_X,
         weights_TY.contiguous(),
         residual,
         out_TH,
