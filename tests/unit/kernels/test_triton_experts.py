@@ -18,8 +18,7 @@ from test_native_linear import DTYPES, name
 from test_triton import CUDA, ROUNDING, on_cuda_alone
 
 from launches import Launches
-from longhelix.kernels import PLAIN, Experts, Weight, route, run_experts
-from longhelix.kernels import experts as experts_module
+from longhelix.kernels import PLAIN, Experts, Weight, native, route, run_experts
 from longhelix.kernels.experts import addresses
 from longhelix.kernels.triton import expert_rows, experts
 from longhelix.kernels.triton.expert_rows import most_places_and_tiles, sort_rows
@@ -257,7 +256,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
 
 
 def test_a_compiled_layer_holds_the_op_and_counts_its_rows(device, monkeypatch):
-    monkeypatch.setattr(experts_module, "_is_native", lambda tensor: False)
+    monkeypatch.setattr(native, "module", None)
     torch._dynamo.reset()
     held, moe, norm = make(COLUMNS, 32, torch.float32, device), MoE(NUM_EXPERTS, 2, 8), norm_of(32, torch.float32)
     x_TH, logits_TE = normal(6, 32, seed=20).to(device), normal(6, NUM_EXPERTS, seed=21).to(device)
@@ -298,23 +297,24 @@ MOES = [
 @pytest.mark.parametrize("moe", MOES, ids=["softmax", "sigmoid in groups"])
 def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device, monkeypatch):
     """Whatever the rows and the experts, the same few launches; nothing is read back."""
-    monkeypatch.setattr(experts_module, "_is_native", lambda tensor: False)
-    monkeypatch.setattr("longhelix.models.experts.PANELS", PLAIN)
+    monkeypatch.setattr(native, "module", None)  # which packs weights
     x_TH = normal(rows, 64, seed=3).bfloat16().to(device)
     launches = set()
     for held in ([0, 1, 2, 3], [7], [*range(12)]):
         ffn = layer(moe, held, 64, device)
         if device.type == "cpu":  # where weights have no addresses by themselves
             found = addresses(ffn.experts.ids, ffn.experts.gate_up, ffn.experts.down, moe.num_experts + 1)
-            ffn.experts = replace(ffn.experts, addresses=found)
+            listed, ffn.experts = ffn.experts, replace(ffn.experts, addresses=found)
         with monkeypatch.context() as patch, Launches(patch) as counted:
-            ffn(x_TH)
+            out_TH = ffn(x_TH)
         assert not counted.waits
         assert counted.operators["sort"] == (2 if moe.sigmoid else 1)  # what routing runs is seen
         launches.add((tuple(sorted(counted.kernels.items())), tuple(sorted(counted.operators.items()))))
         if device.type == "cpu":
             kernels = ["_count", "_down", "_gate_up", "_norm", "_place", "_sum_parts"]
             assert counted.kernels == dict.fromkeys(kernels, 1)
+            ffn.experts = listed
+            assert (out_TH - ffn(x_TH)).abs().max() <= 2**-6 * out_TH.abs().max()
     assert len(launches) == 1
 
 
