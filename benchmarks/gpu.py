@@ -25,10 +25,12 @@ GQA = ((8, 128, torch.bfloat16), (1, 128, torch.bfloat16), (8, 64, torch.bfloat1
 
 @dataclass
 class Result:
-    """`bytes` are those that the op must move; times are medians. Of ops that are not captured, graph_us is None."""
+    """`bytes` are those that the op must move, `flops` what it must compute, where that is much; times are medians. Of
+    ops that are not captured, graph_us is None."""
 
     name: str
     bytes: int
+    flops: int
     eager_us: float
     graph_us: float | None
     host_us: float
@@ -40,6 +42,10 @@ class Result:
     @property
     def gigabytes_per_s(self) -> float:
         return self.bytes / self.best_us / 1e3
+
+    @property
+    def teraflops_per_s(self) -> float:
+        return self.flops / self.best_us / 1e6
 
 
 def device_us(call: Callable[[], object], repeats: int) -> float:
@@ -69,7 +75,9 @@ def host_us(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(name: str, num_bytes: int, call: Callable[[], object], repeats: int, capture: bool = True) -> Result:
+def measure(
+    name: str, num_bytes: int, call: Callable[[], object], repeats: int, capture: bool = True, flops: int = 0
+) -> Result:
     eager_us = device_us(call, repeats)
     graph_us = None
     if capture:
@@ -77,7 +85,7 @@ def measure(name: str, num_bytes: int, call: Callable[[], object], repeats: int,
         with torch.cuda.graph(graph):
             call()
         graph_us = device_us(graph.replay, repeats)
-    result = Result(name, num_bytes, eager_us, graph_us, host_us(call, repeats))
+    result = Result(name, num_bytes, flops, eager_us, graph_us, host_us(call, repeats))
     print(f"{name}: {result.best_us:.0f} us, {result.gigabytes_per_s:.0f} GB/s", file=sys.stderr)
     return result
 
@@ -140,6 +148,61 @@ def decode(kv_heads: int, group: int, key_size: int, value_size: int, dtype: tor
         results.append(measure(f"decode {shape}", num_bytes, attend, repeats))
         if scales_PADk is None and arrays == 2 and (call := flashinfer_decode(q_TqC, kv_PADkC, blocks_BJ)) is not None:
             results.append(measure(f"FlashInfer {shape}", num_bytes, call, repeats, capture=False))
+    return results
+
+
+def chunk(rows: int, tokens: int, query_heads: int, kv_heads: int, repeats: int) -> Result:
+    """The last `rows` of a prompt of so many tokens; the bytes are those of the KV."""
+    from longhelix.kernels.triton import partial_attention
+
+    num_blocks, channels = tokens // BLOCK_TOKENS, 128
+    kv_PADkC, _ = random_pool((num_blocks, 2, BLOCK_TOKENS, kv_heads, channels), torch.bfloat16)
+    starts_B = torch.tensor([0, rows], device="cuda")
+    limits_T = torch.arange(tokens - rows + 1, tokens + 1, device="cuda")
+    table = (
+        torch.randperm(num_blocks, device="cuda"),
+        torch.tensor([[0, num_blocks]], device="cuda"),
+        starts_B,
+        limits_T,
+    )
+    q_TqC = torch.randn(rows, query_heads, channels, device="cuda", dtype=torch.bfloat16)
+    flops = 4 * channels * query_heads * int(limits_T.sum())
+
+    def attend() -> object:
+        return partial_attention(
+            q_TqC, kv_PADkC, None, *table, channels**-0.5, channels, max_rows=rows, most_tokens=tokens
+        )
+
+    name = f"chunk {rows} x {tokens}, {query_heads}/{kv_heads} heads of {channels}, bfloat16"
+    return measure(name, kv_PADkC.nbytes, attend, repeats, flops=flops)
+
+
+def experts(
+    rows: int, per_row: int, held: int, num_experts: int, hidden: int, columns: int, repeats: int
+) -> list[Result]:
+    """`held` of `num_experts`; the bytes are those of the experts that some row takes. Then the reference, which takes
+    them one by one."""
+    from longhelix.kernels import PLAIN, Experts, Weight, run_experts
+
+    def weights(*size: int) -> tuple[Weight, ...]:
+        made = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5 for _ in range(held))
+        return tuple(Weight(weight, "bfloat16", *size, PLAIN) for weight in made)
+
+    ids, x_TH = tuple(range(held)), torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    grouped = Experts.of(ids, weights(2 * columns, hidden), weights(hidden, columns), num_experts, x_TH.device)
+    one_by_one = Experts(ids, grouped.gate_up, grouped.down, torch.zeros_like(grouped.rows_e))
+    experts_TY = torch.rand(rows, num_experts, device="cuda").topk(per_row, dim=1).indices
+    weights_TY, norm = torch.rand(rows, per_row, device="cuda"), torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    pairs, taken = int((experts_TY < held).sum()), int(experts_TY[experts_TY < held].unique().numel())
+    num_bytes, flops = taken * 3 * hidden * columns * 2, pairs * 6 * hidden * columns
+    shape = f"{rows} rows x {per_row} of {num_experts}, {held} here, {hidden} x {columns}, bfloat16"
+    results = []
+    for name, own in (("experts", grouped), ("experts one by one", one_by_one)):
+
+        def run(own: Experts = own) -> object:
+            return run_experts(x_TH, own, weights_TY, experts_TY, norm=norm, norm_eps=1e-6, residual=x_TH)
+
+        results.append(measure(f"{name} {shape}", num_bytes, run, repeats, capture=own is grouped, flops=flops))
     return results
 
 
@@ -207,17 +270,18 @@ def table(environment: dict[str, object], read: float, copy: float, results: lis
     lines = [
         f"{environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, CUDA "
         f"{environment['cuda']}; medians of {repeats} repeats. Read bandwidth {read:.0f} GB/s (a sum over 4 GiB), copy "
-        f"{copy:.0f} GB/s (reads and writes). Decode: rows x tokens, bytes of KV alone. GB/s by graph replay, where "
-        "there is one.",
+        f"{copy:.0f} GB/s (reads and writes). Decode and chunks: rows x tokens, bytes of KV alone. Experts: bytes of "
+        "those that some row takes. GB/s by graph replay, where there is one.",
         "",
-        "| op | MB | eager, us | graph, us | launch on host, us | GB/s | of read bandwidth |",
-        "|---|---|---|---|---|---|---|",
+        "| op | MB | eager, us | graph, us | launch on host, us | GB/s | of read bandwidth | TFLOP/s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         graph = "" if result.graph_us is None else f"{result.graph_us:.1f}"
         lines.append(
             f"| {result.name} | {result.bytes / 1e6:.0f} | {result.eager_us:.1f} | {graph} | {result.host_us:.0f} | "
-            f"{result.gigabytes_per_s:.0f} | {result.gigabytes_per_s / read:.0%} |"
+            f"{result.gigabytes_per_s:.0f} | {result.gigabytes_per_s / read:.0%} | "
+            f"{f'{result.teraflops_per_s:.0f}' if result.flops else ''} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -239,6 +303,11 @@ def main() -> None:
     for kv_heads, head_size, dtype in GQA:
         results += decode(kv_heads, GROUP, head_size, head_size, dtype, repeats)
     results += decode(1, 128, 576, 512, torch.bfloat16, repeats)
+    results += [chunk(512, tokens, 8, 1, repeats) for tokens in (2**12, 2**14, 2**16)]  # of one rank at TPA 8
+    results += [chunk(512, tokens, 64, 8, repeats) for tokens in (2**12, 2**14)]
+    for rows in (1, 16, 64, 512, 4096):
+        results += experts(rows, 8, 32, 256, 7168, 2048, repeats)  # DeepSeek-R1 over EP = 8
+        results += experts(rows, 2, 8, 8, 4096, 14336, repeats)  # Mixtral
     results += [merge(8, 4096, 16, 128, repeats), merge(16, 1024, 16, 512, repeats)]
     results += [write(2**16, 8, 128, dtype, repeats) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     text = table(conditions, read, copy, results, repeats)

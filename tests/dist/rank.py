@@ -232,6 +232,7 @@ def run(case, rank, meshes, direct_rows):
     arrays["packed_pool"] = np.array(runner.pool.packed)
     arrays["routing_gap"] = np.array(routing_gap.least)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
+    arrays["graphs"] = np.array([*getattr(runner.layers, "_graphs", ())])
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["direct_rows"] = np.array(direct_rows.count)
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)

@@ -342,6 +342,37 @@ def test_ranks_capture_the_same_graphs_while_contexts_grow(worlds, tmp_path_fact
     assert graphed[0]["local_lengths"] > 1024
 
 
+@pytest.mark.parametrize(
+    ("family", "kvp", "tpa", "placement", "chunk_tokens", "backend", "hop_b"),
+    [
+        ("llama", 3, 1, "local", 16, None, 1),
+        ("llama", 2, 2, "auto", 7, "gloo", 1),
+        ("native-mixtral", 2, 1, "auto", 16, None, 1),
+        ("native-qwen2_moe", 3, 1, "local", 16, "gloo", 2),
+        ("deepseek_v3", 2, 1, "growing", 64, "gloo", 3),
+        ("qwen2_moe", 3, 1, "local", 64, "gloo", 2),
+    ],
+)
+def test_graphs_of_steps_whose_ranks_have_different_rows_equal_transformers(
+    worlds, oracles, family, kvp, tpa, placement, chunk_tokens, backend, hop_b
+):
+    """With HOP-B, too, and experts, of which padding takes none."""
+    oracle, block_tokens = oracles(family), 16 if "native" in family else BLOCK_TOKENS
+    more = {"backend": backend, "hop_b": hop_b, "block_tokens": block_tokens, "growth_limit_tokens": block_tokens}
+    case = make_case(oracle, kvp, tpa, chunk_tokens, placement, graphed=True, execution="eager", **more)
+    ranks = worlds(kvp * tpa).run(case)
+    assert_equal(oracle, ranks)
+    graphs = ranks[0]["graphs"]  # rows, sequences, rows of a sequence, most tokens, parts, held
+    assert all(np.array_equal(rank["graphs"], graphs) for rank in ranks)
+    assert all(np.array_equal(rank["fingerprints"], ranks[0]["fingerprints"]) for rank in ranks)
+    different = graphs[graphs[:, 5] > 0]
+    assert len(different) > 1
+    assert different[:, 4].max() == hop_b
+    assert set(different[:, 2] == 1) == {False, True}  # decodes, and chunks
+    if "moe" in family or "mixtral" in family:
+        assert_expert_rows(oracle, ranks, Layout(kvp=kvp, tpa=tpa))
+
+
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1)])
 def test_layers_from_python_equal_transformers(worlds, tmp_path_factory, kvp, tpa):
     """Op by op, without tapes."""

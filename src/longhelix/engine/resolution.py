@@ -115,8 +115,7 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
     if options.attention == "flashinfer" and (device == "cpu" or not replay):
         raise UserError(
-            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, a model without experts, and neither "
-            "execution eager nor a trace"
+            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, and neither execution eager nor a trace"
         )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")
@@ -218,14 +217,14 @@ def _check_cores(layout: Layout, cores: int) -> None:
 def _layers_run(spec: ModelSpec, options: EngineOptions, device: str) -> tuple[bool, bool]:
     """`compile` and `replay` of the configuration.
 
-    Which rows an expert has is known only as it runs, so neither torch.compile's graphs nor CUDA graphs can hold
-    experts. A trace sees into tapes, but not into CUDA graphs.
+    A trace sees into tapes, but not into CUDA graphs. Graphs of the compiler hold experts on GPUs alone: there the op
+    finds their weights by address, and takes none of them apart.
     """
     if options.execution == "compiled":
-        if spec.moe is not None:
-            raise UserError("execution compiled does not run models with experts: leave it out")
+        if spec.moe is not None and device == "cpu":
+            raise UserError("execution compiled does not run models with experts on CPUs: leave it out")
         return True, device == "cuda"
-    op_by_op = device == "cuda" and (spec.moe is not None or options.trace is not None)
+    op_by_op = device == "cuda" and options.trace is not None
     return False, options.execution == "recorded" and not op_by_op
 
 

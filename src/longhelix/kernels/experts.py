@@ -1,10 +1,11 @@
 """The ops of an FFN with experts: which of them a row takes, and what these make of it. CPUs run native
-kernels over weights in panels, everything else the reference.
+kernels over weights in panels, GPUs grouped products over weights in rows, everything else the reference.
 
 Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
 are one op, and one sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
-from longhelix.kernels.library import is_compiling, library
+from longhelix.kernels.library import is_compiling, library, triton_kernels
 from longhelix.kernels.weight import PANELS, PLAIN, Arrangement, Weight
 from longhelix.spec import MoE
 
@@ -97,14 +98,28 @@ def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
 class Experts:
     """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
 
-    A rank may have no columns of an expert; it still counts its rows. rows_e (int64, on the CPU): the rows that each
-    has had.
+    A rank may have no columns of an expert; it still counts its rows. rows_e (int64, where the weights are): the rows
+    that each has had. addresses: on GPUs, see `addresses`.
     """
 
     ids: tuple[int, ...]
     gate_up: tuple[Weight, ...]
     down: tuple[Weight, ...]
     rows_e: Tensor
+    addresses: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ids: tuple[int, ...],
+        gate_up: tuple[Weight, ...],
+        down: tuple[Weight, ...],
+        num_experts: int,
+        device: torch.device,
+    ) -> "Experts":
+        """Those on `device`, of `num_experts` on all ranks, without rows so far."""
+        rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
+        return cls(ids, gate_up, down, rows_e, addresses(ids, gate_up, down, num_experts) if rows_e.is_cuda else ())
 
     @property
     def arrangement(self) -> Arrangement:
@@ -117,6 +132,26 @@ class Experts:
         """The weights as the native kernels know them."""
         gate_up, down = ([weight.handle for weight in weights] for weights in (self.gate_up, self.down))
         return native.module.ExpertSet(self.ids, gate_up, down)
+
+
+def addresses(
+    ids: Sequence[int], gate_up: Sequence[Weight], down: Sequence[Weight], num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Where the kernels of GPUs find weights, which stay where they are.
+
+    index_E (int32): the index of each of `num_experts` among this rank's e, -1 if it is elsewhere. weights_e3 (int64):
+    the address of gate and up (2 f, H), that of down (H, f), and the columns f.
+    """
+    index = [-1] * num_experts
+    for place, number in enumerate(ids):
+        index[number] = place
+    found = [(a.values.data_ptr(), b.values.data_ptr(), b.depth) for a, b in zip(gate_up, down, strict=True)]
+    assert all(address % 16 == 0 for *both, _ in found for address in both)
+    device = down[0].values.device if down else None
+    return (
+        torch.tensor(index, dtype=torch.int32, device=device),
+        torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3),
+    )
 
 
 def run_experts(
@@ -132,15 +167,19 @@ def run_experts(
     """residual + the sum of each row's experts, as far as this rank has them, weighted; in the dtype of x.
 
     An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x after an RMSNorm with the weights `norm`.
-    weights_TY, experts_TY: as `route` gives them. Adds the rows of each expert to `experts.rows_e`. The sum is float32,
-    rounded once.
+    weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
+    to `experts.rows_e`. The sum is float32, rounded once.
     """
     if experts.arrangement is PANELS and _is_native(x_TH) and not is_compiling():
         return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
+    listed = () if experts.addresses else (experts.gate_up, experts.down)
+    gate_up, down = ([weight.values for weight in weights] for weights in listed or ((), ()))
     return torch.ops.longhelix.run_experts(
         x_TH,
-        [weight.values for weight in experts.gate_up],
-        [weight.values for weight in experts.down],
+        gate_up,
+        down,
+        list(experts.addresses),
         weights_TY,
         experts_TY,
         norm,
@@ -155,15 +194,31 @@ def run_experts(
 
 
 library.define(
-    "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor weights_TY, Tensor experts_TY, Tensor norm, "
-    "float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, str arrangement) "
-    "-> Tensor"
+    "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
+    "Tensor experts_TY, Tensor norm, float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, "
+    "str weight_dtype, str arrangement) -> Tensor"
 )
 
 
 def _run_experts(
-    x_TH, gate_up, down, weights_TY, experts_TY, norm, norm_eps, residual, rows_e, ids, columns, dtype, arrangement
+    x_TH,
+    gate_up,
+    down,
+    addresses,
+    weights_TY,
+    experts_TY,
+    norm,
+    norm_eps,
+    residual,
+    rows_e,
+    ids,
+    columns,
+    dtype,
+    arrangement,
 ):
+    if addresses:
+        taken = weights_TY, experts_TY, rows_e
+        return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
     if arrangement != PANELS.name or not _is_native(x_TH):
         normed_TH = reference.rms_norm(x_TH, norm, norm_eps)
         out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)

@@ -3,8 +3,8 @@ launches are made for."""
 
 # Splits begin at fixed positions, so that a row's bits do not depend on its batch.
 SPLIT_TOKENS = 4096
-FEW_ROWS = 16  # sequences of at most so many rows are split
-STATES_BYTES = 256 * 2**20  # what the states of splits may take at a time, or those of one sequence if they take more
+FEW_ROWS = 16  # of a sequence, up to which its keys are read for few rows at a time
+STATES_BYTES = 256 * 2**20  # what the states of splits may take at a time, or those of one row if they take more
 
 
 def length_bucket(tokens: int) -> int:
@@ -23,14 +23,15 @@ def length_buckets(longest_tokens: int) -> list[int]:
     return buckets
 
 
-def state_bytes(num_splits: int, rows: int, num_query_heads: int, value_size: int) -> int:
-    """Memory for the states of one sequence's rows: a value and an LSE for each split and head, in float32."""
-    return num_splits * rows * num_query_heads * (value_size + 1) * 4
+def state_bytes(num_splits: int, num_query_heads: int, value_size: int) -> int:
+    """Memory for the states of one row: a value and an LSE for each split and head, in float32."""
+    return num_splits * num_query_heads * (value_size + 1) * 4
 
 
-def sequences_at_once(sequence_bytes: int) -> int:
-    """For how many sequences states are held at a time, where those of one take `sequence_bytes`."""
-    return max(1, STATES_BYTES // max(sequence_bytes, 1))
+def rows_at_once(num_splits: int, num_query_heads: int, value_size: int, tile_rows: int) -> int:
+    """For how many rows states are held at a time: for whole tiles of `tile_rows`, where there is room for one."""
+    rows = max(1, STATES_BYTES // max(state_bytes(num_splits, num_query_heads, value_size), 1))
+    return rows - rows % tile_rows if rows > tile_rows > 0 else rows
 
 
 def most_state_bytes(longest_tokens: int, num_query_heads: int, value_size: int) -> int:
@@ -38,4 +39,4 @@ def most_state_bytes(longest_tokens: int, num_query_heads: int, value_size: int)
     num_splits = length_bucket(longest_tokens) // SPLIT_TOKENS
     if num_splits == 1:
         return 0
-    return max(STATES_BYTES, state_bytes(num_splits, FEW_ROWS, num_query_heads, value_size))
+    return max(STATES_BYTES, state_bytes(num_splits, num_query_heads, value_size))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longhelix.kernels import take_rows
 from longhelix.layout import split
-from longhelix.parallel.exchange import Holders
+from longhelix.parallel.holders import Holding
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Batch:
     owns it. limits_t: how many local tokens of its request a row sees. row_starts_b: (b + 1) first rows. blocks_X:
     local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and end there.
     max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
-    step.
+    step. padding_T: which rows stand for none (bool); None if all are rows of sequences.
     """
 
     token_ids_T: Tensor
-    holders: Holders | None
+    holders: Holding | None
     cos_tR: Tensor
     sin_tR: Tensor
     slots_t: Tensor
@@ -35,6 +35,7 @@ class Batch:
     num_sequences: int
     most_tokens: int
     parts: int = 1
+    padding_T: Tensor | None = None
 
     @property
     def decodes(self) -> bool:
@@ -48,11 +49,12 @@ class Batch:
     def cut(self) -> "list[Attended]":
         """The parts that attend one after the other: `parts` ranges of all T rows, as even as can be, the same on every
         rank."""
-        return [self._attended(part) for part in split(len(self.token_ids_T), self.parts)]
+        if self.holders is None:
+            ranges = split(len(self.token_ids_T), self.parts)
+            return [self._attended(slice(part.start, part.stop), None) for part in ranges]
+        return [self._attended(rows, holders) for rows, holders in self.holders.cut(self.parts)]
 
-    def _attended(self, part: range) -> "Attended":
-        rows = slice(part.start, part.stop) if self.holders is None else self.holders.own(part)
-        holders = None if self.holders is None else self.holders.cut(part)
+    def _attended(self, rows: slice, holders: Holding | None) -> "Attended":
         if self.max_rows <= 1:
             starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
             return Attended(rows, holders, self.extents_b2[rows], starts_b, self.limits_t[rows], 1)
@@ -67,7 +69,7 @@ class Attended:
     """The rows of one part of a batch, as attention takes them."""
 
     rows: slice
-    holders: Holders | None
+    holders: Holding | None
     extents_b2: Tensor
     row_starts_b: Tensor
     limits_t: Tensor

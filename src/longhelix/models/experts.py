@@ -38,7 +38,8 @@ class ExpertFFN(nn.Module):
         stems = {expert: f"{prefix}experts.{expert}." for expert in held}
         if spec.moe.shared_size:
             stems[spec.moe.num_experts] = prefix + "shared."
-        self.experts = _make_experts(weights, stems)
+        num_experts = spec.moe.num_experts + (spec.moe.shared_size > 0)
+        self.experts = _make_experts(weights, stems, num_experts, self.norm.device)
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -49,22 +50,25 @@ class ExpertFFN(nn.Module):
         """How many rows each of this rank's routed experts has had, (e) int64."""
         return self.experts.rows_e[: self.num_held]
 
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        """hidden_TH with the FFN's output added."""
+    def forward(self, hidden_TH: Tensor, padding_T: Tensor | None = None) -> Tensor:
+        """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
         logits_TX = linear(hidden_TH, self.router, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
-        taken = route(logits_TX, self.bias_E, self.moe)
+        weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
+        if padding_T is not None:
+            experts_TY = experts_TY.masked_fill(padding_T.unsqueeze(1), self.moe.num_experts + 1)
+        taken = weights_TY, experts_TY
         norm = {"norm": self.norm, "norm_eps": self.eps}
         if self.mesh.ffn.size == 1:
             return run_experts(hidden_TH, self.experts, *taken, **norm, residual=hidden_TH)
         return self.mesh.ffn.all_reduce_add(run_experts(hidden_TH, self.experts, *taken, **norm), hidden_TH)
 
 
-def _make_experts(weights: Weights, stems: Mapping[int, str]) -> Experts:
-    """The experts with the weights whose names begin with `stems`, by number."""
+def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:
+    """The experts with the weights whose names begin with `stems`, by number, of `num_experts` on all ranks."""
     # Where one cannot lie in panels, none does.
     arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
     gate_up, down = [], []
     for stem in stems.values():
         gate_up.append(weights.product(stem + "gate_up", 2, arrangement))
         down.append(weights.product(stem + "down", 1, arrangement))
-    return Experts(tuple(stems), tuple(gate_up), tuple(down), torch.zeros(len(stems), dtype=torch.int64))
+    return Experts.of(tuple(stems), tuple(gate_up), tuple(down), num_experts, device)

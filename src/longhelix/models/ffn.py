@@ -26,8 +26,8 @@ class DenseFFN(nn.Module):
     def products(self) -> tuple[Weight, ...]:
         return self.gate_up, self.down
 
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        """hidden_TH with the FFN's output added."""
+    def forward(self, hidden_TH: Tensor, padding_T: Tensor | None = None) -> Tensor:
+        """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
         inner_Tf = linear(
             hidden_TH, self.gate_up, bias=self.gate_up_bias, norm=self.norm, norm_eps=self.eps, swiglu=True
         )

@@ -204,7 +204,7 @@ class SharedMemoryRankGroup(RankGroup):
     def exchange_states(
         self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
     ) -> Tensor:
-        """The exchange and the merge as one call, where `merges` is true. `places_NT`: as in `exchange.Holders`."""
+        """The exchange and the merge as one call, where `merges` is true. `places_NT`: as in `holders.Holding`."""
         rows, _, head_size = out_tqC.shape
         rows = rows if places_NT is None else places_NT.shape[1]
         merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)

@@ -6,52 +6,15 @@ holds no KV of a row's request sends nothing for that row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.kernels import merge_states
 from longhelix.parallel.collectives import RankGroup
+from longhelix.parallel.holders import Holding
 
 _LSE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Which ranks of a KVP group hold KV for which of T rows, where not all ranks hold KV for all rows.
-
-    index: that of this rank in the group. held_NT: whether a rank has KV for a row; at least one rank has. rows_t: the
-    rows of this rank, ascending. places_NT: the place of a row among the rows of each rank, -1 if that rank has no KV
-    for it. Both are int64.
-    """
-
-    index: int
-    held_NT: NDArray[np.bool_]
-    rows_t: Tensor
-    places_NT: Tensor
-
-    @classmethod
-    def of(cls, held_NT: NDArray[np.bool_], index: int, device: torch.device) -> "Holders":
-        places_NT = np.where(held_NT, held_NT.cumsum(axis=1) - 1, -1)
-        rows_t = torch.from_numpy(held_NT[index].nonzero()[0])
-        return cls(index, held_NT, rows_t.to(device), torch.from_numpy(places_NT).to(device))
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many rows each rank has."""
-        return tuple(self.held_NT.sum(axis=1).tolist())
-
-    def own(self, part: range) -> slice:
-        """Which of the rows of this rank lie in `part`, a range of all T rows."""
-        start = int(self.held_NT[self.index, : part.start].sum())
-        return slice(start, start + int(self.held_NT[self.index, part.start : part.stop].sum()))
-
-    def cut(self, part: range) -> "Holders":
-        """The holders of `part`, a range of the T rows."""
-        return self.of(self.held_NT[:, part.start : part.stop], self.index, self.rows_t.device)
 
 
 def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -> Tensor:
@@ -68,7 +31,7 @@ def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -
 
 
 def exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holding | None = None
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_tqC`.
 
@@ -84,7 +47,7 @@ def exchange(
 
 
 def start_exchange(
-    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holders | None = None
+    out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holding | None = None
 ) -> Callable[[], Tensor]:
     """Begin the exchange. Call what it returns to wait for the result. For groups that overlap."""
     rows, _, head_size = out_tqC.shape
@@ -102,7 +65,7 @@ def start_exchange(
 
 
 def _merged(
-    received: Tensor, out_tqC: Tensor, own_heads: int, counts: tuple[int, ...], holders: Holders | None
+    received: Tensor, out_tqC: Tensor, own_heads: int, counts: tuple[int, ...], holders: Holding | None
 ) -> Tensor:
     """Merge the states that came from all ranks, in the order of the ranks: out_TnC."""
     head_size = out_tqC.shape[2]
@@ -114,13 +77,19 @@ def _merged(
         out_NnTC = out_UC.view(len(counts), own_heads, counts[0], head_size)
         lse_NnT = lse_U.view(len(counts), own_heads, counts[0])
     else:
-        rows = holders.places_NT.shape[1]
-        out_NnTC = out_UC.new_zeros(len(counts), own_heads, rows, head_size)
-        lse_NnT = lse_U.new_full((len(counts), own_heads, rows), -torch.inf)
-        sizes = [own_heads * count for count in counts]
-        for rank, (out, lse) in enumerate(zip(out_UC.split(sizes), lse_U.split(sizes), strict=True)):
-            held_T = holders.places_NT[rank] >= 0
-            out_NnTC[rank, :, held_T] = out.view(own_heads, counts[rank], head_size)
-            lse_NnT[rank, :, held_T] = lse.view(own_heads, counts[rank])
+        at_NnT = _where(holders, own_heads)
+        # Of rows that a rank has nothing of, whatever is read has no weight.
+        held_N1T = (holders.places_NT >= 0).unsqueeze(1)
+        out_NnTC, lse_NnT = out_UC[at_NnT], lse_U[at_NnT].masked_fill(~held_N1T, -torch.inf)
     merged_nTC, _ = merge_states(out_NnTC, lse_NnT)
     return merged_nTC.transpose(0, 1)
+
+
+def _where(holders: Holding, own_heads: int) -> Tensor:
+    """at_NnT: where the state of a row and head lies in what has come from all ranks; anywhere, if it has not. Each
+    rank's lie head by head."""
+    start_N11, count_N11 = holders.spans_N2.view(-1, 2, 1, 1).unbind(1)
+    heads_n1 = torch.arange(own_heads, device=start_N11.device).unsqueeze(1)
+    place_N1T = holders.places_NT.clamp(min=0).unsqueeze(1)
+    at_NnT = start_N11 * own_heads + heads_n1 * count_N11 + place_N1T
+    return torch.where(holders.places_NT.unsqueeze(1) >= 0, at_NnT, 0)

@@ -10,20 +10,22 @@ from torch import Tensor
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.splits import length_bucket
 from longhelix.models.batch import Batch
+from longhelix.parallel.holders import PaddedHolders
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 
-_MOST_GRAPHS = 128
+_MOST_GRAPHS = 256
 
 # Gives what a call returns, and how to run it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class Bucket(NamedTuple):
-    """A shape that steps are padded to: how many rows, sequences and rows per sequence, `most_tokens` and `parts`.
+    """A shape that steps are padded to: how many rows, sequences and rows per sequence, `most_tokens` and `parts`; and
+    `held`, how many rows each rank holds KV for in each part, or 0 if all ranks do for all rows.
 
     Capturing a new bucket runs the layers once more, with all their collectives, so all ranks must come to the same
-    bucket. It therefore depends on the step alone, and serves only steps of which all ranks have all rows.
+    bucket. It therefore depends on the step alone, and `held` on the rank that holds most.
     """
 
     rows: int
@@ -31,17 +33,23 @@ class Bucket(NamedTuple):
     max_rows: int
     most_tokens: int
     parts: int
+    held: int = 0
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """In decode steps every sequence has one row, and so has the padding. In other steps one more sequence takes
         all rows of the padding."""
-        most_tokens = length_bucket(batch.most_tokens)
-        if batch.max_rows == 1:
-            rows = padded(batch.num_sequences)
-            return cls(rows, rows, 1, most_tokens, batch.parts)
-        rows = padded(len(batch.token_ids_T))
-        return cls(rows, padded(batch.num_sequences + 1), rows, most_tokens, batch.parts)
+        rows, most_tokens = padded(len(batch.token_ids_T)), length_bucket(batch.most_tokens)
+        held = 0 if batch.holders is None else padded(batch.holders.most_rows(rows, batch.parts))
+        own_rows = rows if not held else batch.parts * held
+        if batch.num_sequences == len(batch.token_ids_T):
+            return cls(rows, own_rows, 1, most_tokens, batch.parts, held)
+        return cls(rows, padded(batch.num_sequences + 1), own_rows, most_tokens, batch.parts, held)
+
+    @property
+    def own_rows(self) -> int:
+        """How many rows attention takes."""
+        return self.parts * self.held if self.held else self.rows
 
 
 def padded(count: int) -> int:
@@ -59,42 +67,51 @@ class _Inputs:
 
     @classmethod
     def new(cls, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> Self:
-        rows, sequences, max_rows, most_tokens, parts = bucket
+        rows, own_rows, sequences, holders = bucket.rows, bucket.own_rows, bucket.sequences, None
+        if batch.holders is not None:
+            ranks = len(batch.holders.counts)
+            holders = PaddedHolders.new(ranks, rows, bucket.parts, bucket.held, hidden_TH.device)
         own = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(rows),
-            holders=None,
-            cos_tR=batch.cos_tR.new_zeros(rows, batch.cos_tR.shape[1]),
-            sin_tR=batch.sin_tR.new_zeros(rows, batch.sin_tR.shape[1]),
-            slots_t=batch.slots_t.new_empty(rows),
-            limits_t=batch.limits_t.new_empty(rows),
+            holders=holders,
+            cos_tR=batch.cos_tR.new_zeros(own_rows, batch.cos_tR.shape[1]),
+            sin_tR=batch.sin_tR.new_zeros(own_rows, batch.sin_tR.shape[1]),
+            slots_t=batch.slots_t.new_empty(own_rows),
+            limits_t=batch.limits_t.new_empty(own_rows),
             row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
             blocks_X=batch.blocks_X,
             extents_b2=batch.extents_b2.new_empty(sequences, 2),
-            max_rows=max_rows,
-            num_sequences=sequences,
-            most_tokens=most_tokens,
-            parts=parts,
+            max_rows=bucket.max_rows,
+            num_sequences=rows if bucket.max_rows == 1 else sequences,
+            most_tokens=bucket.most_tokens,
+            parts=bucket.parts,
+            padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
-        """Write a step, then padding: rows that write no KV and see no token."""
-        rows, sequences, own = len(hidden_TH), batch.num_sequences, self.batch
-        self.hidden_TH[:rows] = hidden_TH
-        own.cos_tR[:rows] = batch.cos_tR
-        own.sin_tR[:rows] = batch.sin_tR
-        own.slots_t[:rows] = batch.slots_t
-        own.slots_t[rows:] = -1
-        own.limits_t[:rows] = batch.limits_t
-        own.limits_t[rows:] = 0
-        own.extents_b2[:sequences] = batch.extents_b2
-        own.extents_b2[sequences:] = 0
-        own.row_starts_b[: sequences + 1] = batch.row_starts_b
-        ends = own.row_starts_b[sequences + 1 :]
-        if own.max_rows == 1:
-            torch.arange(rows + 1, len(own.slots_t) + 1, out=ends)
+        """Write a step, then padding: rows that take no expert, write no KV and see no token."""
+        own, sequences = self.batch, len(batch.extents_b2)
+        self.hidden_TH[: len(hidden_TH)] = hidden_TH
+        own.padding_T.fill_(True)[: len(hidden_TH)] = False
+        if own.holders is None:
+            at_t = torch.arange(len(hidden_TH), device=hidden_TH.device)
         else:
-            ends.fill_(len(own.slots_t))
+            at_t = own.holders.fill(batch.holders)
+        own.cos_tR[at_t] = batch.cos_tR
+        own.sin_tR[at_t] = batch.sin_tR
+        own.slots_t.fill_(-1)[at_t] = batch.slots_t
+        own.limits_t.zero_()[at_t] = batch.limits_t
+        own.extents_b2.zero_()
+        if own.max_rows == 1:
+            own.extents_b2[at_t] = batch.extents_b2
+            torch.arange(len(own.slots_t) + 1, out=own.row_starts_b)
+            return
+        own.extents_b2[:sequences] = batch.extents_b2
+        own.row_starts_b.fill_(len(own.slots_t))
+        own.row_starts_b[:1] = 0
+        # Padding between the rows of two sequences is the second one's.
+        own.row_starts_b[1 : sequences + 1] = at_t[batch.row_starts_b[1:] - 1] + 1
 
 
 @dataclass(frozen=True)
@@ -108,9 +125,6 @@ class _Graph:
 class GraphedLayers:
     """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay it with their own
     inputs.
-
-    Steps of which ranks have different rows run without a graph, because what ranks send each other differs from step
-    to step.
 
     `mesh`: its groups count the collectives of a replay, which are those of its capture. `page_lists`: FlashInfer's,
     prepared before a capture and before every replay.
@@ -132,8 +146,6 @@ class GraphedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
-        if batch.holders is not None:
-            return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.pop(bucket, None)
         if graph is None:
@@ -161,7 +173,10 @@ class GraphedLayers:
             traffic[:] = (now.since(then) for now, then in zip(self._mesh.traffic, before, strict=True))
             return result_TH
 
+        # A capture may run the layers, and rows that experts then have are none of this step's.
+        inputs.batch.padding_T.fill_(True)
         result_TH, replay = self._capture(call)
+        inputs.batch.padding_T[: len(hidden_TH)] = False
         return _Graph(inputs, result_TH, replay, traffic)
 
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:

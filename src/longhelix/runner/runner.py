@@ -15,7 +15,7 @@ from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
-from longhelix.parallel.exchange import Holders
+from longhelix.parallel.holders import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner.copies import copy_blocks

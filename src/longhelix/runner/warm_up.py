@@ -7,54 +7,65 @@ from longhelix.request import TOKEN_BYTES, Chunk, NewSequence, SamplingParams, S
 from longhelix.runner.graphed_layers import padded
 from longhelix.scheduler.config import SchedulerConfig
 
+# Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
+_SPREADS = {"striped": (True,), "local": (False,)}
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
 
 
 def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
     """Steps of single rows in all padded numbers, a chunk, a chunk of two prompts, and chunks beside some single rows;
-    each of them as for sequences of each of `lengths`.
+    each of them as for sequences of each of `lengths`. Where requests may keep their KV on one rank, also of sequences
+    that are dealt to the ranks in turn.
 
     Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only
     into KV blocks that no request has used yet, and have all ended with the last step.
     """
-    chunk_tokens = min(config.chunk_tokens, config.max_model_len, config.num_blocks * config.block_tokens * config.kvp)
+    steps: list[Step] = []
+    ended: tuple[int, ...] = ()
+    first = 0
+    for spread in _SPREADS.get(config.placement, (True, False)) if config.kvp > 1 else (True,):
+        for rows in _batches(config, spread):
+            for most_tokens in lengths:
+                ids = range(first, first + len(rows))
+                blocks = [_blocks(config, count, None if spread else at % config.kvp) for at, count in enumerate(rows)]
+                sequences = list(zip(ids, rows, blocks, strict=True))
+                new = tuple(_new(config, id, count, own, spread) for id, count, own in sequences)
+                chunks = tuple(Chunk(id, bytes(TOKEN_BYTES * count), own, sample=True) for id, count, own in sequences)
+                steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens))
+                first, ended = ids.stop, tuple(ids)
+    return [*steps, Step(len(steps), ended=ended)]
+
+
+def _batches(config: SchedulerConfig, spread: bool) -> list[tuple[int, ...]]:
+    """The rows of each sequence, for every batch."""
+    room_tokens = config.num_blocks * config.block_tokens * (config.kvp if spread else 1)
+    chunk_tokens = min(config.chunk_tokens, config.max_model_len, room_tokens)
     most_running = min(config.max_running, config.num_blocks)
     batches = [
         (1,) * rows for rows in sorted({min(padded(count), most_running) for count in range(1, most_running + 1)})
     ]
     batches += [(chunk_tokens,), (max(chunk_tokens - 1, 1), 1)]
+    if not spread:  # each rank's prompts get an even share of the chunk
+        batches.append((max(chunk_tokens // config.kvp, 1),) * config.kvp)
     # Decodes take nothing of the chunk's budget.
     batches += [(chunk_tokens, *(1,) * decodes) for decodes in _BESIDE_A_CHUNK]
-    batches = [rows for rows in dict.fromkeys(batches) if len(rows) <= most_running]
-    steps: list[Step] = []
-    ended: tuple[int, ...] = ()
-    first = 0
-    for rows in batches:
-        for most_tokens in lengths:
-            ids = range(first, first + len(rows))
-            new = tuple(_new(config, id, count) for id, count in zip(ids, rows, strict=True))
-            chunks = tuple(
-                Chunk(id, bytes(TOKEN_BYTES * count), _blocks(config, count), sample=True)
-                for id, count in zip(ids, rows, strict=True)
-            )
-            steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens))
-            first, ended = ids.stop, tuple(ids)
-    return [*steps, Step(len(steps), ended=ended)]
+    return [rows for rows in dict.fromkeys(batches) if len(rows) <= most_running]
 
 
-def _new(config: SchedulerConfig, id: int, length: int) -> NewSequence:
-    blocks = _blocks(config, length)
+def _new(config: SchedulerConfig, id: int, length: int, blocks: tuple[Block, ...], spread: bool) -> NewSequence:
     return NewSequence(
         id,
         SamplingParams(),
         seed=0,
         capacity_tokens=length,
         blocks_per_rank=tuple(sum(block.owner == rank for block in blocks) for rank in range(config.kvp)),
-        spread=True,
+        spread=spread,
     )
 
 
-def _blocks(config: SchedulerConfig, length: int) -> tuple[Block, ...]:
-    """The same blocks for all sequences, from the first on."""
+def _blocks(config: SchedulerConfig, length: int, home: int | None) -> tuple[Block, ...]:
+    """The same blocks for all sequences, from the first on: in turn on all ranks, or all on one."""
     count = -(-length // config.block_tokens)
+    if home is not None:
+        return tuple(Block(home, index) for index in range(count))
     return tuple(Block(index % config.kvp, index // config.kvp) for index in range(count))

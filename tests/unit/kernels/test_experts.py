@@ -28,6 +28,7 @@ pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
 
 NORM_EPS = 1e-3
+CPU = torch.device("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_no_rows_no_experts_and_no_columns():
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
     tensors = {"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}
-    empty = _make_experts(weights_of(tensors, "float32"), {0: "a."})
+    empty = _make_experts(weights_of(tensors, "float32"), {0: "a."}, 1, CPU)
     assert empty.arrangement is PLAIN
     x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
     out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
@@ -270,15 +271,15 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     stems = {0: "a.", 1: "b."}
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
     given = weights_of(mixed, "float32")
-    kept = _make_experts(given, stems)
+    kept = _make_experts(given, stems, 2, CPU)
     assert not given.left
     assert kept.arrangement is PLAIN
     assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
-    assert _make_experts(weights_of(weights(0), "float32"), stems).rows_e.tolist() == [0, 0]
+    assert _make_experts(weights_of(weights(0), "float32"), stems, 2, CPU).rows_e.tolist() == [0, 0]
     with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
-        _make_experts(weights_of(weights(24), "int8"), stems)
+        _make_experts(weights_of(weights(24), "int8"), stems, 2, CPU)
     if native.module is not None:
-        assert _make_experts(weights_of(weights(32), "int8"), stems).arrangement is PANELS
+        assert _make_experts(weights_of(weights(32), "int8"), stems, 2, CPU).arrangement is PANELS
 
 
 def test_a_decoder_counts_rows_by_layer_and_forgets_them():
@@ -323,7 +324,14 @@ def test_torch_accepts_routing_and_its_fake(moe, rows):
 def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
     experts = make_experts(COLUMNS, 32, torch.float32, weight_dtype, 16)
     x_TH, taken = torch.randn(rows, 32, generator=seeded(17)), some_taken(rows, 10, 2, 18)
-    call = x_TH, [w.values for w in experts.gate_up], [w.values for w in experts.down], *taken, norm_of(32, x_TH.dtype)
+    call = (
+        x_TH,
+        [w.values for w in experts.gate_up],
+        [w.values for w in experts.down],
+        [],
+        *taken,
+        norm_of(32, x_TH.dtype),
+    )
     for residual in (None, x_TH.clone()):
         counts = NORM_EPS, residual, experts.rows_e, experts.ids, list(COLUMNS.values())
         arguments = *call, *counts, experts.down[0].dtype, experts.arrangement.name

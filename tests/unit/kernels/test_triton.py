@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; it comes with torch for CUDA")
 
 from block_extents import side_by_side
+from launches import Launches
 from longhelix.kernels import reference
 from longhelix.kernels.triton import attention, merge_states, partial_attention, write_kv
 from longhelix.kv import splits
@@ -269,10 +270,20 @@ def test_more_splits_than_are_merged_at_once(device):
         assert_equals_softmax(Case([[600, 5]], 1, 1, 520, 512), device)
 
 
-@pytest.mark.parametrize("states_bytes", [0, 3 * 2**15])
-@pytest.mark.parametrize("limits", [[[600], [0, 700], [], [5], [900, 1, 2], [300]], [[600, 700]]], ids=str)
-def test_splits_of_few_sequences_at_a_time_give_the_same_bits_in_bounded_memory(
-    limits, states_bytes, monkeypatch, device
+@pytest.mark.parametrize(
+    ("limits", "states_bytes", "turns"),
+    [
+        ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 0, 8),  # a row at a time
+        ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 3 * 2**15, 2),  # room for 7 rows, which is a tile of 5
+        ([[600, 700]], 3 * 2**15, 1),
+        ([[400], [*range(300, 320)], [600]], 10 * 7800 - 1, 5),  # a chunk; room for 9 rows
+        ([[400], [*range(300, 320)], [600]], 10 * 7800, 3),
+        ([[*range(580, 600)]], 2**20, 1),
+    ],
+    ids=str,
+)
+def test_splits_of_few_rows_at_a_time_give_the_same_bits_in_bounded_memory(
+    limits, states_bytes, turns, monkeypatch, device
 ):
     call = Case(limits).call()
     allocated = []
@@ -293,8 +304,44 @@ def test_splits_of_few_sequences_at_a_time_give_the_same_bits_in_bounded_memory(
     assert torch.equal(bits(found[0]), bits(expected[0]))
     assert torch.equal(bits(found[1]), bits(expected[1]))
     _, *pairs = map(sum, zip(allocated[::2], allocated[1::2], strict=True))  # the results, then states
-    assert len(pairs) == (len(limits) if not states_bytes else math.ceil(len(limits) / 2))
+    assert len(pairs) == turns
     assert max(pairs) <= splits.most_state_bytes(call.most_tokens, call.q_TqC.shape[1], call.value_size)
+
+
+@pytest.mark.parametrize(("tokens", "programs"), [(4096, 32), (4097, 64), (65_536, 512)])
+def test_a_chunk_is_split_over_its_keys_where_its_rows_are_few_tiles(tokens, programs, monkeypatch, device):
+    """512 rows of one KV head with a group of 8, as a rank of TPA 8 has it: 32 tiles, and a GPU runs 132 at a time."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *values, **named: grids.append((grid, named["MOST_ROWS"]))
+
+    monkeypatch.setattr(attention, "_attend", Recorder())
+    monkeypatch.setattr(attention, "merge_splits", lambda *values: None)
+    call = Case([[1] * 512], 1, 8, 128, 128, dtype=torch.bfloat16, pool_dtype=torch.bfloat16).call()
+    call.run(device, most_tokens=tokens)
+    assert [math.prod(grid) for grid, most_rows in grids if most_rows > attention.FEW_ROWS] == [programs]
+
+
+@pytest.mark.parametrize(
+    ("limits", "launches"),
+    [
+        ([[60], [7]], {"_attend": 1}),
+        ([[*range(30)], [7]], {"_attend": 2}),
+        ([[600], [7]], {"_attend": 1, "_merge_splits": 1}),
+        ([[*range(300, 320)], [7]], {"_attend": 2, "_merge_splits": 1}),
+    ],
+    ids=["a split", "a chunk in a split", "splits", "a chunk in splits"],
+)
+def test_attention_is_a_few_launches_and_waits_for_nothing(limits, launches, device, monkeypatch):
+    moved = [value.to(device) if torch.is_tensor(value) else value for value in Case(limits).call()]
+    with split_at(128), monkeypatch.context() as patch, Launches(patch) as counted:
+        partial_attention(*moved)
+    assert not counted.waits
+    assert not counted.operators
+    if device.type == "cpu":
+        assert counted.kernels == launches
 
 
 @pytest.mark.parametrize("limits", [[[]], [[], []], [[0, 0]], [[0], [], [0]]], ids=str)

@@ -1,5 +1,6 @@
 """The Triton kernels compile for a Hopper GPU, on a machine that has none: ptxas comes with Triton."""
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,7 +13,19 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
 
-from longhelix.kernels.triton import attention, merge, merge_states, partial_attention, write, write_kv  # noqa: E402
+from longhelix.kernels import PLAIN, Weight  # noqa: E402
+from longhelix.kernels.experts import addresses  # noqa: E402
+from longhelix.kernels.triton import (  # noqa: E402
+    attention,
+    expert_rows,
+    experts,
+    merge,
+    merge_states,
+    partial_attention,
+    run_experts,
+    write,
+    write_kv,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +77,10 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
     record(merge, "_merge_splits")
     record(merge, "_merge_states")
     record(write, "_write_kv")
+    for name in ("_count", "_place"):
+        record(expert_rows, name)
+    for name in ("_norm", "_gate_up", "_down", "_sum_parts"):
+        record(experts, name)
     return kernels
 
 
@@ -102,8 +119,8 @@ def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads,
         rows,
         attention.SPLIT_TOKENS + 1,
     )
-    few, splits, many = compiled
-    for kernel in (few, splits, many):
+    few, many, merged = compiled
+    for kernel in (few, many, merged):
         assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
     for kernel in (few, many):
         # Loads run ahead of the products, and those of half floats run on tensor cores.
@@ -122,3 +139,52 @@ def test_merge_and_write_compile_for_hopper(compiled):
         write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 128, dtype=pool_dtype), scales_PADk, slots_T)
     write_kv(torch.empty(5, 1, 576), None, torch.empty(3, 1, 16, 1, 576, dtype=BF16), None, slots_T)
     assert len(compiled) == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "hidden", "columns"),
+    [
+        (BF16, 1, 7168, 256),
+        (BF16, 4096, 7168, 256),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (BF16, 512, 2880, 2880),
+                (torch.float16, 64, 4096, 1792),
+                (torch.float32, 64, 4096, 1792),
+                (BF16, 64, 100, 50),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
+    """DeepSeek's 256 experts, of which 32 are here, and a shared one."""
+    ids = (*range(32), 256)
+    gate_up, down = torch.empty(2 * columns, hidden, dtype=dtype), torch.empty(hidden, columns, dtype=dtype)
+    weights = ([Weight(weight, "", *weight.shape, PLAIN)] * len(ids) for weight in (gate_up, down))
+    x_TH, counts = torch.empty(rows, hidden, dtype=dtype), torch.empty(len(ids), dtype=torch.int64)
+    taken = torch.empty(rows, 9), torch.empty(rows, 9, dtype=torch.int64)
+    run_experts(
+        x_TH,
+        *addresses(ids, *weights, 257),
+        [columns] * len(ids),
+        *taken,
+        counts,
+        x_TH[0],
+        1e-6,
+        torch.empty_like(x_TH),
+    )
+    by_name = {kernel.metadata.name: kernel for kernel in compiled}
+    assert list(by_name) == ["_count", "_place", "_norm", "_gate_up", "_down", "_sum_parts"]
+    assert all(kernel.metadata.shared <= SHARED_MEMORY_BYTES for kernel in compiled)
+    if dtype == torch.float32 or hidden % 8:
+        return
+    for name, factors in (("_gate_up", 3), ("_down", 2)):
+        # Rows and weights alike are loaded ahead of the products, 16 bytes at a time.
+        text = by_name[name].asm["ttgir"]
+        assert len(re.findall(r"local_alloc : \(\) -> !ttg.memdesc<[2-9]x", text)) == factors
+        assert set(re.findall(r"cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", by_name[name].asm["ptx"])) == {
+            "0x10"
+        }
+        assert ("wgmma" if rows > 500 else "mma.sync") in by_name[name].asm["ptx"]

@@ -99,9 +99,12 @@ def test_what_cannot_run_is_said(monkeypatch, gpus, options, words):
 
 
 @pytest.mark.parametrize(("chunk_tokens", "num_blocks", "kvp"), [(512, 1000, 1), (512, 4, 2), (1, 3, 1), (512, 1, 1)])
-def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp):
+@pytest.mark.parametrize("placement", ["striped", "local", "auto"])
+def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp, placement):
     lengths = [4096, 16384, 65536]
-    steps = warm_up_steps(SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens), lengths)
+    steps = warm_up_steps(
+        SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens, placement=placement), lengths
+    )
     opened = [new.id for step in steps for new in step.new]
     assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.ended)
     for step in steps:
@@ -110,7 +113,8 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
             assert all(block.owner < kvp and block.id < num_blocks for block in chunk.new_blocks)
         for rank in range(kvp):
             assert sum(new.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
-    longest, most_running = min(chunk_tokens, num_blocks * 16 * kvp), min(num_blocks, 64)
+    room_tokens = num_blocks * 16 * (1 if placement == "local" else kvp)
+    longest, most_running = min(chunk_tokens, room_tokens), min(num_blocks, 64)
     beside = max(decodes for decodes in (0, 1, 2, 4) if decodes < most_running)
     rows = [tuple(chunk.num_tokens for chunk in step.chunks) for step in steps]
     assert max(map(sum, rows)) == max(longest + beside, most_running)
@@ -123,6 +127,7 @@ def bucket(step, decodes=0):
     rows = [1] * decodes + [chunk.num_tokens for chunk in step.chunks]
     batch = SimpleNamespace(
         token_ids_T=range(sum(rows)),
+        holders=None,
         max_rows=max(rows),
         num_sequences=len(rows),
         most_tokens=step.most_tokens,

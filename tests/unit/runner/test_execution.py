@@ -65,11 +65,13 @@ def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone()
         ("recorded", "cpu", True, True, (False, True)),
         ("recorded", "cuda", False, False, (False, True)),
         ("recorded", "cuda", False, True, (False, False)),
-        ("recorded", "cuda", True, False, (False, False)),
+        ("recorded", "cuda", True, False, (False, True)),
+        ("recorded", "cuda", True, True, (False, False)),
         ("compiled", "cpu", False, False, (True, False)),
         ("compiled", "cpu", False, True, (True, False)),
         ("compiled", "cuda", False, False, (True, True)),
         ("compiled", "cuda", False, True, (True, True)),
+        ("compiled", "cuda", True, False, (True, True)),
         ("eager", "cpu", False, False, (False, False)),
         ("eager", "cuda", False, True, (False, False)),
     ],
@@ -94,6 +96,6 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
     assert (parts("own"), parts("flashinfer")) == (True, False)
 
 
-def test_a_graph_of_experts_is_refused():
-    with pytest.raises(UserError, match="execution compiled does not run models with experts"):
+def test_a_graph_of_experts_is_refused_on_cpus():
+    with pytest.raises(UserError, match="execution compiled does not run models with experts on CPUs"):
         _layers_run(SimpleNamespace(moe=object()), EngineOptions(execution="compiled"), "cpu")

@@ -5,6 +5,7 @@ import os
 import shutil
 from array import array
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from longhelix.runner.tracer import Tracer
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spans import UNTRACED
-from longhelix.spec import ModelSpec
+from longhelix.spec import ModelSpec, MoE
 from longhelix.spec.rope import RopeSpec
 from tensors import Tensors
 
@@ -40,19 +41,21 @@ needs_compiler = pytest.mark.skipif(
 CPU = torch.device("cpu")
 LAYERS, VOCAB = 2, 64
 SPEC = ModelSpec("llama", LAYERS, 32, 2, 1, 16, 48, VOCAB, 2**20, 1e-6, RopeSpec(), "float32")
+# Of an FFN with experts in the second layer.
+EXPERTS = replace(SPEC, architecture="qwen2_moe", moe=MoE(6, 2, 32, shared_size=32, shared_gate=True))
 PHASES = ["QKV", "attention", "merge and output projection", "FFN"]
 NEW_TOKENS = 6
 
 
-def make_runner(compile, replay, spans=UNTRACED, graphs=False):
-    """`graphs`: in those of a GPU, which here are the same calls over the same memory."""
-    weights = Weights(Tensors.of(SPEC), declare(SPEC, Layout(), 0), torch.float32, "float32", CPU)
+def make_runner(compile, replay, spans=UNTRACED, graphs=False, spec=SPEC, device=CPU):
+    """`graphs`: in those of a GPU, which on a CPU are the same calls over the same memory."""
+    weights = Weights(Tensors.of(spec), declare(spec, Layout(), 0), torch.float32, "float32", device)
     mesh = Mesh.build(Layout(), 0, spans=spans)
-    model = Decoder(SPEC, mesh, weights, UNTRACED if compile else spans)
-    pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, CPU)}, LAYERS, 16, CPU)
+    model = Decoder(spec, mesh, weights, UNTRACED if compile else spans)
+    pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, device)}, LAYERS, 16, device)
     execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
-    runner = ModelRunner(SPEC, mesh, model, pool, execution, spans=spans)
-    if graphs:
+    runner = ModelRunner(spec, mesh, model, pool, execution, spans=spans)
+    if graphs and device is CPU:
         runner.layers = GraphedLayers(runner.layers, mesh, capture=run_again)
     return runner
 
@@ -104,6 +107,32 @@ def test_every_execution_chooses_the_same_tokens(expected, compile, replay, grap
     assert seen == 0 if compile else seen < op_by_op if replay else seen > op_by_op
     assert runner.execution.packed == (native.module is not None)
     assert (runner.execution.overlaps, runner.execution.sums_in_rank_order) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        CPU,
+        pytest.param(
+            torch.device("cuda"),
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use is here"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_graphs_hold_experts_of_which_padding_takes_none(device):
+    graphed = make_runner(compile=False, replay=device is not CPU, graphs=True, spec=EXPERTS, device=device)
+    eager = make_runner(compile=False, replay=False, spec=EXPERTS, device=device)
+    assert isinstance(graphed.layers, GraphedLayers)
+    tokens, _ = tokens_of(graphed)
+    assert tokens == tokens_of(eager)[0]
+    assert 12 in [bucket.rows for bucket in graphed.layers._graphs]  # of a chunk of 8 rows and one or two decodes
+    assert graphed.model.expert_rows() == eager.model.expert_rows()
+    rows = 5 + 20 + 2 * (NEW_TOKENS - 1)
+    assert [sum(of_layer) for of_layer in eager.model.expert_rows()] == [2 * rows] * LAYERS
 
 
 @needs_native

@@ -25,6 +25,7 @@ from longhelix.runner import sampler
 from longhelix.runner.execution import Execution, Found
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.runner import ModelRunner
+from longhelix.runner.warm_up import warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
@@ -173,29 +174,58 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
 
 @pytest.mark.parametrize("placement", ["striped", "growing", "local"])
 def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
-    """A history of requests of many lengths, in steps of which all ranks have all rows."""
+    """A history of requests of many lengths, whichever ranks have their rows."""
     monkeypatch.setattr(splits, "SPLIT_TOKENS", 16)
     chance = np.random.default_rng(5)
     config = SchedulerConfig(3, 400, 2000, chunk_tokens=64, max_running=8, placement=placement, growth_limit_tokens=64)
     scheduler, runners = Scheduler(config), [make_runner(kvp=3, rank=rank, num_blocks=400) for rank in range(3)]
     for id in range(60):
         scheduler.add(make_request(id, int(chance.integers(1, 700)), int(chance.integers(1, 40))))
-    local_differs, buckets = 0, set()
+    local_differs, uneven, buckets = 0, 0, set()
     while (step := scheduler.schedule(0.0)) is not None:
         results = [runner.execute(step) for runner in runners]
         scheduler.complete(results[0])
         batches = [runner.model.batches.pop() for runner in runners if runner.model.batches]
-        if not batches or batches[0].holders is not None:
-            assert all(batch.holders is not None for batch in batches)
+        if not batches:
             continue
         assert len({Bucket.of(batch) for batch in batches}) == 1
         buckets.add(Bucket.of(batches[0]))
-        most = [int(batch.extents_b2.diff().max()) * 16 for batch in batches]
+        most = [int(batch.extents_b2.diff().amax()) * 16 if len(batch.extents_b2) else 0 for batch in batches]
         assert max(most) == batches[0].most_tokens
         local_differs += len({splits.length_bucket(tokens) for tokens in most}) > 1
+        uneven += len({len(batch.slots_t) for batch in batches}) > 1
+    assert local_differs > 0
     if placement == "striped":
         assert len({bucket.most_tokens for bucket in buckets}) > 1
-        assert local_differs > 0
+        assert not any(bucket.held for bucket in buckets)
+    else:
+        assert sum(bucket.held > 0 for bucket in buckets) > 10
+        assert uneven > 10
+
+
+@pytest.mark.parametrize("placement", ["striped", "growing", "local", "auto"])
+def test_what_runs_before_the_first_request_captures_decodes_and_chunks_of_evenly_used_ranks(placement):
+    config = SchedulerConfig(3, 40, 600, chunk_tokens=64, max_running=8, placement=placement, kvp_threshold_tokens=200)
+    runners = [make_runner(kvp=3, rank=rank, num_blocks=40) for rank in range(3)]
+    warm = set()
+    for step in warm_up_steps(config, [4096, 16384]):
+        for runner in runners:
+            runner.execute(step)
+        batches = [runner.model.batches.pop() for runner in runners if runner.model.batches]
+        if batches:
+            (bucket,) = {Bucket.of(batch) for batch in batches}
+            warm.add(bucket)
+    assert not any(runner.sequences for runner in runners)
+    lengths = 4096, 16384
+    everywhere = {Bucket(rows, rows, 1, most, 1) for rows in (1, 2, 3, 4, 6, 8) for most in lengths}
+    everywhere |= {Bucket(64, 2, 64, most, 1) for most in lengths}
+    dealt = {
+        Bucket(rows, held, 1, most, 1, held) for rows, held in ((1, 1), (3, 1), (6, 2), (8, 3)) for most in lengths
+    }
+    dealt |= {Bucket(64, 2, 64, most, 1, 64) for most in lengths}  # one prompt, or one on each rank
+    dealt |= {Bucket(64, 4, 24, most, 1, 24) for most in lengths}
+    assert (everywhere <= warm) == (placement != "local")
+    assert (dealt <= warm) == (placement != "striped")
 
 
 def lines_of(call):

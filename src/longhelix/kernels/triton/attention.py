@@ -1,8 +1,9 @@
 """Attention of packed rows over a paged pool, with LSE. Source: FlashAttention (arXiv 2205.14135), split by keys.
 
-One kernel in two forms. A sequence with few rows (decode) is split over its tokens, so that it alone fills the device;
-splits begin at fixed positions, so that a row's bits do not depend on its batch. A sequence with many rows (a chunk) is
-not split: its rows fill the device.
+One kernel in two shapes, for sequences with few rows (decode) and with many (a chunk). Both are split over their
+tokens, so that one sequence alone fills the device. Splits begin at fixed positions, so that a row's bits depend
+neither on its batch nor on the device. Chunks are split whether or not their rows alone would fill it: a split is much
+arithmetic for a tile of many rows (0.3 to 0.6 GFLOP), and little to write and to merge (66 to 131 KB).
 """
 
 import math
@@ -60,7 +61,7 @@ def partial_attention(
     most_tokens: no sequence has more rows, no row sees more. They and the shapes decide the launches; nothing is read
     back from the device. No limit may exceed most_tokens or its sequence's blocks, which is not checked. Returns
     out_TqC (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
-    SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each sequence, and as many at a
+    SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each row, and as many rows at a
     time as `splits.STATES_BYTES` holds.
     """
     num_rows, num_query_heads, key_size = q_TqC.shape
@@ -80,64 +81,64 @@ def partial_attention(
     dot_dtype = q_TqC.dtype if scales_PADk is not None else torch.promote_types(q_TqC.dtype, kv_PADkC.dtype)
     few, many = (_FLOAT32, _FLOAT32) if dot_dtype == torch.float32 else (_FEW, _MANY)
     table_key = max(64, _padded(value_size))
-    slots = min(max_rows, FEW_ROWS)
-
-    def attend(out: Tensor, lse: Tensor, tile: Tile, rows: range, num_splits: int, sequences: range) -> None:
-        tiles = triton.cdiv(min(max_rows, rows[-1]) * group, tile.row_heads)
-        _attend[tiles * num_kv_heads, num_splits, len(sequences)](
-            q_TqC,
-            kv_PADkC,
-            scales_PADk,
-            blocks_X,
-            extents_B2,
-            row_starts_B,
-            limits_T,
-            out,
-            lse,
-            q_TqC.stride(0),
-            q_TqC.stride(1),
-            slots,
-            sequences.start,
-            scale * math.log2(math.e),
-            LEAST_ROWS=rows[0],
-            MOST_ROWS=rows[-1],
-            SPLIT=SPLIT_TOKENS if num_splits > 1 else 0,
-            A=num_arrays,
-            D=block_tokens,
-            K=num_kv_heads,
-            G=group,
-            C=key_size,
-            V=value_size,
-            HEAD=_padded(value_size),
-            TAIL=_padded(key_size - value_size) if key_size > value_size else 0,
-            M=tile.row_heads,
-            N=tile.tokens,
-            DOT=_DOT_DTYPES[dot_dtype],
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-        )
-
     tile = few[table_key]
-    tile = tile._replace(row_heads=min(tile.row_heads, _padded(group)))
+    shapes = [(tile._replace(row_heads=min(tile.row_heads, _padded(group))), range(1, FEW_ROWS + 1))]
+    if max_rows > FEW_ROWS:
+        shapes.append((many[table_key], range(FEW_ROWS + 1, _UNLIMITED)))
+    one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
 
-    def attend_split(sequences: range) -> None:
-        states = num_splits, len(sequences) * slots, num_query_heads
-        out_NXqC = q_TqC.new_empty(*states, value_size, dtype=torch.float32)
-        lse_NXq = q_TqC.new_empty(states, dtype=torch.float32)
-        attend(out_NXqC, lse_NXq, tile, range(1, FEW_ROWS + 1), num_splits, sequences)
-        rows = row_starts_B, limits_T, sequences, slots
-        merge_splits(out_NXqC, lse_NXq, *rows, SPLIT_TOKENS, FEW_ROWS, out_TqC, lse_Tq)
+    def attend(out: Tensor, lse: Tensor, rows: range) -> None:
+        """Of `rows`, into results for each split."""
+        sequences = rows if one_row_each else range(num_sequences)
+        for tile, counts in shapes:
+            tiles = triton.cdiv(min(max_rows, counts[-1], len(rows)) * group, tile.row_heads)
+            _attend[tiles * num_kv_heads, max(num_splits, 1), len(sequences)](
+                q_TqC,
+                kv_PADkC,
+                scales_PADk,
+                blocks_X,
+                extents_B2,
+                row_starts_B,
+                limits_T,
+                out,
+                lse,
+                q_TqC.stride(0),
+                q_TqC.stride(1),
+                rows.start,
+                len(rows),
+                sequences.start,
+                scale * math.log2(math.e),
+                LEAST_ROWS=counts[0],
+                MOST_ROWS=counts[-1],
+                SPLIT=SPLIT_TOKENS if num_splits > 1 else 0,
+                A=num_arrays,
+                D=block_tokens,
+                K=num_kv_heads,
+                G=group,
+                C=key_size,
+                V=value_size,
+                HEAD=_padded(value_size),
+                TAIL=_padded(key_size - value_size) if key_size > value_size else 0,
+                M=tile.row_heads,
+                N=tile.tokens,
+                DOT=_DOT_DTYPES[dot_dtype],
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                enable_fp_fusion=False,
+            )
 
-    if num_splits > 1:
-        at_once = splits.sequences_at_once(splits.state_bytes(num_splits, slots, num_query_heads, value_size))
-        for first in range(0, num_sequences, at_once):
-            attend_split(range(first, min(first + at_once, num_sequences)))
-    else:
-        attend(out_TqC, lse_Tq, tile, range(1, FEW_ROWS + 1), 1, range(num_sequences))
-    if max_rows > FEW_ROWS:
-        attend(out_TqC, lse_Tq, many[table_key], range(FEW_ROWS + 1, _UNLIMITED), 1, range(num_sequences))
+    if num_splits <= 1:
+        attend(out_TqC, lse_Tq, range(num_rows))
+        return out_TqC, lse_Tq
+    at_once = splits.rows_at_once(num_splits, num_query_heads, value_size, shapes[-1][0].row_heads // group)
+    for first in range(0, num_rows, at_once):
+        rows = range(first, min(first + at_once, num_rows))
+        out_NTqC = q_TqC.new_empty(num_splits, len(rows), num_query_heads, value_size, dtype=torch.float32)
+        lse_NTq = q_TqC.new_empty(out_NTqC.shape[:3], dtype=torch.float32)
+        attend(out_NTqC, lse_NTq, rows)
+        own = slice(rows.start, rows.stop)
+        merge_splits(out_NTqC, lse_NTq, limits_T[own], SPLIT_TOKENS, out_TqC[own], lse_Tq[own])
     return out_TqC, lse_Tq
 
 
@@ -146,7 +147,7 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-@triton.jit(do_not_specialize=["slots", "first_sequence"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "first_sequence"])
 def _attend(
     q_ptr,
     kv_ptr,
@@ -159,7 +160,8 @@ def _attend(
     lse_ptr,
     stride_T,
     stride_q,
-    slots,
+    first_row,
+    num_rows,
     first_sequence,
     scale_log2,
     LEAST_ROWS: tl.constexpr,
@@ -177,23 +179,26 @@ def _attend(
     N: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """M row-heads of one sequence and KV head over one split of SPLIT tokens, into a slot of `out`; or, if 0, over all.
+    """M row-heads of one sequence and KV head over one split of SPLIT tokens; or, if 0, over all.
 
-    A key is V channels, padded to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
+    Of `num_rows` rows from `first_row` on, whose results `out` holds, once for each split. A key is V channels, padded
+    to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
     """
     tl.static_assert(SPLIT % N == 0)
-    split, place = tl.program_id(1), tl.program_id(2)
-    sequence = first_sequence + place
+    split, sequence = tl.program_id(1), first_sequence + tl.program_id(2)
     first = tl.load(row_starts_ptr + sequence)
-    rows = tl.load(row_starts_ptr + sequence + 1) - first
-    if (rows < LEAST_ROWS) | (rows > MOST_ROWS):
+    last = tl.load(row_starts_ptr + sequence + 1)
+    if (last - first < LEAST_ROWS) | (last - first > MOST_ROWS):
+        return
+    first, last = tl.maximum(first, first_row), tl.minimum(last, first_row + num_rows)
+    if last <= first:
         return
     # Heads of one tile are neighbours, and so are tiles: they read the same lines of the pool at about the same time.
     kv_head = tl.program_id(0) % K
     x_X = tl.program_id(0) // K * M + tl.arange(0, M)
-    row_X, head_X = x_X // G, kv_head * G + x_X % G
-    real_X = row_X < rows
-    limit_X = tl.load(limits_ptr + first + row_X, mask=real_X, other=0).to(tl.int32)
+    row_X, head_X = first + x_X // G, kv_head * G + x_X % G
+    real_X = row_X < last
+    limit_X = tl.load(limits_ptr + row_X, mask=real_X, other=0).to(tl.int32)
     begin, end = 0, tl.max(limit_X, 0)
     if SPLIT:
         begin = split * SPLIT
@@ -202,7 +207,7 @@ def _attend(
             return
 
     blocks_ptr += tl.load(extents_ptr + 2 * sequence)
-    q_offset_X = (first + row_X) * stride_T + head_X * stride_q
+    q_offset_X = row_X * stride_T + head_X * stride_q
     q_XC = _rows(q_ptr, q_offset_X, real_X, V, HEAD).to(DOT)
     if TAIL:
         q_tail_XC = _rows(q_ptr + V, q_offset_X, real_X, C - V, TAIL).to(DOT)
@@ -242,9 +247,9 @@ def _attend(
             weights_XN *= tl.load(scales_ptr + value_N, mask=written_N, other=0.0)[None, :]
         sum_XC = tl.dot(weights_XN.to(DOT), v_NC, sum_XC * shrink_X[:, None], input_precision="ieee")
 
-    slot_X = first + row_X
+    slot_X = row_X - first_row
     if SPLIT:
-        slot_X = (split.to(tl.int64) * tl.num_programs(2) + place) * slots + row_X
+        slot_X += split.to(tl.int64) * num_rows
     slot_X = slot_X * (K * G) + head_X
     tl.store(lse_ptr + slot_X, (largest_X + tl.log2(total_X)) * 0.6931471805599453, mask=real_X)
     out_XC = tl.where((total_X == 0)[:, None], 0.0, sum_XC / total_X[:, None])

@@ -1,4 +1,4 @@
-"""Merges of partial states by LSE: of ranks (the op), and of the splits of one decode."""
+"""Merges of partial states by LSE: of ranks (the op), and of the splits of rows."""
 
 import triton
 import triton.language as tl
@@ -77,33 +77,18 @@ def _merge_states(
 
 
 def merge_splits(
-    out_NXqC: Tensor,
-    lse_NXq: Tensor,
-    row_starts_B: Tensor,
-    limits_T: Tensor,
-    sequences: range,
-    slots: int,
-    split_tokens: int,
-    most_rows: int,
-    out_TqC: Tensor,
-    lse_Tq: Tensor,
+    out_NTqC: Tensor, lse_NTq: Tensor, limits_T: Tensor, split_tokens: int, out_TqC: Tensor, lse_Tq: Tensor
 ) -> None:
-    """Merge the states of N splits (float32) into the rows of out_TqC, lse_Tq whose sequences have at most `most_rows`.
-
-    X counts `slots` for each of `sequences`, one per row. Which splits hold a state follows from limits_T.
-    """
-    _, num_slots, num_query_heads, value_size = out_NXqC.shape
+    """Merge the states of N splits (float32) of some rows into out_TqC, lse_Tq. Which splits hold a state follows from
+    limits_T."""
+    _, num_rows, num_query_heads, value_size = out_NTqC.shape
     padded = triton.next_power_of_2(value_size)
-    _merge_splits[num_slots, num_query_heads](
-        out_NXqC,
-        lse_NXq,
-        row_starts_B,
+    _merge_splits[num_rows, num_query_heads](
+        out_NTqC,
+        lse_NTq,
         limits_T,
         out_TqC,
         lse_Tq,
-        slots,
-        sequences.start,
-        MOST_ROWS=most_rows,
         SPLIT=split_tokens,
         Q=num_query_heads,
         V=value_size,
@@ -113,17 +98,13 @@ def merge_splits(
     )
 
 
-@triton.jit(do_not_specialize=["slots", "first_sequence"])
+@triton.jit
 def _merge_splits(
     out_ptr,
     lse_ptr,
-    row_starts_ptr,
     limits_ptr,
     merged_out_ptr,
     merged_lse_ptr,
-    slots,
-    first_sequence,
-    MOST_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     Q: tl.constexpr,
     V: tl.constexpr,
@@ -131,16 +112,10 @@ def _merge_splits(
     N: tl.constexpr,
 ):
     """One head of one row: N splits at a time, in split order."""
-    slot, head = tl.program_id(0), tl.program_id(1)
-    sequence = first_sequence + slot // slots
-    first = tl.load(row_starts_ptr + sequence)
-    rows = tl.load(row_starts_ptr + sequence + 1) - first
-    row = slot % slots
-    if (row >= rows) | (rows > MOST_ROWS):
-        return
-    num_splits = tl.cdiv(tl.load(limits_ptr + first + row), SPLIT).to(tl.int32)
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_splits = tl.cdiv(tl.load(limits_ptr + row), SPLIT).to(tl.int32)
     n_N = tl.arange(0, N)
-    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + slot) * Q + head
+    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + row) * Q + head
     stride = tl.num_programs(0).to(tl.int64) * (N * Q)
     largest_N = tl.full([N], float("-inf"), tl.float32)
     for split in range(0, num_splits, N):
@@ -153,7 +128,7 @@ def _merge_splits(
     real_C = c_C < V
     total_N = tl.zeros([N], tl.float32)
     sum_C = tl.zeros([PADDED], tl.float32)
-    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + slot) * Q + head
+    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + row) * Q + head
     for split in range(0, num_splits, N):
         real_N = split + n_N < num_splits
         weight_N = tl.exp(tl.load(lse_ptr + state_N, mask=real_N, other=float("-inf")) - base)
@@ -163,7 +138,7 @@ def _merge_splits(
         total_N += weight_N
         state_N += stride
     total = tl.sum(total_N, 0)
-    state = (first + row) * Q + head
+    state = row.to(tl.int64) * Q + head
     tl.store(merged_lse_ptr + state, base + tl.log(total))
     # Rounded to nearest, so that one split alone is passed on bit by bit, as where there is nothing to merge.
     out_C = tl.div_rn(sum_C, tl.where(total == 0, 1.0, total))
