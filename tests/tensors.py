@@ -34,10 +34,10 @@ class Tensors:
         return self._tensors[name][slices]
 
 
-def weights_of(tensors, weight_dtype):
+def weights_of(tensors, weight_dtype, dtype=torch.float32, device=CPU):
     """A parameter for each tensor, whole."""
     parameters = [
         Parameter(name, (Source(name, tuple(tensor.shape), tuple(map(range, tensor.shape))),))
         for name, tensor in tensors.items()
     ]
-    return Weights(Tensors(tensors), parameters, torch.float32, weight_dtype, CPU)
+    return Weights(Tensors(tensors), parameters, dtype, weight_dtype, device)

@@ -26,6 +26,7 @@ from longhelix.models.experts import ExpertFFN
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import MoE
+from tensors import weights_of
 from triton_interpreter import interpret
 
 pytestmark = pytest.mark.unit
@@ -275,16 +276,17 @@ def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> Exper
     """An FFN with experts of 32 columns, of which a rank has `held`, in rows and with addresses."""
     spec = type("Spec", (), {"moe": moe, "rms_norm_eps": NORM_EPS})()
     layout = type("Held", (), {"experts": lambda self, count, rank: held})()
-    weights = {"ffn_norm": norm_of(hidden, torch.bfloat16).to(device)}
-    weights["router"] = normal(moe.num_experts, hidden, seed=1).to(device)
+    weights = {"ffn_norm": norm_of(hidden, torch.bfloat16)}
+    weights["router"] = normal(moe.num_experts, hidden, seed=1)
     if moe.sigmoid:
-        weights["routing_bias"] = normal(moe.num_experts, seed=2).to(device) / 10
+        weights["routing_bias"] = normal(moe.num_experts, seed=2) / 10
     stems = [f"experts.{number}." for number in held] + ["shared."] * (moe.shared_size > 0)
     for at, stem in enumerate(stems):
-        weights[stem + "gate_up"] = (normal(64, hidden, seed=10 + at) / 8).bfloat16().to(device)
-        weights[stem + "down"] = (normal(hidden, 32, seed=50 + at) / 8).bfloat16().to(device)
+        weights[stem + "gate_up"] = normal(64, hidden, seed=10 + at) / 8
+        weights[stem + "down"] = normal(hidden, 32, seed=50 + at) / 8
     group = RankGroup((0,), 0, None)
-    return ExpertFFN(spec, Mesh(layout, 0, group, group, group), weights, "", "bfloat16")
+    given = weights_of(weights, "bfloat16", torch.bfloat16, device)
+    return ExpertFFN(spec, Mesh(layout, 0, group, group, group), given, "")
 
 
 MOES = [
