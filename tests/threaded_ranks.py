@@ -19,6 +19,7 @@ from longhelix.models.latent_attention import LatentAttention
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import MLA, ModelSpec
 from longhelix.spec.rope import RopeSpec
+from tensors import weights_of
 
 _TIMEOUT_S = 60
 _SHARPNESS = 3.0  # standard deviation of scores: attention that is neither uniform nor of one token
@@ -129,7 +130,8 @@ class LayerCase:
         own = {"output": self.weights["output"][:, heads.start * size : heads.stop * size]}
         attention = Attention if spec.mla is None else LatentAttention
         name = str(self.dtype).removeprefix("torch.")
-        module = attention(spec, Mesh(layout, rank, group, group, group), self.weights | own, "", name)
+        weights = weights_of(self.weights | own, name, self.dtype)
+        module = attention(spec, Mesh(layout, rank, group, group, group), weights, "")
         layer, batch = self._shard(rank, kvp)
         return module(self.hidden_TH, batch, layer)
 

@@ -195,7 +195,7 @@ def test_tokens_beyond_the_blocks_are_refused(packed):
 def test_torch_accepts_the_op_and_its_fake(packed):
     shard = Shard.of(make_latents([50], torch.float32), "float32", packed, 16)
     format = shard.layer.format
-    sizes = format.key_size, format.arrangement.name, format.dtype, format.value_size, format.shared_values
+    sizes = format.key_size, format.arrangement.name, format.dtype, format.value_size, format.shared_values, False
     arguments = shard.layer.values, None, make_up(torch.float32), NOPE, shard.blocks[0], 16, 34, *sizes
     assert set(opcheck(torch.ops.longhelix.expand_latents.default, arguments).values()) == {"SUCCESS"}
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -397,7 +397,7 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     sequences = [make_sequence(shape, rows, seeded(19), kv_dtype) for rows in ([5, 6], [0], [9])]
     q_TqC, layer, *table, row_starts_B, limits_T, scale = arguments(sequences, shape)
     pool = layer.values, layer.scales
-    format = layer.format.arrangement.name, layer.format.dtype, layer.format.value_size, layer.format.shared_values
+    format = layer.format.arrangement.name, layer.format.dtype, layer.format.value_size, False, False
     fused_TXC = torch.cat((q_TqC, q_TqC), dim=1).to(q_dtype)
     turned_TqC = q_TqC.to(q_dtype).transpose(0, 1).contiguous().transpose(0, 1)
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
