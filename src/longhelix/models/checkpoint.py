@@ -1,7 +1,7 @@
 """Model files: what tensors they hold, and slices of those tensors.
 
 Opening a checkpoint reads headers only and needs no torch: the front process validates with it.
-`read` maps the file, so a rank touches only the bytes of its own slices.
+`read` maps the file, so a rank reads the bytes of its own slices, and a few that follow.
 """
 
 from __future__ import annotations

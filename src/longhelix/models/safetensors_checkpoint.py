@@ -50,28 +50,42 @@ class _MappedShard:
     """A safetensors file that was found sound, mapped. The format: https://github.com/huggingface/safetensors#format."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            # Copied where it is written to, which never happens: torch wants memory that can be.
-            self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                # Copied where it is written to, which never happens: torch wants memory that can be.
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._first = 8 + int.from_bytes(self._mapped[:8], "little")
+            self._entries = json.loads(self._mapped[8 : self._first])
+        except (OSError, ValueError) as error:
+            raise invalid_checkpoint(f"{path} was found sound, and cannot be read now ({error}).") from error
         self._bytes = np.frombuffer(self._mapped, np.uint8)
-        self._first = 8 + int.from_bytes(self._mapped[:8], "little")
-        self._entries = json.loads(self._mapped[8 : self._first])
 
     def read(self, tensor: TensorInfo, slices: tuple[slice, ...]) -> torch.Tensor:
         import torch
 
-        start, stop = (self._first + at for at in self._entries[tensor.name]["data_offsets"])
-        if start < stop:
+        start, stop = self._place(tensor)
+        if all(part.start < part.stop for part in slices):
             row_bytes, rows = (stop - start) // tensor.shape[0], slices[0]
-            self._read_ahead(start + rows.stop * row_bytes, (rows.stop - rows.start) * row_bytes)
+            next_byte = start + rows.stop * row_bytes
+            self._read_ahead(next_byte, min((rows.stop - rows.start) * row_bytes, stop - next_byte))
         stored = torch.from_numpy(self._bytes[start:stop]).view(getattr(torch, tensor.dtype))
         return stored.view(tensor.shape)[slices]
 
+    def _place(self, tensor: TensorInfo) -> tuple[int, int]:
+        """Where its bytes begin and end. Raises UserError if the file is no longer the one that was found sound."""
+        entry = self._entries.get(tensor.name, {"dtype": None, "shape": None})
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"])
+        if (dtype, entry["shape"]) != (tensor.dtype, list(tensor.shape)):
+            raise invalid_checkpoint(f"{self._path} was changed while it was opened: start again.")
+        start, stop = (self._first + at for at in entry["data_offsets"])
+        return start, stop
+
     def _read_ahead(self, start: int, num_bytes: int) -> None:
         """Have the system read what follows, which is mostly asked for next, beside what is done with what was read."""
-        start -= start % mmap.PAGESIZE
-        if start < len(self._mapped):
-            self._mapped.madvise(mmap.MADV_WILLNEED, start, num_bytes)
+        if num_bytes:
+            before = start % mmap.PAGESIZE
+            self._mapped.madvise(mmap.MADV_WILLNEED, start - before, before + num_bytes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends to every other rank that rank's slice of query
 heads, and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length. A rank that
-holds no KV of a row's request sends nothing for that row.
+holds no KV of a row's request sends nothing for that row, but in CUDA graphs,
+where exchanges are padded.
 """
 
 from collections.abc import Callable

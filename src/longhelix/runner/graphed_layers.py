@@ -14,7 +14,7 @@ from longhelix.parallel.holders import PaddedHolders
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
 
-_MOST_GRAPHS = 256
+_MOST_GRAPHS = 128
 
 # Gives what a call returns, and how to run it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]

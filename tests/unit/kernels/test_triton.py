@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -322,6 +323,40 @@ def test_a_chunk_is_split_over_its_keys_where_its_rows_are_few_tiles(tokens, pro
     call = Case([[1] * 512], 1, 8, 128, 128, dtype=torch.bfloat16, pool_dtype=torch.bfloat16).call()
     call.run(device, most_tokens=tokens)
     assert [math.prod(grid) for grid, most_rows in grids if most_rows > attention.FEW_ROWS] == [programs]
+
+
+def test_a_chunk_whose_states_would_take_many_turns_is_not_split(monkeypatch, device):
+    case = Case([[*range(300, 340)], [600]])
+    moved = [value.to(device) if torch.is_tensor(value) else value for value in case.call()]
+    with split_at(128):
+        monkeypatch.setattr(splits, "STATES_BYTES", 0)  # a row at a time
+        with monkeypatch.context() as patch, Launches(patch) as counted:
+            partial_attention(*moved)
+        assert_equals_softmax(case, device)
+    if device.type == "cpu":
+        assert counted.kernels == {"_attend": 2}
+
+
+def test_states_of_one_turn_are_gone_when_the_next_begins(monkeypatch, device):
+    made, most_bytes = [], 0
+    new_empty = Tensor.new_empty
+
+    def recorded(tensor, *size, **options):
+        nonlocal most_bytes
+        found = new_empty(tensor, *size, **options)
+        if found.nbytes:  # the interpreter makes empty ones
+            made.append(weakref.ref(found))
+        alive = (each() for each in made)
+        most_bytes = max(most_bytes, sum(one.nbytes for one in alive if one is not None))
+        return found
+
+    call = Case([[400], [*range(300, 320)], [600]]).call()
+    with split_at(128):
+        monkeypatch.setattr(splits, "STATES_BYTES", 10 * 7800)
+        monkeypatch.setattr(Tensor, "new_empty", recorded)
+        results = call.run(device)
+    assert len(made) == 2 + 2 * 3  # results, and the states of three turns
+    assert most_bytes <= sum(result.nbytes for result in results) + 10 * 7800
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from builtin import builtin_config
 from longhelix.errors import UserError
+from longhelix.models import safetensors_checkpoint
 from longhelix.models.checkpoint import TensorInfo
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.gguf_file import GgufFile
@@ -163,6 +164,47 @@ def test_tensor_not_in_index(tmp_path):
     write_sharded(tmp_path)
     write_index(tmp_path, {name: shard for name, shard in SHARDS.items() if name != "norm"})
     assert_refused(tmp_path, str(tmp_path / "b.safetensors"), "holds norm", "in no file")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read now (cannot mmap an empty file)"),
+        (b"x" * 100, "cannot be read now"),
+        ({"other": torch.zeros(8, 6)}, "was changed while it was opened"),
+        ({"embed": torch.zeros(8, 12, dtype=torch.bfloat16)}, "was changed while it was opened"),
+        ({"embed": torch.zeros(6, 8)}, "was changed while it was opened"),
+    ],
+    ids=["empty", "garbage", "other name", "other dtype", "other shape"],
+)
+def test_safetensors_replaced_after_they_were_found_sound(content, words, tmp_path):
+    checkpoint = open_checkpoint(str(write_single(tmp_path)))
+    file = tmp_path / "model.safetensors"
+    if isinstance(content, dict):
+        save_file(content, file)
+    else:
+        file.write_bytes(content or b"")
+    with pytest.raises(UserError) as refused:
+        checkpoint.read("embed", whole((8, 6)))
+    assert refused.value.code == "invalid_checkpoint"
+    assert words in str(refused.value)
+
+
+def test_no_more_of_a_tensor_is_asked_for_than_follows_in_it(tmp_path, monkeypatch):
+    checkpoint, asked = open_checkpoint(str(write_single(tmp_path))), []
+    monkeypatch.setattr(safetensors_checkpoint._MappedShard, "_read_ahead", lambda _, *place: asked.append(place[1]))
+    row_bytes = 6 * 4
+    for slices, bytes_ahead in (
+        ((slice(0, 3), slice(0, 6)), 3 * row_bytes),
+        ((slice(3, 6), slice(0, 6)), 2 * row_bytes),
+        ((slice(6, 8), slice(0, 6)), 0),
+        ((slice(0, 4), slice(2, 3)), 4 * row_bytes),
+    ):
+        checkpoint.read("embed", slices)
+        assert asked.pop() == bytes_ahead
+    checkpoint.read("embed", (slice(2, 2), slice(0, 6)))
+    checkpoint.read("embed", (slice(0, 8), slice(6, 6)))
+    assert not asked
 
 
 @pytest.mark.parametrize("write", [write_single, write_sharded])

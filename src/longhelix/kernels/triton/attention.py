@@ -1,9 +1,10 @@
 """Attention of packed rows over a paged pool, with LSE. Source: FlashAttention (arXiv 2205.14135), split by keys.
 
 One kernel in two shapes, for sequences with few rows (decode) and with many (a chunk). Both are split over their
-tokens, so that one sequence alone fills the device. Splits begin at fixed positions, so that a row's bits depend
-neither on its batch nor on the device. Chunks are split whether or not their rows alone would fill it: a split is much
-arithmetic for a tile of many rows (0.3 to 0.6 GFLOP), and little to write and to merge (66 to 131 KB).
+tokens, so that one sequence alone fills the device, at fixed positions. Chunks are split whether or not their rows
+alone would fill it: a split is much arithmetic for a tile of many rows (0.3 to 0.6 GFLOP), and little to write and to
+merge (66 to 131 KB). Where so few rows' states fit that a chunk would take many turns, nothing is split: it has many
+heads then, or a very long context, and its rows fill the device.
 """
 
 import math
@@ -19,6 +20,7 @@ from longhelix.kv import splits
 from longhelix.kv.splits import FEW_ROWS, SPLIT_TOKENS
 
 _UNLIMITED = 2**30
+_MOST_TURNS = 16
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -128,17 +130,22 @@ def partial_attention(
                 enable_fp_fusion=False,
             )
 
-    if num_splits <= 1:
-        attend(out_TqC, lse_Tq, range(num_rows))
-        return out_TqC, lse_Tq
-    at_once = splits.rows_at_once(num_splits, num_query_heads, value_size, shapes[-1][0].row_heads // group)
-    for first in range(0, num_rows, at_once):
-        rows = range(first, min(first + at_once, num_rows))
+    def attend_splits(rows: range) -> None:
+        """Of `rows`; the states of their splits are gone when it returns."""
         out_NTqC = q_TqC.new_empty(num_splits, len(rows), num_query_heads, value_size, dtype=torch.float32)
         lse_NTq = q_TqC.new_empty(out_NTqC.shape[:3], dtype=torch.float32)
         attend(out_NTqC, lse_NTq, rows)
         own = slice(rows.start, rows.stop)
         merge_splits(out_NTqC, lse_NTq, limits_T[own], SPLIT_TOKENS, out_TqC[own], lse_Tq[own])
+
+    at_once = splits.rows_at_once(num_splits, num_query_heads, value_size, shapes[-1][0].row_heads // group)
+    if max_rows > FEW_ROWS and num_rows > _MOST_TURNS * at_once:
+        num_splits = 1
+    if num_splits <= 1:
+        attend(out_TqC, lse_Tq, range(num_rows))
+        return out_TqC, lse_Tq
+    for first in range(0, num_rows, at_once):
+        attend_splits(range(first, min(first + at_once, num_rows)))
     return out_TqC, lse_Tq
 
 
