@@ -185,10 +185,11 @@ def describe(config: EngineConfig) -> list[str]:
     placement = scheduler.placement
     if placement == "auto":
         placement = f"auto: requests of up to {scheduler.kvp_threshold_tokens} tokens on one rank"
+    attention = f", attention {config.attention_dtype}" if config.attention_dtype else ""
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
-        f"weights {config.weight_dtype}, KV {config.kv_dtype}",
+        f"weights {config.weight_dtype}, KV {config.kv_dtype}{attention}",
         f"KV cache holds {held_tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "
         f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",
