@@ -25,7 +25,7 @@ import toy
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))
-from longhelix.kernels import KVLayer
+from longhelix.kernels import KVLayer, native
 from longhelix.kv.placement import make_placement
 from longhelix.layout import HeadShape
 from longhelix.models import attention, overlap
@@ -335,12 +335,21 @@ def check_places(run, rank, at_T, placement):
     assert any(limit % toy.BLOCK_TOKENS for limit in limits)
 
 
+def as_multiplied(q_TqC, kv_dtype):
+    """Queries as the kernels take them, in float64: integers of 15 bits for the largest channel where the pool's are
+    multiplied as they are, else bfloat16."""
+    if kv_dtype not in ("int8", "int4") or native.module.instruction_set() != "avx512":
+        return torch.from_numpy(q_TqC).bfloat16().double().numpy()
+    most_Tq1 = np.abs(q_TqC).max(-1, keepdims=True)
+    return np.rint(q_TqC * (np.float32(127 * 128) / most_Tq1)) * (most_Tq1.astype(np.float64) / (127 * 128))
+
+
 def attend(run, rank, tables, tokens, at_T, kv_dtype):
     """Exact attention of the rows at `at_T` over this rank's tokens, and |q| |k| at most; checks all that is stored."""
     queries, keys, values = tables
     q_TqC = rotated(queries[tokens[at_T]].reshape(-1, HEADS, HEAD_SIZE), at_T[:, None])
     compare("queries", run.watch.rows("q"), q_TqC, 8 * UNIT * norm(q_TqC))
-    rounded_TqC = torch.from_numpy(run.watch.rows("q")).bfloat16().double()
+    rounded_TqC = torch.from_numpy(as_multiplied(run.watch.rows("q"), kv_dtype))
     q_XC, rounded_XC = (x.view(-1, HEAD_SIZE) / math.sqrt(HEAD_SIZE) for x in (torch.from_numpy(q_TqC), rounded_TqC))
     at_X1 = at_T.repeat(HEADS)[:, None]
     parts = []
