@@ -218,7 +218,8 @@ def test_every_kernel_is_timed_beside_its_bounds(monkeypatch, tmp_path):
 def test_kernels(capfd, monkeypatch):
     found = run(capfd, "kernels", "--context", "4096", "--kv-dtype", "int8", "--head-size", "64", "--group", "3",
                 "--repeats", "1", "--no-peers")  # fmt: skip
-    (row,) = found["kernels_attention"]["rows"]
+    row, *rounded = found["kernels_attention"]["rows"]
+    assert [each["attention_dtype"] for each in rounded] == ["int8"] * (native.module.instruction_set() == "avx512")
     assert row["read_bytes"] == 4096 * 2 * 2 * (64 + 2)  # tokens, KV heads, keys and values, channels and a scale
     assert row["fraction"] == pytest.approx(row["bytes_per_s"] / row["memory_bytes_per_s"])
     assert {row["num_query_heads"] for row in found["kernels_latent"]["rows"]} == {16, 32, 64, 128}
