@@ -54,7 +54,7 @@ class Largest {
     float least_;
 };
 
-constexpr int kBlock = 256;             // logits at a time: they stay in the nearest cache
+constexpr int kBlock = 512;             // logits at a time: they stay in the nearest cache
 constexpr int kSeenBytes = kBlock / 8;  // a bit for each
 
 INLINE bool any(const u8* seen) {
@@ -110,7 +110,6 @@ struct PenaliseRows {
 struct TakeCandidates {
     const Candidates& call;
 
-    static constexpr int kAhead = 8;               // blocks that are fetched: a stream alone waits at the end of each page
     static constexpr float kNegligible = -58.0f;   // log2 of a weight: of 2^20 such, float64 does not see the sum
 
     explicit TakeCandidates(const Candidates& candidates) : call(candidates) {}
@@ -129,7 +128,6 @@ struct TakeCandidates {
         alignas(64) float copied[kBlock];
         for (std::int64_t i = 0; i < num_blocks; ++i) {
             const float* logits = block(row, i, copied);
-            for (int j = 0; j < kBlock; j += kLanes) __builtin_prefetch(logits_of(row) + (i + kAhead) * kBlock + j);
             f32x16 high = splat(kMinusInfinity);
             for (int j = 0; j < kBlock; j += kLanes) {
                 f32x16 x = load<f32x16>(logits + j);
