@@ -11,16 +11,13 @@ from itertools import chain
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
-from longhelix.request import Request, SamplingParams, Step, StepResult
+from longhelix.request import Request, SamplingParams, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
-from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
-
-# Ranks begin the next step while this process takes the tokens of the last one.
-_STEPS_IN_FLIGHT = 2
 
 
 @dataclass
@@ -66,7 +63,7 @@ class TokenCore:
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         scheduler = Scheduler(config.scheduler, cut=self._pool.cut)
-        self._loop = Loop(scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
+        self._loop = Loop(scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -152,12 +149,6 @@ class TokenCore:
             self.fail(error)
             raise
         return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
-
-
-def _is_short(step: Step) -> bool:
-    """Whether the next step may be sent before it ends. Beside chunks of prompts the time between steps is nothing, and
-    requests that come meanwhile would wait for two such steps."""
-    return not step.chunks
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:

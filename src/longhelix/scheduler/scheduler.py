@@ -6,8 +6,10 @@ the next step, because workers keep their own copy of every sequence; so several
 
 from array import array
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Literal
+
+import msgspec
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator
@@ -24,8 +26,7 @@ from longhelix.scheduler.sequence import Sequence
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A request's new token (None where a stop token ended it), and why the request ended, if it did.
 
     `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
@@ -75,6 +76,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._ended)
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """The admitted requests, to be read only."""
+        return self._running.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
@@ -159,7 +169,22 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
-        return [self._append(sampled) for sampled in result.sampled if sampled.sequence_id in self._running]
+        events = []
+        for sampled in result.sampled:
+            seq = self._running.get(sampled.sequence_id)
+            if seq is None:
+                continue
+            seq.num_output += 1
+            request = seq.request
+            if (
+                seq.num_output == request.sampling.max_new_tokens
+                or sampled.token_id in request.stop_token_ids
+                or sampled.error
+            ):
+                events.append(self._last(seq, sampled))
+            else:
+                events.append(TokenEvent(seq.id, sampled))
+        return events
 
     def end(self, request_id: int) -> tuple[int, ...] | None:
         """Drop a request, waiting or running, and free its blocks.
@@ -287,14 +312,11 @@ class Scheduler:
             seq.most_blocks = len(block_ids)
         return Block(owner, block_id)
 
-    def _append(self, sampled: SampledToken) -> TokenEvent:
-        seq = self._running[sampled.sequence_id]
-        request = seq.request
-        seq.num_output += 1
+    def _last(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
+        """The last event of a request, which ends it."""
+        held = self.end(seq.id) or ()
         if sampled.error:
-            return TokenEvent(request.id, sampled, "error", self.end(request.id) or ())
-        if sampled.token_id in request.stop_token_ids:
-            return TokenEvent(request.id, None, "stop", self.end(request.id) or ())
-        if seq.num_output == request.sampling.max_new_tokens:
-            return TokenEvent(request.id, sampled, "length", self.end(request.id) or ())
-        return TokenEvent(request.id, sampled)
+            return TokenEvent(seq.id, sampled, "error", held)
+        if sampled.token_id in seq.request.stop_token_ids:
+            return TokenEvent(seq.id, None, "stop", held)
+        return TokenEvent(seq.id, sampled, "length", held)
