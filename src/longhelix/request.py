@@ -4,6 +4,7 @@ Steps carry deltas only: a worker keeps its own copy of every sequence (last tok
 what the step says (Medha, section 5: replicated sequence state).
 """
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,16 +97,50 @@ def _stop_string(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class ServiceLevel:
+    """How soon one request wants its tokens, whom it is for, and who may share KV with it.
+
+    ttft_slo_s, tbt_slo_s: the most seconds to its first token, and from token to token (None: any). Of requests with a
+    higher priority more is thought; `client` is who is served fairly; `cache_salt` keeps a request's KV from others.
+    """
+
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    priority: int = 0
+    client: str = ""
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what no request can have; keeps plain Python values."""
+        for name in ("ttft_slo_s", "tbt_slo_s"):
+            value = getattr(self, name)
+            if value is not None:
+                seconds = real(name, value, lambda number: 0 < number < math.inf, "a number of seconds above 0")
+                object.__setattr__(self, name, seconds)
+        object.__setattr__(self, "priority", whole("priority", self.priority, -MOST_TOKENS, MOST_TOKENS))
+        for name in ("client", "cache_salt"):
+            object.__setattr__(self, name, text(name, getattr(self, name)))
+
+
+class TokenIds(Protocol):
+    """Token ids of which slices are taken, int32: an array, or what makes them when it is asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> "array[int]": ...
+
+
+@dataclass(frozen=True)
 class Request:
-    """One prompt on its way, of int32 token ids. `seed` is resolved (sampling.seed, or drawn at admission); times in
-    seconds."""
+    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds."""
 
     id: int
-    prompt_token_ids: "array[int]"
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     seed: int
     arrival_s: float
+    service: ServiceLevel = ServiceLevel()
 
     @property
     def capacity_tokens(self) -> int:
