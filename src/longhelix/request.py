@@ -122,6 +122,9 @@ class ServiceLevel:
             object.__setattr__(self, name, text(name, getattr(self, name)))
 
 
+ANY_LEVEL = ServiceLevel()
+
+
 class TokenIds(Protocol):
     """Token ids of which slices are taken, int32: an array, or what makes them when it is asked."""
 
@@ -140,7 +143,7 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     arrival_s: float
-    service: ServiceLevel = ServiceLevel()
+    service: ServiceLevel = ANY_LEVEL
 
     @property
     def capacity_tokens(self) -> int:

@@ -48,8 +48,10 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
 
 
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
+_SIMULATED = ("kv_cache_tokens", "max_running", "block_tokens", "kvp_threshold_tokens", "growth_limit_tokens")
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
+SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOptions) if setting.name in _SIMULATED))
 
 
 def given(flags: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from longhelix.request import Request, SamplingParams, ServiceLevel
+from longhelix.request import ANY_LEVEL, Request, SamplingParams, ServiceLevel
 
 _ID_BITS = 30
 
@@ -22,7 +22,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    service: ServiceLevel = ServiceLevel()
+    service: ServiceLevel = ANY_LEVEL
     pieces: tuple[int, ...] = ()
     piece_tokens: int = 1
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longhelix.errors import UserError
-from longhelix.request import MOST_TOKENS, ServiceLevel
+from longhelix.request import ANY_LEVEL, MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 
@@ -57,7 +57,7 @@ def chat(weight: float) -> Component:
 
 
 def parse_mix(text: str) -> tuple[Component, ...]:
-    """`95%:chat,5%:1M-2M:100-500`: of each kind its weight, and the lengths of prompts and of answers.
+    """`95%:chat,5%:1M-2M:100-500`: of each kind its weight, and the lengths of prompts and of answers. `chat`: all are.
 
     Raises UserError for what is not written so.
     """
@@ -65,7 +65,7 @@ def parse_mix(text: str) -> tuple[Component, ...]:
 
 
 def _component(entry: str) -> Component:
-    weight, *lengths = entry.split(":")
+    weight, *lengths = entry.split(":") if entry != "chat" else ("1", "chat")
     try:
         share = float(weight.removesuffix("%"))
         if lengths == ["chat"]:
@@ -76,7 +76,7 @@ def _component(entry: str) -> Component:
         raise
     except ValueError as error:
         raise UserError(
-            f"{entry!r} is no kind of requests: write 95%:chat, or WEIGHT:PROMPT:ANSWER with lengths such as 1M-2M or 500"
+            f"{entry!r} is no kind of requests: write WEIGHT:chat, or WEIGHT:PROMPT:ANSWER with lengths such as 1M-2M"
         ) from error
 
 
@@ -103,7 +103,7 @@ class Synthetic:
     num_requests: int
     rate_per_s: float
     mix: tuple[Component, ...]
-    service: ServiceLevel = ServiceLevel()
+    service: ServiceLevel = ANY_LEVEL
     process: str = "poisson"
     burstiness: float = 1.0
     seed: int = 0

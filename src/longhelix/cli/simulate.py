@@ -1,0 +1,186 @@
+"""`longhelix simulate`: requests over time, served by the engine's own loop and scheduler over a predicted runner."""
+
+import json as json_module
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rich.progress import Progress
+
+from longhelix.cli.options import SimulateFlags, given, stderr
+from longhelix.cli.planning import PlannedModel, stdout
+from longhelix.cli.values import Flag, parse_size, tied_layout
+from longhelix.cli.workload import WorkloadOptions
+from longhelix.engine.options import EngineOptions
+from longhelix.errors import UserError
+from longhelix.kv.placement import PLACEMENTS
+from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.perf.threshold import local_threshold_tokens
+from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
+from longhelix.simulate.capacity import Capacity, find_capacity
+from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.report import Run, Variant, as_json, table
+from longhelix.simulate.simulation import Outcome, Server
+from longhelix.simulate.simulation import simulate as simulate_workload
+from longhelix.values import one_of
+
+POLICIES = ("fcfs",)
+
+
+def simulate(
+    model: PlannedModel,
+    workload: WorkloadOptions = WorkloadOptions(),  # noqa: B008 - frozen
+    engine: SimulateFlags = SimulateFlags(),  # noqa: B008 - frozen
+    *,
+    kvp: int = 1,
+    tpa: int = 1,
+    tpf: int | None = None,
+    ep: int = 1,
+    pp: int = 1,
+    tied: Flag = False,
+    hop_b: bool = True,
+    policy: str = "fcfs",
+    chunk_tokens: str = "512",
+    placement: str | None = None,
+    capacity: Flag = False,
+    json: Flag = False,
+) -> None:
+    """Simulate serving: the engine's own loop and scheduler, with steps that take what the performance model says.
+
+    Parameters
+    ----------
+    kvp
+        GPUs that share each request's KV along the sequence.
+    tpa
+        GPUs that share its attention heads.
+    tpf
+        GPUs that share an FFN's columns. [default: kvp * tpa / ep]
+    ep
+        GPUs that share the experts.
+    pp
+        Pipeline stages.
+    tied
+        The FFN at TP = tpa, a copy on every KVP instance (Medha).
+    hop_b
+        Overlap the exchange with attention.
+    policy
+        Who goes next; several, with commas between them, are compared.
+    chunk_tokens
+        Prompt tokens that run in one step; several are compared.
+    placement
+        Which KVP rank takes a request's next KV block: striped, growing, local or auto; several are compared.
+        [default: striped; auto where a KVP threshold is set]
+    capacity
+        Also find the highest rate at which 99% of the requests meet their service level.
+    json
+        Print one JSON object.
+    """
+    setting = model.setting()
+    layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
+    layout.check(setting.heads, setting.model.num_layers)
+    options = EngineOptions(**given(engine))
+    arrivals = workload.load()
+    placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
+    variants = _variants(policy, chunk_tokens, placement)
+    servers = [_server(setting, layout, options, variant, hop_b) for variant in variants]
+    runs = [_run(variant, server, arrivals, capacity) for variant, server in zip(variants, servers, strict=True)]
+    _warn(runs)
+    if json:
+        print(json_module.dumps(as_json(runs)))
+    else:
+        stdout().print(table(runs))
+
+
+def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
+    """All combinations of what stands between commas."""
+    policies_known = [one_of("policy", name.strip(), POLICIES) for name in policies.split(",")]
+    sizes = [_chunk_tokens(text.strip()) for text in chunks.split(",")]
+    placements_known = [one_of("placement", name.strip(), (*PLACEMENTS, "auto")) for name in placements.split(",")]
+    return [Variant(*each) for each in product(policies_known, sizes, placements_known)]
+
+
+def _chunk_tokens(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"chunk_tokens: {error}") from error
+
+
+def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: Variant, hop_b: bool) -> Server:
+    threshold_tokens = options.kvp_threshold_tokens if variant.placement == "auto" else 0
+    if threshold_tokens is None:
+        threshold_tokens = local_threshold_tokens(setting, layout, MOST_TOKENS)
+    held = num_blocks(
+        setting,
+        layout,
+        block_tokens=options.block_tokens,
+        rows=options.max_running + variant.chunk_tokens,
+        asked_tokens=options.kv_cache_tokens,
+    )
+    config = SchedulerConfig(
+        kvp=layout.kvp,
+        num_blocks=held,
+        max_model_len=MOST_TOKENS,
+        block_tokens=options.block_tokens,
+        chunk_tokens=variant.chunk_tokens,
+        max_running=options.max_running,
+        placement=variant.placement,
+        growth_limit_tokens=options.growth_limit_tokens,
+        kvp_threshold_tokens=threshold_tokens,
+    )
+    return Server(setting, layout, config, hop_b)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A workload whose progress is shown."""
+
+    workload: Workload
+    progress: Progress
+
+    def __len__(self) -> int:
+        return len(self.workload)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        task = self.progress.add_task("arrived", total=len(self.workload))
+        every = max(len(self.workload) // 200, 1)
+        for number, arrival in enumerate(self.workload):
+            if number % every == 0:
+                self.progress.update(task, completed=number)
+            yield arrival
+        self.progress.remove_task(task)
+
+
+def _run(variant: Variant, server: Server, workload: Workload, with_capacity: bool) -> Run:
+    with Progress(console=stderr, transient=True) as progress:
+
+        def simulated(requests: Workload) -> Outcome:
+            return simulate_workload(server, _Watched(requests, progress))
+
+        start_s = time.perf_counter()
+        outcome = simulated(workload)
+        wall_s = time.perf_counter() - start_s
+        return Run(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
+
+
+def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> Capacity:
+    """Of the workload with its arrivals closer together, or farther apart."""
+    rate_rps = rate_per_s(workload)
+    if not rate_rps:
+        raise UserError("the capacity is of a rate, but all requests arrive at once: give some that arrive later")
+    return find_capacity(lambda rate: simulated(Sooner(workload, rate / rate_rps)).slo_attainment, rate_rps)
+
+
+def _warn(runs: Sequence[Run]) -> None:
+    """Say which requests were refused, and why, of the first run that refused any."""
+    refusing = next((run.outcome for run in runs if run.outcome.refused), None)
+    if refusing is not None:
+        warnings.warn(
+            f"{refusing.refused} of {refusing.requests} requests can never run; the first: {refusing.refusal}",
+            stacklevel=3,
+        )
