@@ -1,16 +1,18 @@
 """`longhelix simulate`: requests over time, served by the engine's own loop and scheduler over a predicted runner."""
 
 import json as json_module
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from rich.progress import Progress
 
 from longhelix.cli.options import SimulateFlags, given, stderr
-from longhelix.cli.planning import PlannedModel, stdout
+from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, parse_size, tied_layout
 from longhelix.cli.workload import WorkloadOptions
 from longhelix.engine.options import EngineOptions
@@ -23,9 +25,10 @@ from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
+from longhelix.simulate.chrome_trace import ChromeTrace
 from longhelix.simulate.pool import num_blocks
 from longhelix.simulate.report import Run, Variant, as_json, table
-from longhelix.simulate.simulation import Outcome, Server
+from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
 from longhelix.values import one_of
 
@@ -48,6 +51,8 @@ def simulate(
     chunk_tokens: str = "512",
     placement: str | None = None,
     capacity: Flag = False,
+    out: Path | None = None,
+    chrome_trace: Path | None = None,
     json: Flag = False,
 ) -> None:
     """Simulate serving: the engine's own loop and scheduler, with steps that take what the performance model says.
@@ -77,6 +82,10 @@ def simulate(
         [default: striped; auto where a KVP threshold is set]
     capacity
         Also find the highest rate at which 99% of the requests meet their service level.
+    out
+        A folder for simulation.json and simulation.html, a page that needs no network.
+    chrome_trace
+        Write every step and request from when to when, for chrome://tracing or ui.perfetto.dev; of one run.
     json
         Print one JSON object.
     """
@@ -87,13 +96,36 @@ def simulate(
     arrivals = workload.load()
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
     variants = _variants(policy, chunk_tokens, placement)
+    if chrome_trace is not None and len(variants) > 1:
+        raise UserError(
+            f"--chrome-trace is of one run, but {len(variants)} are compared: leave it out, or compare none"
+        )
+    if out is not None:
+        make_folder(out)
     servers = [_server(setting, layout, options, variant, hop_b) for variant in variants]
-    runs = [_run(variant, server, arrivals, capacity) for variant, server in zip(variants, servers, strict=True)]
+    observer = None if chrome_trace is None else ChromeTrace(chrome_trace)
+    runs = [
+        _run(variant, server, arrivals, observer, capacity) for variant, server in zip(variants, servers, strict=True)
+    ]
+    if observer is not None:
+        observer.close()
     _warn(runs)
+    if out is not None:
+        title = f"{model.model} on {setting.system.name}, {layout.world_size} GPUs"
+        _write(out, runs, title, f"{len(arrivals):,} requests, {rate_per_s(arrivals):.3g} in a second")
     if json:
         print(json_module.dumps(as_json(runs)))
     else:
         stdout().print(table(runs))
+
+
+def _write(folder: Path, runs: Sequence[Run], title: str, about: str) -> None:
+    """Plotly is loaded for the page alone."""
+    from longhelix.simulate.page import write_page
+
+    write_page(folder / "simulation.html", runs, title, about)
+    (folder / "simulation.json").write_text(json_module.dumps(as_json(runs), indent=1) + "\n")
+    print(f"wrote simulation.html and simulation.json to {folder}", file=sys.stderr)
 
 
 def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
@@ -156,14 +188,14 @@ class _Watched:
         self.progress.remove_task(task)
 
 
-def _run(variant: Variant, server: Server, workload: Workload, with_capacity: bool) -> Run:
+def _run(variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool) -> Run:
     with Progress(console=stderr, transient=True) as progress:
 
-        def simulated(requests: Workload) -> Outcome:
-            return simulate_workload(server, _Watched(requests, progress))
+        def simulated(requests: Workload, observer: Observer | None = None) -> Outcome:
+            return simulate_workload(server, _Watched(requests, progress), observer)
 
         start_s = time.perf_counter()
-        outcome = simulated(workload)
+        outcome = simulated(workload, observer)
         wall_s = time.perf_counter() - start_s
         return Run(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
 

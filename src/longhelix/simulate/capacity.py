@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 ATTAINMENT = 0.99
 _PRECISION = 0.02
-_MOST_DOUBLINGS = 20
+_MOST_DOUBLINGS = 14
 
 
 @dataclass(frozen=True)

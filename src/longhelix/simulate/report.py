@@ -89,27 +89,28 @@ def table(runs: Sequence[Run]) -> Table:
     shown.add_column("")
     for run in runs:
         shown.add_column(run.variant.name, justify="right")
-    for name, cells in _rows(runs):
+    for name, cells in rows(runs):
         shown.add_row(name, *cells)
     return shown
 
 
-def _rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Lines of a table in words: a name, and a cell for each run."""
     outcomes = [run.outcome for run in runs]
     times = {
         "TTFT": [outcome.ttft for outcome in outcomes],
         "TBT": [outcome.tbt for outcome in outcomes],
         "head-of-line wait": [outcome.wait for outcome in outcomes],
     }
-    rows = [
+    lines = [
         ("requests finished, of all", [f"{outcome.finished:,} / {outcome.requests:,}" for outcome in outcomes]),
         ("duration, s", [f"{outcome.duration_s:,.1f}" for outcome in outcomes]),
         ("steps", [f"{outcome.steps:,}" for outcome in outcomes]),
     ]
     for name, histograms in times.items():
         cells = [" / ".join(map(_ms, percentiles(histogram).values())) for histogram in histograms]
-        rows.append((f"{name} p50 / p90 / p99, ms", cells))
-    rows += [
+        lines.append((f"{name} p50 / p90 / p99, ms", cells))
+    lines += [
         ("tokens/s", [f"{outcome.tokens_per_s:,.1f}" for outcome in outcomes]),
         ("goodput, requests/s within SLO", [f"{outcome.goodput_rps:.4g}" for outcome in outcomes]),
         ("within SLO", [f"{outcome.slo_attainment:.1%}" for outcome in outcomes]),
@@ -118,8 +119,8 @@ def _rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         ("simulated steps/s", [f"{run.outcome.steps / run.wall_s:,.0f}" for run in runs]),
     ]
     if runs[0].capacity is not None:
-        rows.append((f"capacity, requests/s of which {ATTAINMENT:.0%} meet the SLO", [_capacity(run) for run in runs]))
-    return rows
+        lines.append((f"capacity, requests/s of which {ATTAINMENT:.0%} meet the SLO", [_capacity(run) for run in runs]))
+    return lines
 
 
 def _ms(seconds: float | None) -> str:
