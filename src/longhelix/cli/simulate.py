@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, parse_size, tied_layout
 from longhelix.cli.workload import WorkloadOptions
 from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import scheduler_config
 from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
-from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.request import MOST_TOKENS
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.policy import POLICIES
 from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
@@ -31,8 +31,6 @@ from longhelix.simulate.report import Run, Variant, as_json, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
 from longhelix.values import one_of
-
-POLICIES = ("fcfs",)
 
 
 def simulate(
@@ -48,7 +46,7 @@ def simulate(
     tied: Flag = False,
     hop_b: bool = True,
     policy: str = "fcfs",
-    chunk_tokens: str = "512",
+    chunk_tokens: str = "auto",
     placement: str | None = None,
     capacity: Flag = False,
     out: Path | None = None,
@@ -76,7 +74,7 @@ def simulate(
     policy
         Who goes next; several, with commas between them, are compared.
     chunk_tokens
-        Prompt tokens that run in one step; several are compared.
+        Prompt tokens that run in one step; auto: as many as it computes within the TBT target; several are compared.
     placement
         Which KVP rank takes a request's next KV block: striped, growing, local or auto; several are compared.
         [default: striped; auto where a KVP threshold is set]
@@ -95,6 +93,8 @@ def simulate(
     options = EngineOptions(**given(engine))
     arrivals = workload.load()
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
+    if options.kvp_threshold_tokens is not None and "auto" not in placement.split(","):
+        raise UserError("--kvp-threshold is of placement auto: leave it out, or set --placement auto")
     variants = _variants(policy, chunk_tokens, placement)
     if chrome_trace is not None and len(variants) > 1:
         raise UserError(
@@ -136,7 +136,10 @@ def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
     return [Variant(*each) for each in product(policies_known, sizes, placements_known)]
 
 
-def _chunk_tokens(text: str) -> int:
+def _chunk_tokens(text: str) -> int | None:
+    """None: automatic."""
+    if text == "auto":
+        return None
     try:
         return parse_size(text)
     except ValueError as error:
@@ -144,28 +147,22 @@ def _chunk_tokens(text: str) -> int:
 
 
 def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: Variant, hop_b: bool) -> Server:
-    threshold_tokens = options.kvp_threshold_tokens if variant.placement == "auto" else 0
-    if threshold_tokens is None:
-        threshold_tokens = local_threshold_tokens(setting, layout, MOST_TOKENS)
+    options = replace(
+        options,
+        policy=variant.policy,
+        chunk_tokens=variant.chunk_tokens or "auto",
+        placement=variant.placement,
+        kvp_threshold_tokens=options.kvp_threshold_tokens if variant.placement == "auto" else None,
+    )
+    config = scheduler_config(options, layout, MOST_TOKENS, setting)
     held = num_blocks(
         setting,
         layout,
-        block_tokens=options.block_tokens,
-        rows=options.max_running + variant.chunk_tokens,
+        block_tokens=config.block_tokens,
+        rows=config.max_running + config.chunk_tokens,
         asked_tokens=options.kv_cache_tokens,
     )
-    config = SchedulerConfig(
-        kvp=layout.kvp,
-        num_blocks=held,
-        max_model_len=MOST_TOKENS,
-        block_tokens=options.block_tokens,
-        chunk_tokens=variant.chunk_tokens,
-        max_running=options.max_running,
-        placement=variant.placement,
-        growth_limit_tokens=options.growth_limit_tokens,
-        kvp_threshold_tokens=threshold_tokens,
-    )
-    return Server(setting, layout, config, hop_b)
+    return Server(setting, layout, replace(config, num_blocks=held), hop_b)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from itertools import chain
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
-from longhelix.request import Request, SamplingParams, StepResult
+from longhelix.models.rope import inverse_frequencies
+from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 
@@ -62,7 +63,7 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        scheduler = Scheduler(config.scheduler, cut=self._pool.cut)
+        scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
         self._loop = Loop(scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
 
     def close(self) -> None:
@@ -89,11 +90,13 @@ class TokenCore:
         if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel = ANY_SERVICE) -> Request:
         """Queue a prompt of token ids, whose events `poll` gives. Raises UserError if it can never run."""
         self.check_running()
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
+        if not isinstance(service, ServiceLevel):
+            raise UserError(f"service is {shown(service)}: give a ServiceLevel")
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
@@ -106,14 +109,19 @@ class TokenCore:
             frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
             secrets.randbits(63) if sampling.seed is None else sampling.seed,
             time.monotonic(),
+            service,
         )
         self._loop.add(request)
         self._next_id += 1
         return request
 
-    def abort(self, request_id: int) -> tuple[int, ...] | None:
-        """End a request in any phase. Returns the tokens it held on each KVP rank, or None if it had already ended."""
+    def abort(self, request_id: int) -> Usage | None:
+        """End a request in any phase. Returns what it held and took, or None if it had already ended."""
         return self._loop.abort(request_id)
+
+    def prefilled_tokens(self, request_id: int) -> int:
+        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        return self._loop.scheduler.prefilled_tokens(request_id)
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
         """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
@@ -149,6 +157,14 @@ class TokenCore:
             self.fail(error)
             raise
         return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
+
+
+def _root(config: EngineConfig) -> Callable[[Request], bytes]:
+    """What a request's KV depends on beside its tokens: with some kinds of RoPE, how long it may become."""
+    rope, size = config.spec.rope, config.spec.rotated_size
+    if rope.kind not in ("dynamic", "longrope"):
+        return lambda request: b""
+    return lambda request: repr(inverse_frequencies(rope, size, request.capacity_tokens)).encode()
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:

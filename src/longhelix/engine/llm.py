@@ -20,9 +20,9 @@ from longhelix.errors import EngineError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.request import SamplingParams
+from longhelix.request import ANY_SERVICE, SamplingParams, ServiceLevel
 from longhelix.runner.trace import TraceFile
-from longhelix.scheduler.scheduler import FinishReason, TokenEvent
+from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused
@@ -105,12 +105,16 @@ class LLM:
         """Whether `step` has something to run or to give."""
         return bool(self._deltas) or self._core.has_work
 
-    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None, service: ServiceLevel = ANY_SERVICE) -> int:
         """Queue a prompt, as text or as token ids. Returns the request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, self._deltas)
+        return self._queue(prompt, sampling, service, self._deltas)
+
+    def prefilled_tokens(self, request_id: int) -> int:
+        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        return self._core.prefilled_tokens(request_id)
 
     def step(self) -> list[Delta]:
         """Run until the oldest step in flight is done. Returns the deltas since the last call of requests that were
@@ -128,13 +132,15 @@ class LLM:
         self._deltas.clear()
         return deltas
 
-    def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
+    def _queue(
+        self, prompt: Prompt, sampling: SamplingParams | None, service: ServiceLevel, deltas: deque[Delta]
+    ) -> int:
         self._core.check_running()
         sampling = SamplingParams() if sampling is None else sampling
         # A tokenizer may make a token of nothing, its BOS.
         given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
-        request = self._core.add(given, sampling)
+        request = self._core.add(given, sampling, service)
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
 
@@ -189,11 +195,11 @@ class LLM:
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase. Returns its result so far, which also ends its stream, or None if it had already
         ended."""
-        kv_tokens_per_rank = self._core.abort(request_id)
+        usage = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
-        if live is None or kv_tokens_per_rank is None:
+        if live is None or usage is None:
             return None
-        result = self._result(live, "abort", kv_tokens_per_rank)
+        result = self._result(live, "abort", usage)
         if live.deltas is self._deltas:  # whose results come from here
             kept = [delta for delta in self._deltas if delta.request_id != request_id]
             self._deltas.clear()
@@ -202,7 +208,12 @@ class LLM:
             live.deltas.append(Delta(request_id, "", result))
         return result
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Result]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
+    ) -> list[Result]:
         """Run prompts together to their ends. Returns one result per prompt, in order. If one prompt is refused, all
         are."""
         ids: list[int] = []
@@ -210,7 +221,7 @@ class LLM:
         results: dict[int, Result] = {}
         try:
             for prompt in as_prompts(prompts):
-                ids.append(self._queue(prompt, sampling, deltas))
+                ids.append(self._queue(prompt, sampling, service, deltas))
             while len(results) < len(ids):
                 delta = self._next_delta(deltas)
                 if delta.result is not None:
@@ -221,10 +232,12 @@ class LLM:
             raise
         return [results[request_id] for request_id in ids]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, service: ServiceLevel = ANY_SERVICE
+    ) -> Stream:
         """Run one prompt, giving its text as it comes; the last delta has the result."""
         deltas: deque[Delta] = deque()
-        request_id = self._queue(prompt, sampling, deltas)
+        request_id = self._queue(prompt, sampling, service, deltas)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
@@ -233,37 +246,37 @@ class LLM:
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
-            return self._ended(live, "", "error", event.kv_tokens_per_rank, event.sampled.error)
+            return self._ended(live, "", "error", event.usage, event.sampled.error)
         try:
             text, finish_reason = live.take(event, now_s)
         except Exception as error:
-            held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
-            return self._ended(live, "", "error", held, f"{type(error).__name__}: {error}")
+            usage = event.usage or self._core.abort(event.request_id)
+            return self._ended(live, "", "error", usage, f"{type(error).__name__}: {error}")
         live.text += text
         if finish_reason is None:
             return Delta(event.request_id, text, None)
-        held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
-        return self._ended(live, text, finish_reason, held)
+        return self._ended(live, text, finish_reason, event.usage or self._core.abort(event.request_id))
 
     def _ended(
         self,
         live: Live,
         text: str,
         finish_reason: FinishReason,
-        kv_tokens_per_rank: tuple[int, ...],
+        usage: Usage | None,
         error: str | None = None,
     ) -> Delta:
         del self._live[live.request.id]
-        return Delta(live.request.id, text, self._result(live, finish_reason, kv_tokens_per_rank, error))
+        return Delta(live.request.id, text, self._result(live, finish_reason, usage, error))
 
     def _result(
         self,
         live: Live,
         finish_reason: FinishReason,
-        kv_tokens_per_rank: tuple[int, ...],
+        usage: Usage | None,
         error: str | None = None,
     ) -> Result:
         layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
+        assert usage is not None, "it has ended, once"
         return Result(
             text=live.text,
             token_ids=live.token_ids,
@@ -272,7 +285,10 @@ class LLM:
             ttft_s=times_s[0] - live.request.arrival_s if times_s else None,
             tbt_s=[after - before for before, after in pairwise(times_s)],
             layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
-            kv_tokens_per_rank=list(kv_tokens_per_rank),
+            kv_tokens_per_rank=list(usage.kv_tokens_per_rank),
+            cached_tokens=usage.cached_tokens,
+            preemptions=usage.preemptions,
+            recomputed_tokens=usage.recomputed_tokens,
             exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longhelix.engine.options import EngineOptions
+from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.machine import host
@@ -50,7 +50,7 @@ def resolve(
     if device == "cpu":
         _check_cores(layout, cores)
     system = machine(device)
-    scheduler = _scheduler(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
+    scheduler = scheduler_config(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
         affordable_blocks(spec, layout, dtype, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
@@ -127,8 +127,9 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
 
 
-def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
-    """The scheduler's settings, except for the size of its pools."""
+def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
+    """The scheduler's settings, except for the size of its pools. `setting`: by which short requests are told from
+    long ones."""
     threshold_tokens = options.kvp_threshold_tokens
     placement = options.placement or ("striped" if threshold_tokens is None else "auto")
     if placement == "auto" and threshold_tokens is None:
@@ -143,7 +144,13 @@ def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setti
         num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=MOST_CHUNK_TOKENS if options.chunk_tokens == "auto" else options.chunk_tokens,
+        adaptive=options.chunk_tokens == "auto",
+        policy=options.policy,
+        tbt_target_s=options.tbt_target_s,
+        slo_scale=options.slo_scale,
+        client_weights=options.client_weights or {},
+        prefix_cache=options.prefix_cache,
         max_running=options.max_running,
         placement=placement,
         growth_limit_tokens=options.growth_limit_tokens,

@@ -2,12 +2,12 @@
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
 
-from longhelix.request import ANY_LEVEL, Request, SamplingParams, ServiceLevel
+from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 
 _ID_BITS = 30
 
@@ -22,7 +22,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    service: ServiceLevel = ANY_LEVEL
+    service: ServiceLevel = ANY_SERVICE
     pieces: tuple[int, ...] = ()
     piece_tokens: int = 1
 
@@ -62,16 +62,24 @@ class Sooner:
 @dataclass(frozen=True)
 class Prompt:
     """The token ids of an arrival's prompt, made when they are asked for. Every piece has one id, which is even, and
-    what follows them has `own_id`, which is odd."""
+    what follows them has `own_id`, which is odd. generated: what a request goes on with after it was preempted."""
 
     arrival: Arrival
     own_id: int
+    generated: "array[int]" = field(default_factory=lambda: array("i"))
 
     def __len__(self) -> int:
-        return self.arrival.prompt_tokens
+        return self.arrival.prompt_tokens + len(self.generated)
+
+    def __add__(self, more: "array[int]", /) -> "Prompt":
+        return replace(self, generated=self.generated + more)
 
     def __getitem__(self, part: slice, /) -> "array[int]":
-        start, stop, _ = part.indices(self.arrival.prompt_tokens)
+        start, stop, _ = part.indices(len(self))
+        given = self.arrival.prompt_tokens
+        return self._given(start, min(stop, given)) + self.generated[max(start - given, 0) : max(stop - given, 0)]
+
+    def _given(self, start: int, stop: int) -> "array[int]":
         pieces, piece_tokens = self.arrival.pieces, self.arrival.piece_tokens
         token_ids = array("i")
         while start < min(stop, len(pieces) * piece_tokens):

@@ -41,7 +41,8 @@ class PredictedRunner:
         end_s, stage_s = begin_s, seconds / len(self._left_s)
         for stage, left_s in enumerate(self._left_s):
             end_s = self._left_s[stage] = max(end_s, left_s) + stage_s
-        self._in_flight.append(RanStep(step, StepResult(step.id, sampled, rows, 0, step.work.parts), begin_s, end_s))
+        result = StepResult(step.id, sampled, rows, 0, step.work.parts, taken_s=seconds)
+        self._in_flight.append(RanStep(step, result, begin_s, end_s))
 
     def collect(self, timeout_s: float) -> StepResult:
         """The oldest step's result, at the time of its end; the clock does not know a timeout."""

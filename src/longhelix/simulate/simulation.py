@@ -36,7 +36,7 @@ class Server:
 
     def make_scheduler(self) -> Scheduler:
         overlaps = self.hop_b and self.layout.kvp > 1 and self.layout.ffn_replicas == 1
-        return Scheduler(self.scheduler, cut=Cut(self.cost) if overlaps else None)
+        return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None)
 
 
 class Observer:

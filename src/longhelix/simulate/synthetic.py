@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longhelix.errors import UserError
-from longhelix.request import ANY_LEVEL, MOST_TOKENS, ServiceLevel
+from longhelix.request import ANY_SERVICE, MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 
@@ -103,7 +103,7 @@ class Synthetic:
     num_requests: int
     rate_per_s: float
     mix: tuple[Component, ...]
-    service: ServiceLevel = ANY_LEVEL
+    service: ServiceLevel = ANY_SERVICE
     process: str = "poisson"
     burstiness: float = 1.0
     seed: int = 0

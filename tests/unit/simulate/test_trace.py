@@ -84,7 +84,7 @@ def test_own_columns_in_both_formats_and_in_any_order():
         ("arrival_s,prompt_tokens,output_tokens\n0,5,many\n", "line 2 .*output_tokens is 'many'"),
         ("arrival_s,prompt_tokens,output_tokens\nnan,5,1\n", "line 2 .*arrival_s is nan"),
         ("arrival_s,prompt_tokens,output_tokens\n-1,5,1\n", "line 2 .*arrival_s is -1"),
-        ("arrival_s,prompt_tokens,output_tokens,ttft_slo_s\n0,5,1,0\n", "line 2 .*ttft_slo_s is 0"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_slo_s\n0,5,1,0\n", "line 2 .*ttft_slo is 0"),
         ("arrival_s,prompt_tokens,output_tokens,tbt\n0,5,1,0\n", "line 2 .*'tbt' is not known"),
         ("arrival_s,prompt_tokens,output_tokens,prefix_id,prefix_tokens\n0,5,1,a,6\n", "line 2 .*prefix_tokens is 6"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2 .*TIMESTAMP is 'yesterday'"),
