@@ -72,27 +72,31 @@ class BlockAllocator:
 
     def take_reserved(self) -> int:
         """Hand out one promised block."""
-        assert self.reserved > 0
-        self.reserved -= 1
-        return self._take()
+        return self.take_many(1, reserved=1)[0]
 
     def take(self) -> int:
         """Hand out one block that is promised to nobody."""
-        assert self.available > 0
-        return self._take()
+        return self.take_many(1, reserved=0)[0]
 
-    def _take(self) -> int:
-        if not self._num_free:
+    def take_many(self, count: int, reserved: int) -> "array[int]":
+        """Hand out blocks, of which `reserved` are promised ones."""
+        assert reserved <= self.reserved
+        assert count - reserved <= self.available
+        self.reserved -= reserved
+        ids = array("q")
+        while len(ids) < count and self._num_free:
+            free = self._free[-1]
+            taken = free.ids[free.taken : free.taken + count - len(ids)]
+            ids.extend(taken)
+            free.taken += len(taken)
+            self._num_free -= len(taken)
+            if free.taken == len(free.ids):
+                self._free.pop()
+        while len(ids) < count:
             block_id, _ = self._cached.popitem(last=False)
             del self.index[self._hashes.pop(block_id)]
-            return block_id
-        self._num_free -= 1
-        free = self._free[-1]
-        block_id = free.ids[free.taken]
-        free.taken += 1
-        if free.taken == len(free.ids):
-            self._free.pop()
-        return block_id
+            ids.append(block_id)
+        return ids
 
     def is_cached(self, block_id: int) -> bool:
         """Whether nobody holds it, and it keeps its content."""

@@ -319,25 +319,29 @@ class Scheduler:
         assert step.id == result.step_id
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
-        events = []
+        events, cache, block_tokens = [], self._cache, self.config.block_tokens
         for sampled in result.sampled:
             seq = self._running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
-            if seq is not None:
-                events.append(self._append(seq, sampled))
+            if seq is None:
+                continue
+            output, token_id = seq.output, sampled.token_id
+            output.append(token_id)
+            if cache is not None and not (seq.num_prompt + len(output) - 1) % block_tokens:
+                self.pool.name(cache.named(seq))
+            if len(output) == seq.max_output or token_id in seq.request.stop_token_ids or sampled.error:
+                events.append(self._last(seq, sampled))
+            else:
+                events.append(TokenEvent(seq.id, sampled))
         return events
 
-    def _append(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
-        seq.output.append(sampled.token_id)
+    def _last(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
+        """The last event of a request, which ends it."""
+        usage = self.end(seq.id)
         if sampled.error:
-            return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
-        num_output = len(seq.output)
-        if self._cache is not None and not (seq.num_prompt + num_output - 1) % self.config.block_tokens:
-            self.pool.name(self._cache.named(seq))
+            return TokenEvent(seq.id, sampled, "error", usage)
         if sampled.token_id in seq.request.stop_token_ids:
-            return TokenEvent(seq.id, None, "stop", self.end(seq.id))
-        if num_output == seq.max_output:
-            return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
-        return TokenEvent(seq.id, sampled)
+            return TokenEvent(seq.id, None, "stop", usage)
+        return TokenEvent(seq.id, sampled, "length", usage)
 
     def end(self, request_id: int) -> Usage | None:
         """Drop a request, waiting or running, and free its blocks.

@@ -77,7 +77,9 @@ class Prompt:
     def __getitem__(self, part: slice, /) -> "array[int]":
         start, stop, _ = part.indices(len(self))
         given = self.arrival.prompt_tokens
-        return self._given(start, min(stop, given)) + self.generated[max(start - given, 0) : max(stop - given, 0)]
+        if stop <= given:
+            return self._given(start, stop)
+        return self._given(start, given) + self.generated[max(start - given, 0) : stop - given]
 
     def _given(self, start: int, stop: int) -> "array[int]":
         pieces, piece_tokens = self.arrival.pieces, self.arrival.piece_tokens

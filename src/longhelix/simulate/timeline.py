@@ -6,6 +6,7 @@ from typing import NamedTuple
 from longhelix.scheduler.sequence import Sequence
 
 _MOST_SAMPLES = 256
+_LEAST_INTERVAL_S = 0.1
 
 
 class Sample(NamedTuple):
@@ -21,13 +22,13 @@ class Sample(NamedTuple):
 
 
 class Timeline:
-    """At most _MOST_SAMPLES moments, about evenly apart, whatever the whole time is: where there are more, every other
-    one is forgotten."""
+    """At most _MOST_SAMPLES moments, about evenly apart but for _LEAST_INTERVAL_S or more, whatever the whole time is:
+    where there are more, every other one is forgotten. It asks for the next one at `next_s`."""
 
     def __init__(self, block_tokens: int) -> None:
         self.samples: list[Sample] = []
         self._block_tokens = block_tokens
-        self._interval_s = 0.0
+        self._interval_s = _LEAST_INTERVAL_S
         self.next_s = 0.0
 
     def add(self, time_s: float, running: Collection[Sequence], waiting: int) -> None:
@@ -37,5 +38,5 @@ class Timeline:
         self.samples.append(Sample(time_s, len(running), waiting, kv_tokens, mean, max(degrees, default=0)))
         if len(self.samples) == _MOST_SAMPLES:
             del self.samples[1::2]
-            self._interval_s = 2 * (time_s - self.samples[0].time_s) / _MOST_SAMPLES
+            self._interval_s = max(2 * (time_s - self.samples[0].time_s) / _MOST_SAMPLES, _LEAST_INTERVAL_S)
         self.next_s = time_s + self._interval_s
