@@ -150,7 +150,7 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
     options = replace(
         options,
         policy=variant.policy,
-        chunk_tokens=variant.chunk_tokens or "auto",
+        chunk_tokens="auto" if variant.chunk_tokens is None else variant.chunk_tokens,
         placement=variant.placement,
         kvp_threshold_tokens=options.kvp_threshold_tokens if variant.placement == "auto" else None,
     )
