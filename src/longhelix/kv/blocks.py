@@ -72,11 +72,14 @@ class BlockAllocator:
 
     def take_reserved(self) -> int:
         """Hand out one promised block."""
-        return self.take_many(1, reserved=1)[0]
+        assert self.reserved > 0
+        self.reserved -= 1
+        return self._take()
 
     def take(self) -> int:
         """Hand out one block that is promised to nobody."""
-        return self.take_many(1, reserved=0)[0]
+        assert self.available > 0
+        return self._take()
 
     def take_many(self, count: int, reserved: int) -> "array[int]":
         """Hand out blocks, of which `reserved` are promised ones."""
@@ -93,10 +96,21 @@ class BlockAllocator:
             if free.taken == len(free.ids):
                 self._free.pop()
         while len(ids) < count:
+            ids.append(self._take())
+        return ids
+
+    def _take(self) -> int:
+        if not self._num_free:
             block_id, _ = self._cached.popitem(last=False)
             del self.index[self._hashes.pop(block_id)]
-            ids.append(block_id)
-        return ids
+            return block_id
+        self._num_free -= 1
+        free = self._free[-1]
+        block_id = free.ids[free.taken]
+        free.taken += 1
+        if free.taken == len(free.ids):
+            self._free.pop()
+        return block_id
 
     def is_cached(self, block_id: int) -> bool:
         """Whether nobody holds it, and it keeps its content."""

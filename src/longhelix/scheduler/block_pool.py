@@ -63,23 +63,32 @@ class BlockPool:
 
     def take(self, seq: Sequence) -> Block:
         """The sequence's next KV block."""
-        return self._take(seq, 1)[0]
+        owner = seq.last_owner = self.next_owner(seq)
+        if seq.promised[owner]:
+            seq.promised[owner] -= 1
+            block_id = self.allocators[owner].take_reserved()
+        else:
+            block_id = self.allocators[owner].take()
+        block_ids = seq.block_ids[owner]
+        block_ids.append(block_id)
+        seq.num_blocks += 1
+        if len(block_ids) > seq.most_blocks:
+            seq.most_blocks = len(block_ids)
+        block = Block(owner, block_id)
+        if self._names:
+            seq.unnamed.append(block)
+        return block
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
-        """Those that the sequence needs at its length and does not have yet."""
-        count = -(-seq.length // self._block_tokens) - seq.num_blocks
-        return self._take(seq, count) if count > 0 else ()
-
-    def _take(self, seq: Sequence, count: int) -> tuple[Block, ...]:
-        """The sequence's next KV blocks: those of one rank at a time."""
+        """Those that the sequence needs at its length and does not have yet, which may be many."""
         owners, owner, next_owner = [], seq.last_owner, seq.placement.next_owner
-        for index in range(seq.num_blocks, seq.num_blocks + count):
+        for index in range(seq.num_blocks, -(-seq.length // self._block_tokens)):
             owner = next_owner(owner, index)
             owners.append(owner)
         ids = {rank: iter(self._take_of(seq, rank, owners.count(rank))) for rank in set(owners)}
         blocks = tuple([Block(owner, next(ids[owner])) for owner in owners])
         seq.last_owner = owner
-        seq.num_blocks += count
+        seq.num_blocks += len(blocks)
         if self._names:
             seq.unnamed.extend(blocks)
         return blocks
