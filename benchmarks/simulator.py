@@ -21,7 +21,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Server, Simulation
 
-STEPS = 10_000
+STEPS, WARM_UP = 10_000, 5
 LAYOUT = Layout(kvp=8, tpa=8)
 LEVEL = ServiceLevel(ttft_slo_s=10.0, tbt_slo_s=0.1)
 
@@ -55,7 +55,8 @@ def decoding(running: int, context: int, prefix_cache: bool) -> tuple[float, flo
     """Steps in which all requests decode. Their contexts differ, so that every step needs KV blocks for some."""
     arrivals = [Arrival(0.0, context + id, STEPS + 100, LEVEL) for id in range(running)]
     run = simulation(arrivals, running, 2 * running * context, prefix_cache)
-    run.step()  # the prompts, at once
+    for _ in range(WARM_UP):  # the first has all prompts, at once
+        run.step()
     return steps_per_s(run, iter(range(STEPS)))
 
 

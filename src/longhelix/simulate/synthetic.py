@@ -12,8 +12,7 @@ from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 
 PROCESSES = ("poisson", "gamma")
-# Medians of a conversation's prompt and answer (Azure's trace of 2023: Splitwise, arXiv 2311.18677, section III), and
-# how far a log-normal spreads about them, which is assumed.
+# Assumed: medians of prompts and answers near those of Azure's trace of conversations (2023), and a log-normal spread.
 _CHAT_MEDIANS, _CHAT_SIGMA = (1020, 129), 1.0
 _CHAT_MOST = 32_768
 
