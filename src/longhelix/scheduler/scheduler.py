@@ -319,27 +319,38 @@ class Scheduler:
         assert step.id == result.step_id
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
-        events, cache, block_tokens = [], self._cache, self.config.block_tokens
+        events = []
         for sampled in result.sampled:
             seq = self._running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
                 continue
             output, token_id = seq.output, sampled.token_id
             output.append(token_id)
-            if cache is not None and not (seq.num_prompt + len(output) - 1) % block_tokens:
-                self.pool.name(cache.named(seq))
-            if len(output) == seq.max_output or token_id in seq.request.stop_token_ids or sampled.error:
-                events.append(self._last(seq, sampled))
+            if len(output) == seq.next_look or token_id in seq.stop_token_ids or sampled.error:
+                events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
         return events
+
+    def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
+        """The event of a token after which a block is full, or the request ends."""
+        num_output = len(seq.output)
+        seq.next_look = seq.max_output
+        if self._cache is not None:
+            unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
+            if not unfilled:
+                self.pool.name(self._cache.named(seq))
+            seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
+        if num_output == seq.max_output or sampled.token_id in seq.stop_token_ids or sampled.error:
+            return self._last(seq, sampled)
+        return TokenEvent(seq.id, sampled)
 
     def _last(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
         """The last event of a request, which ends it."""
         usage = self.end(seq.id)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", usage)
-        if sampled.token_id in seq.request.stop_token_ids:
+        if sampled.token_id in seq.stop_token_ids:
             return TokenEvent(seq.id, None, "stop", usage)
         return TokenEvent(seq.id, sampled, "length", usage)
 
