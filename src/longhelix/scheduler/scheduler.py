@@ -319,9 +319,9 @@ class Scheduler:
         assert step.id == result.step_id
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
-        events = []
+        events, running = [], self._running
         for sampled in result.sampled:
-            seq = self._running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
+            seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
                 continue
             output, token_id = seq.output, sampled.token_id

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longhelix.request import ServiceLevel
+from longhelix.request import SampledToken, ServiceLevel
 from longhelix.scheduler.scheduler import TokenEvent
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.histogram import Histogram, rank
@@ -45,6 +45,8 @@ class Ledger:
         self.requests = self.finished = self.met = self.tokens = 0
         self._accounts: dict[int, Account] = {}
         self._streaming: dict[int, Account] = {}  # those with a token in the last step, the longest there first
+        self._beginning: list[int] = []  # those with a token in this step alone
+        self._sampled: tuple[SampledToken, ...] | None = None  # what all of them got in the last step
         self._ends_s = array("d")  # of the last steps that gave tokens
         self._forgotten = 0  # how many such steps were before
 
@@ -65,23 +67,30 @@ class Ledger:
                 self.wait.add(max(ran.begin_s - account.arrival_s, 0.0))
         if not events:
             return []
-        self._add_tokens({event.request_id for event in events}, ran.end_s)
+        sampled = ran.result.sampled
+        # A runner gives the same tuple again while the same sequences decode.
+        if sampled is not self._sampled or len(events) != len(sampled):
+            self._change({event.request_id for event in events})
+            self._sampled = sampled if len(events) == len(sampled) else None
+        self._add_tokens(ran.end_s)
         return [(event.request_id, self._close(event, ran.end_s)) for event in events if event.finish_reason]
 
-    def _add_tokens(self, ids: set[int], now_s: float) -> None:
-        """A token each for some sequences."""
-        if ids != self._streaming.keys():
-            for id in [id for id in self._streaming if id not in ids]:
-                self._interrupt(id)
+    def _change(self, ids: set[int]) -> None:
+        """Other sequences get tokens than in the last step."""
+        for id in [id for id in self._streaming if id not in ids]:
+            self._interrupt(id)
+        self._beginning = sorted(ids - self._streaming.keys())
+
+    def _add_tokens(self, now_s: float) -> None:
+        """A token each for those that had one in the last step, and for those that begin."""
         if self._streaming:
             self.tbt.add(now_s - self._ends_s[-1], len(self._streaming))
         self._forget()
         self._ends_s.append(now_s)
-        self.tokens += len(ids)
-        if len(ids) == len(self._streaming):
-            return
-        for id in sorted(ids - self._streaming.keys()):
+        for id in self._beginning:
             self._begin(id, now_s)
+        self._beginning = []
+        self.tokens += len(self._streaming)
 
     def _begin(self, id: int, now_s: float) -> None:
         """A sequence's first token, or its first one after an interruption."""
