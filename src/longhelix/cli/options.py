@@ -62,7 +62,6 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
 _OBJECTS = {"rope_scaling": '{"rope_type": "linear", "factor": 2}', "client_weights": '{"batch": 0.5}'}
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
 _SIMULATED = (
-    "kv_cache_tokens",
     "max_running",
     "block_tokens",
     "kvp_threshold_tokens",

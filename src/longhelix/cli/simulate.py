@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.progress import Progress
 
 from longhelix.cli.options import SimulateFlags, given, stderr
 from longhelix.cli.planning import PlannedModel, make_folder, stdout
-from longhelix.cli.values import Flag, parse_size, tied_layout
+from longhelix.cli.values import Flag, Size, parse_size, tied_layout
 from longhelix.cli.workload import WorkloadOptions
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import scheduler_config
@@ -48,6 +50,7 @@ def simulate(
     policy: str = "fcfs",
     chunk_tokens: str = "auto",
     placement: str | None = None,
+    kv_cache_tokens: Annotated[Size | None, Parameter(show_default=False)] = None,
     capacity: Flag = False,
     out: Path | None = None,
     chrome_trace: Path | None = None,
@@ -78,6 +81,8 @@ def simulate(
     placement
         Which KVP rank takes a request's next KV block: striped, growing, local or auto; several are compared.
         [default: striped; auto where a KVP threshold is set]
+    kv_cache_tokens
+        Tokens that the KV cache holds over all KVP ranks. [default: what memory leaves beside weights and one step]
     capacity
         Also find the highest rate at which 99% of the requests meet their service level.
     out
@@ -90,7 +95,7 @@ def simulate(
     setting = model.setting()
     layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
     layout.check(setting.heads, setting.model.num_layers)
-    options = EngineOptions(**given(engine))
+    options = EngineOptions(**given(engine), kv_cache_tokens=kv_cache_tokens)
     arrivals = workload.load()
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
     if options.kvp_threshold_tokens is not None and "auto" not in placement.split(","):
