@@ -12,6 +12,9 @@ from longhelix.layout import Layout
 from longhelix.models.model_files import open_checkpoint
 from longhelix.runner.config import EngineConfig
 
+# Every repetition computes the same steps.
+_SAME_STEPS = {"chunk_tokens": 512, "prefix_cache": False}
+
 
 def configure(
     model: str,
@@ -28,7 +31,7 @@ def configure(
     with warnings.catch_warnings():
         # Nobody reads the answers, and a KV that does not fit is refused below.
         warnings.filterwarnings("ignore", message="max_model_len .* goes beyond|memory holds")
-        options = EngineOptions(max_model_len=longest, device="cpu", **settings)
+        options = EngineOptions(max_model_len=longest, device="cpu", **(_SAME_STEPS | settings))
         config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
