@@ -4,6 +4,7 @@ import math
 import secrets
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,13 +12,16 @@ from itertools import chain
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
+from longhelix.kv.blocks import Block
 from longhelix.request import Request, SamplingParams, Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
+from longhelix.scheduler.held_prefixes import HeldPrefixes
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
+from longhelix.workers.transport import LoadBlocks, SaveBlocks
 
 # Ranks begin the next step while this process takes the tokens of the last one.
 _STEPS_IN_FLIGHT = 2
@@ -65,8 +69,9 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        scheduler = Scheduler(config.scheduler, cut=self._pool.cut)
-        self._loop = Loop(scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
+        self.prefixes = HeldPrefixes(config.scheduler.block_tokens)
+        self.scheduler = Scheduler(config.scheduler, cut=self._pool.cut, prefixes=self.prefixes)
+        self._loop = Loop(self.scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -132,6 +137,30 @@ class TokenCore:
             self.fail(error)
             raise
         return events
+
+    def hold(self, token_ids: "array[int]", num_blocks: int) -> tuple[Block, ...]:
+        """Take the KV blocks of a prompt's first tokens. Raises UserError if they are not free now."""
+        request = Request(-1, token_ids, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0)
+        blocks = self.scheduler.hold(request, num_blocks)
+        if blocks is None:
+            needed = num_blocks * self.config.scheduler.block_tokens
+            raise UserError(
+                f"the context's {needed} tokens do not fit into what is free of the KV cache: set --kv-cache-tokens to "
+                "more, or wait until other requests have ended",
+                "kv_cache_exceeded",
+            )
+        return blocks
+
+    def carry(self, message: SaveBlocks | LoadBlocks) -> None:
+        """Have all ranks save or load KV blocks. Raises UserError, and goes on, if a file or a disk does not serve."""
+        self.check_running()
+        try:
+            self._pool.carry(message)
+        except UserError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """End, and keep the reason. An error may leave a step half done, after which ranks and engine no longer

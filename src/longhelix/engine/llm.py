@@ -9,10 +9,13 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
+from longhelix.cache.context_folder import ContextFolder, default_folder
+from longhelix.cache.saved_context import SavedContext
+from longhelix.engine.contexts import Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import Prompt, as_prompts
+from longhelix.engine.prompt import Prompt, as_prompts, token_ids
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
@@ -74,6 +77,7 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
+        self._contexts = Contexts(self._core, str(model), ContextFolder(options.contexts_dir or default_folder()))
 
     def __enter__(self) -> Self:
         return self
@@ -105,12 +109,32 @@ class LLM:
         """Whether `step` has something to run or to give."""
         return bool(self._deltas) or self._core.has_work
 
-    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
-        """Queue a prompt, as text or as token ids. Returns the request's id; `step` gives its deltas.
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None, context: str | None = None) -> int:
+        """Queue a prompt, as text or as token ids, after the saved context of that name. Returns the request's id;
+        `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, self._deltas)
+        return self._queue(prompt, sampling, self._deltas, context)
+
+    def save_context(self, name: str, prompt: Prompt, replace: bool = False) -> SavedContext:
+        """Compute a prompt's KV, beside whatever else runs, and keep it on disk, also in place of another context of
+        that name. Raises UserError if that cannot be; then nothing has changed."""
+        self._contexts.check_new(name, len(self._token_ids(prompt)), replace)
+        deltas: deque[Delta] = deque()
+        # A second token is not waited for: until then the KV stays where it is.
+        request_id = self._queue(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True), deltas)
+        try:
+            self._next_delta(deltas)
+            return self._contexts.save(name, self._live[request_id].request, replace)
+        finally:
+            self.abort(request_id)
+
+    def load_context(self, name: str) -> LoadedContext:
+        """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with. Prompts that
+        begin with its tokens then begin with its KV. Raises UserError if it is damaged or does not fit."""
+        self._core.check_running()
+        return self._contexts.load(name)
 
     def step(self) -> list[Delta]:
         """Run until the oldest step in flight is done. Returns the deltas since the last call of requests that were
@@ -128,15 +152,30 @@ class LLM:
         self._deltas.clear()
         return deltas
 
-    def _queue(self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta]) -> int:
+    def _queue(
+        self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta], context: str | None = None
+    ) -> int:
         self._core.check_running()
         sampling = SamplingParams() if sampling is None else sampling
-        # A tokenizer may make a token of nothing, its BOS.
-        given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
+        given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
         request = self._core.add(given, sampling)
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
+            return self.tokenizer.encode(prompt) if prompt else []
+        return prompt
+
+    def _after(self, context: str, prompt: Prompt, sampling: SamplingParams) -> Sequence[int]:
+        """The tokens of a context, which is loaded, and of a prompt behind it."""
+        loaded, config = self._contexts.load(context), self.config
+        more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
+        more = token_ids(more, config.spec.vocab_size, config.scheduler.max_model_len)
+        given = loaded.token_ids + more
+        self._contexts.check_request(loaded, len(given) + sampling.max_new_tokens)
+        return given
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
@@ -202,15 +241,20 @@ class LLM:
             live.deltas.append(Delta(request_id, "", result))
         return result
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Result]:
-        """Run prompts together to their ends. Returns one result per prompt, in order. If one prompt is refused, all
-        are."""
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        context: str | None = None,
+    ) -> list[Result]:
+        """Run prompts together to their ends, each after the saved context of that name. Returns one result per prompt,
+        in order. If one prompt is refused, all are."""
         ids: list[int] = []
         deltas: deque[Delta] = deque()
         results: dict[int, Result] = {}
         try:
             for prompt in as_prompts(prompts):
-                ids.append(self._queue(prompt, sampling, deltas))
+                ids.append(self._queue(prompt, sampling, deltas, context))
             while len(results) < len(ids):
                 delta = self._next_delta(deltas)
                 if delta.result is not None:
@@ -221,10 +265,11 @@ class LLM:
             raise
         return [results[request_id] for request_id in ids]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
-        """Run one prompt, giving its text as it comes; the last delta has the result."""
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, context: str | None = None) -> Stream:
+        """Run one prompt, after the saved context of that name, giving its text as it comes; the last delta has the
+        result."""
         deltas: deque[Delta] = deque()
-        request_id = self._queue(prompt, sampling, deltas)
+        request_id = self._queue(prompt, sampling, deltas, context)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 

@@ -178,6 +178,30 @@ class Scheduler:
         self._ended.append(request_id)
         return self._kv_tokens_per_rank(seq)
 
+    def blocks_of(self, request_id: int, num_blocks: int) -> tuple[Block, ...]:
+        """The first KV blocks of a running request, in position order."""
+        seq = self._running[request_id]
+        ids = [iter(of_rank) for of_rank in seq.block_ids]
+        owners = (seq.placement.owner(index * self.config.block_tokens) for index in range(num_blocks))
+        return tuple(Block(owner, next(ids[owner])) for owner in owners)
+
+    def hold(self, request: Request, num_blocks: int) -> tuple[Block, ...] | None:
+        """Take the first KV blocks of a request that is not known here, where it would have them. None if they are not
+        free now."""
+        placement = self._place(request, self._start(request))
+        owners = [placement.owner(index * self.config.block_tokens) for index in range(num_blocks)]
+        counts = Counter(owners)
+        if any(counts[rank] > allocator.available for rank, allocator in enumerate(self._allocators)):
+            return None
+        for rank, count in counts.items():
+            self._allocators[rank].reserve(count)
+        return tuple(Block(owner, self._allocators[owner].take_reserved()) for owner in owners)
+
+    def release(self, blocks: tuple[Block, ...]) -> None:
+        """Give back what `hold` gave."""
+        for rank, allocator in enumerate(self._allocators):
+            allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
+
     def _kv_tokens_per_rank(self, seq: Sequence) -> tuple[int, ...]:
         """Tokens with KV on each KVP rank; the last token of the output has none yet."""
         length = min(seq.length, len(seq.request.prompt_token_ids) + max(seq.num_output - 1, 0))
