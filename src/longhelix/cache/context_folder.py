@@ -148,8 +148,10 @@ def tokens_checksum(token_ids: "array[int]") -> str:
 def disk_error(what: str, error: OSError) -> UserError:
     """What went wrong with a disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(f"{what}: the disk is full, or files may not be that large; make room, or choose another folder "
-                         "(contexts_dir)", "disk_full")  # fmt: skip
+        return UserError(
+            f"{what}: the disk is full, or files may not be that large; make room, or choose another --contexts-dir",
+            "disk_full",
+        )
     return UserError(f"{what}: {error.strerror or error}", "disk_error")
 
 

@@ -2,8 +2,8 @@
 
 The format: https://github.com/huggingface/safetensors#format. The index comes first: the header, which KV blocks of the
 context are there (`blocks`, int64), and a CRC-32 of each block and head (`checksums`, over its bytes in all tensors, in
-their order). All other tensors are (J, k, L, D, C): what belongs to one block and head is in one place, and is checked
-by itself by whoever reads it.
+their order). All other tensors are (J, k, L, ...), in the order of
+`kernels/stored.py`: what belongs to one block and head is in one place, and is checked by itself by whoever reads it.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
 
 
 def header_of(num_blocks: int, num_heads: int, parts: Mapping[str, StoredTensor]) -> bytes:
-    """The bytes before the first tensor. `parts`: what is kept of a block and a head, (L, D, C), by name."""
+    """The bytes before the first tensor. `parts`: what is kept of a block and a head, (L, ...), by name."""
     tensors = {"blocks": StoredTensor("I64", (num_blocks,)), "checksums": StoredTensor("U32", (num_blocks, num_heads))}
     tensors |= {name: StoredTensor(part.dtype, (num_blocks, num_heads, *part.shape)) for name, part in parts.items()}
     entries, start = {}, 0
@@ -99,7 +99,7 @@ class RankFile:
 
     @property
     def parts(self) -> dict[str, NDArray]:
-        """The tensors of KV by name, (J, k, L, D, C), as bits in views of the file."""
+        """The tensors of KV by name, (J, k, L, ...), as bits in views of the file."""
         return {name: self._array(name) for name in list(self.tensors)[2:]}
 
     def verify(self, rows: Iterable[int], heads: range) -> None:
@@ -156,7 +156,7 @@ def damaged(path: Path, how: str) -> UserError:
     """What a file of a context is that cannot be used. Its folder has the context's name."""
     name = path.parent.name
     return UserError(
-        f"context {name!r} is damaged: of its file {path.name}, {how}; remove it (longhelix context rm {name}) and save "
-        "it again",
+        f"context {name!r} is damaged: of its file {path.name}, {how}; remove it with longhelix context rm, "
+        "and save it again",
         "invalid_context",
     )

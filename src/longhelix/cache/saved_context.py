@@ -44,7 +44,8 @@ class Origin(msgspec.Struct, frozen=True):
 class SavedContext(msgspec.Struct, frozen=True):
     """A manifest. Of `num_tokens` tokens those that fill KV blocks have their KV in `files`.
 
-    model: the name by which it was opened; saved_at: UTC. capacity_tokens: of the request that computed it. tokens_checksum: SHA-256 of the token ids, int32.
+    model: the name by which it was opened; saved_at: UTC. capacity_tokens: of the request that computed it.
+    tokens_checksum: SHA-256 of the token ids, int32.
     """
 
     name: str
@@ -70,7 +71,7 @@ class SavedContext(msgspec.Struct, frozen=True):
             raise _mismatch(
                 f"context {self.name!r} is of another model ({self.model}): give that one, or save it again"
             )
-        for name in ("kv_dtype", "dtype", "weight_dtype", "attention_dtype", "block_tokens"):
+        for name in ("dtype", "weight_dtype", "kv_dtype", "attention_dtype", "block_tokens"):
             saved, own = getattr(self.origin, name), getattr(origin, name)
             if saved != own:
                 change = f"leave {name} out" if saved is None else f"set {name} to {saved}"
@@ -80,8 +81,8 @@ class SavedContext(msgspec.Struct, frozen=True):
                 )
         if origin.frequencies != self.origin.frequencies:
             raise _mismatch(
-                f"context {self.name!r} has keys rotated by other RoPE frequencies than this request's, which depend on "
-                "its length or on rope_scaling: ask for fewer new tokens, or save it again"
+                f"context {self.name!r} has keys rotated by other RoPE frequencies than this request's, as they depend "
+                f"on its length: let prompt and new tokens be {self.capacity_tokens} together, or leave it out"
             )
 
 

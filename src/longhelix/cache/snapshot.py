@@ -21,8 +21,8 @@ from longhelix.kernels.stored import StoredPart, stored_parts
 
 _NUMBERS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3", "int8": "I8", "int4": "U8"}
 _SCALES = {torch.int16: "BF16", torch.int32: "F32"}
-# Checked and then copied together: together they stay in a cache between the two.
-_TURN_BYTES = 2**22
+# Checked while those before are copied: many, for each copy of a layer takes some time to begin.
+_TURN_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Snapshot:
         kept = {}
         for name, part in self._parts[0].items():
             entry, vectors = name.split(".")
-            dtype = _SCALES[part.dtype] if vectors.endswith("_scales") else dtypes[entry]
-            kept[name] = StoredTensor(dtype, (len(self.layers), *part.shape[1:]))
+            dtype = _SCALES[part.view.dtype] if vectors.endswith("_scales") else dtypes[entry]
+            kept[name] = StoredTensor(dtype, (len(self.layers), *part.shape))
         return kept
 
     def save(self, path: Path, num_blocks: int, first_row: int, indices: Sequence[int], ids: Sequence[int]) -> None:
@@ -114,7 +114,7 @@ class Snapshot:
                 for layer in layers:
                     for name, part in self._parts[layer - self.layers.start].items():
                         given = bits[name][of_file, in_file.start : in_file.stop, layer - saved.layers[0]]
-                        part.write(of_pool, in_pool, _widened(given, part.dtype))
+                        part.write(of_pool, in_pool, _widened(given, part.view.dtype))
         return len(rows)
 
 

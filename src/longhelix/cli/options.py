@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from longhelix.cache.context_folder import ContextFolder, default_folder
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Size, tied_layout
 from longhelix.engine.llm import LLM
@@ -49,6 +50,9 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
 
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
+ContextsFlags = _flags(
+    "ContextsFlags", (setting for setting in fields(EngineOptions) if setting.name == "contexts_dir")
+)
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
 
 
@@ -58,6 +62,11 @@ def given(flags: Any) -> dict[str, Any]:
     if "rope_scaling" in settings:
         settings["rope_scaling"] = _parsed(settings["rope_scaling"])
     return settings
+
+
+def contexts_folder(flags: Any) -> ContextFolder:
+    """The folder of saved contexts, as flags say."""
+    return ContextFolder(given(flags).get("contexts_dir", default_folder()))
 
 
 @Parameter(name="*", group="Model and layout")

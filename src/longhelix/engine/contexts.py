@@ -15,15 +15,15 @@ from longhelix.cache.saved_context import Origin, SavedContext, SavedFile, file_
 from longhelix.engine.core import TokenCore
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
+from longhelix.models.checkpoint import Checkpoint
 from longhelix.models.fingerprint import fingerprint
-from longhelix.models.model_files import open_checkpoint
 from longhelix.models.rope import inverse_frequencies
 from longhelix.request import Request
 from longhelix.runner.config import EngineConfig
 from longhelix.workers.transport import LoadBlocks, SaveBlocks
 
 # That a rank writes or reads at a time.
-_PART_BYTES = 2**26
+_PART_BYTES = 2**27
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class LoadedContext:
 class Contexts:
     """The saved contexts in a folder, as one engine may use them. Raises UserError for what cannot be."""
 
-    def __init__(self, core: TokenCore, model: str, folder: ContextFolder) -> None:
-        """`model`: its name, as users give it."""
-        self._core, self._model, self._folder = core, model, folder
+    def __init__(self, core: TokenCore, model: str, checkpoint: Checkpoint, folder: ContextFolder) -> None:
+        """`model`: what users call the checkpoint."""
+        self._core, self._model, self._checkpoint, self._folder = core, model, checkpoint, folder
         self._fingerprint = ""  # once it was asked for
         self._loaded: dict[str, LoadedContext] = {}
 
@@ -118,7 +118,7 @@ class Contexts:
         """What the KV of requests of this engine depends on."""
         config = self._core.config
         if not self._fingerprint:
-            self._fingerprint = fingerprint(config.spec, open_checkpoint(config.model_path))
+            self._fingerprint = fingerprint(config.spec, self._checkpoint)
         frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, capacity_tokens)
         return Origin(
             model=self._fingerprint,

@@ -77,7 +77,8 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
-        self._contexts = Contexts(self._core, str(model), ContextFolder(options.contexts_dir or default_folder()))
+        folder = ContextFolder(options.contexts_dir or default_folder())
+        self._contexts = Contexts(self._core, str(model), checkpoint, folder)
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,10 @@
-"""Keys and values as they are stored, bit for bit, in one form for all arrangements: what leaves a pool and comes back
-to another one."""
+"""Keys and values as they are stored, bit for bit, in one order for all arrangements: what leaves a pool and comes back
+to another one.
+
+Of a KV block and head: keys (C, D), values (V / 16, D, 16), or (1, D, V) where sixteens do not divide V, scales (D). It
+is the order of tiles of 16 tokens, which kernels of CPUs read, as far as numbers lie one by one there: much may have to
+be moved at once. int4 has two rows in a byte, which is told of as one row: of eight the i-th and the one four further.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +16,8 @@ from longhelix.kernels import native
 from longhelix.kernels.layer import TILES, KVLayer
 
 # Bits as whole numbers, whatever they stand for: nothing is rounded, and a NaN stays the one that it is.
-BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: torch.uint8}
-
-# How a panel of rows by 16 lanes lies in memory: the dims inside of a line, each of lanes or of rows. Rows that a line
-# has are neighbours; int4 has four more of them in the high halves of its bytes.
+_BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: torch.uint8}
+# How a panel, of rows by 16 lanes, lies in memory: what is inside of each of its lines.
 _LINES: dict[str, tuple[tuple[str, int], ...]] = {
     "float32": (("lanes", 16),),
     "float16": (("lanes", 16),),
@@ -27,43 +30,28 @@ _LINES: dict[str, tuple[tuple[str, int], ...]] = {
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Keys, values, or the scales of either of all KV blocks of a layer, as bits (J, k, D, C); scales have one channel.
+    """Keys, values, or the scales of either of all KV blocks of a layer.
 
-    view: where they lie, (P, k, ...), of which the other dims are those of `tokens`, then those of `channels`, into
-    which D and C fall apart. halves: the dim that is not there, because its two lie in the halves of a byte.
+    view: where they lie, blocks first, then heads; every group of its other dims is one dim of the order above.
     """
 
     view: Tensor
-    tokens: tuple[int, ...]
-    channels: tuple[int, ...]
-    halves: int | None = None
+    groups: tuple[tuple[int, ...], ...]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """k, D, and C as `read` has it: int4 has two channels in a byte."""
-        return self.view.shape[1], math.prod(self.tokens), math.prod(self.channels) // (1 if self.halves is None else 2)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.view.dtype
+    def shape(self) -> tuple[int, ...]:
+        """Of one block and head."""
+        return tuple(math.prod(group) for group in self.groups)
 
     def read(self, blocks_J: Tensor) -> Tensor:
-        """The bits of some KV blocks, as a copy."""
-        view = self.view[blocks_J]
-        if self.halves is not None:
-            view = torch.stack((view & 15, view >> 4), self.halves)
-        bits_JkDC = view.reshape(*view.shape[:2], math.prod(self.tokens), math.prod(self.channels))
-        return bits_JkDC if self.halves is None else bits_JkDC[..., ::2] | bits_JkDC[..., 1::2] << 4
+        """The bits of some KV blocks, (J, k, *shape), as a copy."""
+        return self.view[blocks_J].reshape(len(blocks_J), self.view.shape[1], *self.shape)
 
-    def write(self, blocks: slice, heads: slice, bits_JkDC: Tensor) -> None:
+    def write(self, blocks: slice, heads: slice, bits_Jk: Tensor) -> None:
         """Give some heads of some KV blocks what `read` gave."""
-        if self.halves is not None:
-            bits_JkDC = torch.stack((bits_JkDC & 15, bits_JkDC >> 4), 4).flatten(3)
-        bits = bits_JkDC.unflatten(3, self.channels).unflatten(2, self.tokens)
-        if self.halves is not None:
-            low, high = bits.unbind(self.halves)
-            bits = low | high << 4
-        self.view[blocks, heads].copy_(bits)
+        for dim, group in reversed(list(enumerate(self.groups, 2))):
+            bits_Jk = bits_Jk.unflatten(dim, group)
+        self.view[blocks, heads].copy_(bits_Jk)
 
 
 def stored_parts(layer: KVLayer) -> dict[str, StoredPart]:
@@ -72,55 +60,60 @@ def stored_parts(layer: KVLayer) -> dict[str, StoredPart]:
 
 
 def _in_rows(layer: KVLayer) -> dict[str, StoredPart]:
-    values, parts = layer.values.view(BITS[layer.format.number.bits]), {}
-    for array, name in enumerate(_vectors(layer)):
-        view_PkDC = values[:, array].transpose(1, 2)
-        parts[name] = StoredPart(view_PkDC, view_PkDC.shape[2:3], view_PkDC.shape[3:])
+    bits_PADkC, parts = layer.values.view(_BITS[layer.format.number.bits]), {}
+    for array, (name, size) in enumerate(_vectors(layer)):
+        bits_PkDC = bits_PADkC[:, array].transpose(1, 2)
+        view = bits_PkDC.transpose(2, 3)
+        if name == "values":
+            lanes = size if size % native.LANES else native.LANES
+            view = bits_PkDC.unflatten(3, (-1, lanes)).transpose(2, 3)
+        parts[name] = StoredPart(view, tuple((dim,) for dim in view.shape[2:]))
         if layer.scales is not None:
-            scales_PkD1 = layer.scales[:, array].transpose(1, 2).unsqueeze(-1).view(torch.int32)
-            parts[f"{name}_scales"] = StoredPart(scales_PkD1, scales_PkD1.shape[2:3], (1,))
+            scales_PkD = layer.scales[:, array].transpose(1, 2).view(torch.int32)
+            parts[f"{name}_scales"] = StoredPart(scales_PkD, (scales_PkD.shape[2:],))
     return parts
 
 
 def _in_tiles(layer: KVLayer) -> dict[str, StoredPart]:
-    format, lanes = layer.format, native.LANES
-    bytes_PktX, parts, start = layer.values.transpose(0, 1), {}, 0
-    for name, size in _vectors(layer).items():
-        stop = start + lanes * size * format.number.bits // 8
-        numbers_PktX = bytes_PktX[..., start:stop].view(BITS[format.number.bits])
-        parts[name] = _panels(numbers_PktX, format.dtype, tokens_are_lanes=name == "keys")
+    format, parts, start = layer.format, {}, 0
+    bytes_PktX = layer.values.transpose(0, 1)
+    for name, size in _vectors(layer):
+        stop = start + native.LANES * size * format.number.bits // 8
+        bits_PktX = bytes_PktX[..., start:stop].view(_BITS[format.number.bits])
+        parts[name] = _keys(bits_PktX, format.dtype) if name == "keys" else _values(bits_PktX, size, format.dtype)
         start = stop
     if start < bytes_PktX.shape[-1]:
-        scales_Pkt2D = bytes_PktX[..., start:].view(torch.int16).unflatten(-1, (2, lanes))
-        for array, name in enumerate(_vectors(layer)):
-            view = scales_Pkt2D[..., array, :].unsqueeze(-1)
-            parts[f"{name}_scales"] = StoredPart(view, tuple(view.shape[2:4]), (1,))
+        scales_PktAD = bytes_PktX[..., start:].view(torch.int16).unflatten(-1, (-1, native.LANES))
+        for array, (name, _) in enumerate(_vectors(layer)):
+            scales_PktD = scales_PktAD[..., array, :]
+            parts[f"{name}_scales"] = StoredPart(scales_PktD, (scales_PktD.shape[2:],))
     return parts
 
 
-def _vectors(layer: KVLayer) -> dict[str, int]:
-    """Channels of what is kept of a token and head, by name."""
-    return dict(zip(("keys", "values"), layer.format.vector_sizes, strict=False))
+def _vectors(layer: KVLayer) -> list[tuple[str, int]]:
+    """What is kept of a token and head, with its channels."""
+    return list(zip(("keys", "values"), layer.format.vector_sizes, strict=False))
 
 
-def _panels(numbers_PktX: Tensor, dtype: str, tokens_are_lanes: bool) -> StoredPart:
-    """Keys are one panel, of tokens as lanes and channels as rows; values panels of 16 tokens as rows, and channels."""
-    lines = _LINES[dtype]
-    line = math.prod(size for _, size in lines)
-    if tokens_are_lanes:
-        view = numbers_PktX.unflatten(-1, (-1, *(size for _, size in lines)))
-        kinds = ["rows", *(kind for kind, _ in lines)]
-    else:
-        rows = native.LANES // (line // native.LANES * (2 if dtype == "int4" else 1))
-        view = numbers_PktX.unflatten(-1, (-1, rows, *(size for _, size in lines)))
-        kinds = ["lanes", "rows", *(kind for kind, _ in lines)]
-    own = 3  # dims before: blocks, heads, tiles
-    of = {kind: [own + dim for dim, found in enumerate(kinds) if found == kind] for kind in ("lanes", "rows")}
-    first, second = ("lanes", "rows") if tokens_are_lanes else ("rows", "lanes")
-    sizes = {kind: [view.shape[dim] for dim in dims] for kind, dims in of.items()}
-    halves = None
-    if dtype == "int4":  # between lines and the rows of a line
-        sizes["rows"].insert(1, 2)
-        halves = own + 1 + (len(of["lanes"]) if tokens_are_lanes else 0)
-    view = view.permute(0, 1, 2, *of[first], *of[second])
-    return StoredPart(view, (numbers_PktX.shape[2], *sizes[first]), tuple(sizes[second]), halves)
+def _keys(bits_PktX: Tensor, dtype: str) -> StoredPart:
+    """One panel: tokens are lanes, channels are rows."""
+    kinds, sizes = zip(*_LINES[dtype], strict=True)
+    view = bits_PktX.unflatten(-1, (-1, *sizes))
+    return _grouped(view, ["tiles", "rows", *kinds], [["rows"], ["tiles", "lanes"]])
+
+
+def _values(bits_PktX: Tensor, value_size: int, dtype: str) -> StoredPart:
+    """A panel for every 16 channels: tokens are rows, channels are lanes."""
+    kinds, sizes = zip(*_LINES[dtype], strict=True)
+    panels = value_size // native.LANES
+    view = bits_PktX.unflatten(-1, (panels, bits_PktX.shape[-1] // panels // math.prod(sizes), *sizes))
+    return _grouped(view, ["tiles", "panels", "rows", *kinds], [["panels"], ["tiles", "rows"], ["lanes"]])
+
+
+def _grouped(view: Tensor, kinds: list[str], groups: list[list[str]]) -> StoredPart:
+    """`kinds`: of the dims of a view, behind blocks and heads. `groups`: which of them make each dim of the order."""
+    dims = [[dim for kind in group for dim, found in enumerate(kinds, 2) if found == kind] for group in groups]
+    return StoredPart(
+        view.permute(0, 1, *(dim for group in dims for dim in group)),
+        tuple(tuple(view.shape[dim] for dim in group) for group in dims),
+    )

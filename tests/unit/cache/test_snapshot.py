@@ -41,8 +41,8 @@ def share(snapshot, heads, num_blocks=12):
     made = make_snapshot(heads, format.dtype, format.arrangement, format.shared_values, num_blocks)
     for own, whole in zip(made.pool.entries(), snapshot.pool.entries(), strict=True):
         for mine, all_of_it in zip(own.tensors, whole.tensors, strict=True):
-            part = all_of_it[heads.start : heads.stop] if format.arrangement is TILES else all_of_it[:, :, :, heads.start : heads.stop]  # fmt: skip
-            mine.copy_(part)
+            of_heads = slice(heads.start, heads.stop)
+            mine.copy_(all_of_it[of_heads] if made.pool.packed else all_of_it[:, :, :, of_heads])
     return made
 
 
@@ -120,13 +120,14 @@ def test_the_file_is_safetensors_with_what_the_pool_holds(tmp_path):
     with safe_open(tmp_path / "file", "pt") as file:
         assert set(file.keys()) == {"blocks", "checksums", "kv.keys", "kv.values"}
         assert file.get_tensor("blocks").tolist() == [0, 2, 3]
-        keys_JkLDC = file.get_tensor("kv.keys")
+        keys_JkLCD = file.get_tensor("kv.keys")
         for layer, entry in enumerate(snapshot.pool.entries()):
             k_PDkC, v_PDkC = entry.keys_and_values()
-            for name, kept_PDkC in (("kv.keys", k_PDkC), ("kv.values", v_PDkC)):
-                found = file.get_tensor(name)[:, :, layer].view(torch.int32)
-                assert torch.equal(found, kept_PDkC[[5, 1, 8]].transpose(1, 2).contiguous().view(torch.int32))
-    assert (keys_JkLDC.dtype, keys_JkLDC.shape) == (torch.float32, (3, 3, LAYERS, 16, 32))
+            bits_JDkC, values_JDkC = (kept_PDkC[[5, 1, 8]].view(torch.int32) for kept_PDkC in (k_PDkC, v_PDkC))
+            assert torch.equal(keys_JkLCD[:, :, layer].view(torch.int32), bits_JDkC.permute(0, 2, 3, 1))
+            values_Jk2D16 = file.get_tensor("kv.values")[:, :, layer].view(torch.int32)
+            assert torch.equal(values_Jk2D16, values_JDkC.unflatten(3, (2, 16)).permute(0, 2, 3, 1, 4))
+    assert (keys_JkLCD.dtype, keys_JkLCD.shape) == (torch.float32, (3, 3, LAYERS, 32, 16))
 
 
 def test_layers_of_other_stages_are_left_where_they_are(tmp_path):
