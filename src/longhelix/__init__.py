@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
-from longhelix.request import SamplingParams
+from longhelix.request import SamplingParams, ServiceLevel
 
 if TYPE_CHECKING:
     from longhelix.engine.llm import LLM
 
-__all__ = ["LLM", "EngineError", "Layout", "SamplingParams", "UserError"]
+__all__ = ["LLM", "EngineError", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
 
 
 def __getattr__(name: str) -> Any:

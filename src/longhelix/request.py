@@ -6,14 +6,14 @@ what the step says (Medha, section 5: replicated sequence state).
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.values import flag, items, real, text, whole
+from longhelix.values import flag, items, real, seconds, text, whole
 
 MAX_LOGPROBS = 100
 MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
@@ -24,6 +24,8 @@ _MOST_STOP_IDS = 1024
 # tokens are alike; a penalty likewise.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 1e6
+MOST_PRIORITY = 1_000_000
+_LONGEST_NAME = 256  # characters
 # Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
 PART_ROWS = 64
 # Of a row's logits the largest, which ranks gather: what top-k and top-p usually leave is among them.
@@ -96,9 +98,50 @@ def _stop_string(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class ServiceLevel:
+    """What one request asks of the scheduler.
+
+    ttft_slo_s: the time to its first token that it wants; tbt_slo_s: the most between two tokens. priority: requests
+    with a higher one go first, whatever the policy. client: whose it is; clients have equal shares of prefill, or
+    weighted ones, while they compete. cache_salt: it shares cached KV only with requests that have the same.
+    """
+
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    priority: int = 0
+    client: str = ""
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what no request can ask; keeps plain Python values."""
+        checked: dict[str, Any] = {
+            "ttft_slo_s": None if self.ttft_slo_s is None else seconds("ttft_slo", self.ttft_slo_s),
+            "tbt_slo_s": None if self.tbt_slo_s is None else seconds("tbt_slo", self.tbt_slo_s),
+            "priority": whole("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY),
+            "client": _name("client", self.client),
+            "cache_salt": _name("cache_salt", self.cache_salt),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def _name(name: str, value: object) -> str:
+    string = text(name, value)
+    if len(string) > _LONGEST_NAME:
+        raise UserError(f"{name} has {len(string)} characters: give at most {_LONGEST_NAME}")
+    return string
+
+
+ANY_SERVICE = ServiceLevel()
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt on its way, of int32 token ids. `seed` is resolved (sampling.seed, or drawn at admission); times in
-    seconds."""
+    seconds.
+
+    num_generated: of the prompt's last tokens, those that the request itself has generated, before it was preempted.
+    """
 
     id: int
     prompt_token_ids: "array[int]"
@@ -106,11 +149,24 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     arrival_s: float
+    service: ServiceLevel = ANY_SERVICE
+    num_generated: int = 0
 
     @property
     def capacity_tokens(self) -> int:
         """The most tokens it can ever hold: prompt and new ones."""
         return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+
+    @property
+    def given_tokens(self) -> int:
+        """The tokens of the prompt that came with it."""
+        return len(self.prompt_token_ids) - self.num_generated
+
+    def resumed(self, generated: "array[int]") -> "Request":
+        """The request that goes on after `generated`, more of its tokens than it began with."""
+        left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(generated))
+        tokens = self.prompt_token_ids[:] + generated
+        return replace(self, prompt_token_ids=tokens, sampling=left, num_generated=self.num_generated + len(generated))
 
 
 class Work(NamedTuple):
@@ -246,7 +302,8 @@ class StepResult:
 
     A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that
     a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
-    fingerprint: of the collectives that the rank ran for it, the same on all ranks.
+    fingerprint: of the collectives that the rank ran for it, the same on all ranks. taken_s: seconds that the step
+    took, of all ranks the longest; 0 where nobody measured.
     """
 
     step_id: int
@@ -256,3 +313,4 @@ class StepResult:
     parts: int = 1
     exposed_s: float | None = None
     fingerprint: int = 0
+    taken_s: float = 0.0

@@ -5,6 +5,7 @@ value, so that numpy's numbers are as welcome as Python's. `name` is what the us
 the sentence "NAME is VALUE: set it to ...".
 """
 
+import math
 import numbers
 import operator
 import reprlib
@@ -53,6 +54,15 @@ def real(name: str, value: object, holds: Callable[[float], bool], allowed: str)
     if not holds(number):  # nothing holds of NaN
         raise refused(name, value, allowed)
     return number
+
+
+def seconds(name: str, value: object) -> float:
+    """A time that something may take."""
+    return real(name, value, lambda number: 0 < number < math.inf, "a number of seconds above 0")
+
+
+def above_zero(name: str, value: object) -> float:
+    return real(name, value, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def flag(name: str, value: object) -> bool:

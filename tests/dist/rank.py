@@ -113,7 +113,7 @@ class FirstRequest:
         if self.moved:
             targets = []
             for index, owner in enumerate(owners):
-                allocator = scheduler._allocators[(owner + index) % kvp]
+                allocator = scheduler.pool.allocators[(owner + index) % kvp]
                 allocator.reserve(1)
                 targets.append(Block((owner + index) % kvp, allocator.take_reserved()))
             runner.copies = tuple(zip(self.blocks, targets, strict=True))
@@ -122,7 +122,7 @@ class FirstRequest:
 
     def release(self, scheduler):
         for block in self.blocks if self.moved else ():
-            scheduler._allocators[block.owner].release(array("q", [block.id]), 0)
+            scheduler.pool.allocators[block.owner].release(array("q", [block.id]), 0)
 
 
 class DirectRows:
@@ -199,7 +199,7 @@ def run(case, rank, meshes, direct_rows):
     sent_before = runner.mesh.kvp.exchanged_bytes
     first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
     scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
-    for allocator in scheduler._allocators:
+    for allocator in scheduler.pool.allocators:
         allocator.__init__(runner.pool.num_blocks)
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
@@ -217,7 +217,7 @@ def run(case, rank, meshes, direct_rows):
             for event in stepped[1]:
                 tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
                 if event.finish_reason:
-                    held[event.request_id] = event.kv_tokens_per_rank
+                    held[event.request_id] = event.usage.kv_tokens_per_rank
             if first is not None and stepped[1] and len(tokens[0]) == 2:
                 first.take(runner, scheduler)
             if first is not None and stepped[1] and len(tokens[0]) == 3:  # what was moved is there now
@@ -225,7 +225,7 @@ def run(case, rank, meshes, direct_rows):
                     loop.add(request)
     if first is not None:
         first.release(scheduler)
-        assert {allocator.available for allocator in scheduler._allocators} == {runner.pool.num_blocks}
+        assert {allocator.available for allocator in scheduler.pool.allocators} == {runner.pool.num_blocks}
     arrays = {"local_lengths": np.array([runner.local_lengths[i] for i in range(len(case["prompts"]))])}
     products = runner.model.products()
     arrays["packed"] = np.array([runner.pool.packed and weight.arrangement is PANELS for weight in products])

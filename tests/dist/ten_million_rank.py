@@ -193,7 +193,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
             growth_limit_tokens=GROWTH_LIMIT_TOKENS,
         )
     )
-    for allocator in scheduler._allocators:
+    for allocator in scheduler.pool.allocators:
         ids = list(range(num_blocks))
         random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
         allocator._free[0].ids = array("q", ids)

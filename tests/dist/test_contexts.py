@@ -48,7 +48,7 @@ def settle(llm):
 
 
 def free(llm):
-    return [allocator.available for allocator in llm._core.scheduler._allocators]
+    return [allocator.available for allocator in llm._core._scheduler.pool.allocators]
 
 
 def split(oracle):
@@ -74,17 +74,19 @@ def test_a_context_answers_under_every_layout_as_transformers_does(oracles, tmp_
     with engine(oracle, tmp_path, Layout(kvp=2), block_tokens=block_tokens) as llm:
         saved = llm.save_context("document", context)
         settle(llm)
-        assert free(llm) == [allocator.num_blocks for allocator in llm._core.scheduler._allocators]
+        assert free(llm) == [llm.config.scheduler.num_blocks] * 2
     assert (saved.num_tokens, saved.num_blocks, len(saved.files)) == (35, 35 // block_tokens, 2)
     for layout, settings in LAYOUTS:
         with engine(oracle, tmp_path, layout, block_tokens=block_tokens, **settings) as llm:
-            llm.load_context("document")
+            assert llm.load_context("document").loaded_blocks == 35 // block_tokens
+            assert llm.load_context("document").loaded_blocks == 0
             assert llm.rows() == 0
             (result,) = llm.generate([question], GREEDY, context="document")
             assert result.token_ids == oracle.tokens[3], (layout, settings)
             # Only what fills no block is computed again.
             assert llm.rows() == len(oracle.prompts[3]) - 35 // block_tokens * block_tokens + NEW_TOKENS - 1
             assert sum(result.kv_tokens_per_rank) == len(oracle.prompts[3]) + NEW_TOKENS - 1
+            assert result.cached_tokens == 35 // block_tokens * block_tokens
 
 
 @pytest.mark.parametrize("saved_by", [Layout(tpa=2), Layout(tpa=4), Layout(kvp=2, tpa=3)], ids=str)
@@ -110,8 +112,8 @@ def test_narrow_numbers_come_back_as_they_were(oracles, tmp_path, kv_dtype):
     context, question = oracle.prompts[3][:32], oracle.prompts[3][32:]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=3)
     with engine(oracle, tmp_path, Layout(), kv_dtype=kv_dtype) as llm:
-        llm.save_context("document", context)
         (fresh,) = llm.generate([context + question], sampling)
+        llm.save_context("document", context)
     with engine(oracle, tmp_path, Layout(), kv_dtype=kv_dtype) as llm:
         (result,) = llm.generate([question], sampling, context="document")
     assert (result.token_ids, result.logprobs) == (fresh.token_ids, fresh.logprobs)
@@ -250,7 +252,7 @@ def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, context
         ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16"),
         ({"block_tokens": 32}, "saved with block_tokens 16, and here it is 32"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "is of another model"),
-        ({"kv_cache_tokens": 16}, "do not fit into what is free of the KV cache"),
+        ({"kv_cache_tokens": 16}, "does not fit into what is free of the KV cache"),
     ],
 )
 def test_other_settings_are_refused_in_words(oracles, contexts, settings, words):
@@ -290,7 +292,7 @@ def test_what_fills_no_block_and_what_is_too_long_is_refused(llm, tmp_path):
     with pytest.raises(UserError, match="do not fill one KV block of 16"):
         llm.save_context("short", list(range(15)))
     with pytest.raises(UserError, match="max-model-len"):
-        llm.save_context("long", [1] * 127)
+        llm.save_context("long", [1] * 128)
     with pytest.raises(UserError, match="a context's name"):
         llm.save_context("../x", [1] * 64)
     assert os.listdir(tmp_path) == []
@@ -324,7 +326,7 @@ def test_a_full_disk_leaves_nothing_and_the_old_context_stays(llm, oracles, tmp_
         before = {file.name: file.read_bytes() for file in (path / "document").iterdir()}
         for name, replace in (("other", False), ("document", True)):
             with pytest.raises(UserError, match="the disk is full") as refused:
-                llm.save_context(name, [1] * 96, replace)
+                llm.save_context(name, [1] * 96, replace=replace)
             assert refused.value.code == "disk_full"
         assert os.listdir(path) == ["document"]
         assert {file.name: file.read_bytes() for file in (path / "document").iterdir()} == before

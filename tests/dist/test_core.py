@@ -117,7 +117,7 @@ def test_an_aborted_request_has_no_more_events(core):
     aborted, other = (core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=30)).id for _ in range(2))
     while not core.poll():
         pass
-    assert sum(core.abort(aborted)) > 0
+    assert sum(core.abort(aborted).kv_tokens_per_rank) > 0
     assert core.abort(aborted) is None
     tokens, reasons = drain(core)
     assert aborted not in tokens
@@ -183,7 +183,7 @@ def test_tokens_of_steps_in_flight_are_those_of_steps_one_by_one(core):
         kept = [stopped.get(id, []) for id in (*ids, late) if id != aborted]
         runs.append(([tokens[id] for id in free], kept))
         scheduler = core._loop.scheduler
-        assert {allocator.available for allocator in scheduler._allocators} == {scheduler.config.num_blocks}
+        assert {allocator.available for allocator in scheduler.pool.allocators} == {scheduler.config.num_blocks}
     assert runs[1] == runs[2] == runs[0]
     for whole, kept in zip(runs[0][0], [*runs[0][1][:4], None, *runs[0][1][4:]], strict=False):
         assert kept is None or whole[: len(kept)] == kept

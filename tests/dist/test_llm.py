@@ -211,11 +211,11 @@ def test_streams_are_read_in_any_order_beside_other_requests(llm, oracle):
 
 @pytest.mark.parametrize("leave", ["close", "drop", "with", "never read"])
 def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
-    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators]
     stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
     if leave != "never read":
         next(stream)
-        assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] != free
+        assert [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators] != free
     if leave == "close":
         stream.close()
         assert list(stream) == []
@@ -225,7 +225,7 @@ def test_a_stream_that_is_left_aborts_its_request_and_frees_its_kv(llm, leave):
     else:
         del stream
     run_all(llm)
-    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators] == free
     assert not llm._live
 
 
@@ -283,7 +283,7 @@ def test_a_request_that_nothing_runs_for_is_said_and_not_waited_for(llm, monkeyp
 
 
 def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_before_the_next(llm, monkeypatch):
-    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators]
     other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
     dropped = llm.stream(PROMPT, SamplingParams(max_new_tokens=90))
     next(dropped)
@@ -300,7 +300,7 @@ def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_be
     assert len([*other][-1].result.token_ids) == 12
     assert not llm._live
     run_all(llm)
-    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators] == free
 
 
 def test_a_request_that_is_aborted_by_its_id_ends_its_stream(llm):
@@ -337,7 +337,7 @@ class BrokenText:
 
 @pytest.mark.parametrize(("max_new_tokens", "words"), [(12, "no such byte"), (3, "no end")])
 def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_new_tokens, words):
-    free = [allocator.available for allocator in llm._core._loop.scheduler._allocators]
+    free = [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators]
     others = [llm.stream(prompt, SamplingParams(max_new_tokens=32)) for prompt in oracle.prompts]
     monkeypatch.setattr(llm.tokenizer, "stream", BrokenText)
     broken = llm.stream(PROMPT, SamplingParams(max_new_tokens=max_new_tokens))
@@ -346,7 +346,7 @@ def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_ne
     assert (last.result.finish_reason, last.result.error) == ("error", f"ValueError: {words}")
     assert [list(stream)[-1].result.token_ids for stream in others] == oracle.tokens
     run_all(llm)
-    assert [allocator.available for allocator in llm._core._loop.scheduler._allocators] == free
+    assert [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators] == free
 
 
 @pytest.mark.parametrize(

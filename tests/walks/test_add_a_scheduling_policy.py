@@ -20,13 +20,15 @@ CONFIG = SchedulerConfig(
 
 
 class ShortestFirst:
-    """The request with the fewest prompt tokens left."""
+    """The request with the least left of its prefill."""
 
-    def first(self, waiting, now_s):
-        return min(waiting.values(), key=lambda request: len(request.prompt_token_ids))
+    overtakes = True
 
-    def order(self, prompts, now_s):
-        return sorted(prompts, key=lambda seq: seq.prompt_left)
+    def urgency(self, job, left_s, now_s):
+        return left_s
+
+    def spared(self, job, left_s, now_s):
+        return 0.0
 
 
 class OneTokenEach:
@@ -45,7 +47,7 @@ class OneTokenEach:
 
 def finished(policy):
     """Ids of requests with PROMPTS in the order in which they end."""
-    loop = Loop(Scheduler(CONFIG, policy), OneTokenEach(), clock=lambda: 0.0)
+    loop = Loop(Scheduler(CONFIG, policy=policy), OneTokenEach(), clock=lambda: 0.0)
     for request_id, tokens in enumerate(PROMPTS):
         sampling = SamplingParams(max_new_tokens=1)
         loop.add(Request(request_id, array("i", [0] * tokens), sampling, frozenset(), seed=0, arrival_s=0.0))

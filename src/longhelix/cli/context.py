@@ -46,7 +46,7 @@ def save(
     contexts_folder(engine).check_free(name, replace)
     with model.start(engine) as llm:
         start_s = time.monotonic()
-        saved = llm.save_context(name, text, replace)
+        saved = llm.save_context(name, text, replace=replace)
         seconds = time.monotonic() - start_s
     if json:
         print(json_module.dumps(_as_json(saved) | {"save_s": seconds}))

@@ -24,9 +24,13 @@ def measurements(result: Result, config: EngineConfig) -> Table:
         table.add_row(name, value)
 
     row("prompt tokens", f"{result.prompt_tokens}")
+    if result.cached_tokens:
+        row("of them cached", f"{result.cached_tokens}")
     row("new tokens", f"{len(result.token_ids)} ({result.finish_reason})")
     if result.ttft_s is not None:
         row("TTFT", f"{result.ttft_s:.3f} s ({result.prompt_tokens / result.ttft_s:.0f} prompt tokens/s)")
+    if result.preemptions:
+        row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens computed again")
     if result.tbt_s:
         ttl_s = statistics.median(result.tbt_s)
         p95_s = sorted(result.tbt_s)[int(0.95 * (len(result.tbt_s) - 1))]

@@ -13,17 +13,28 @@ from rich.progress import Progress
 
 from longhelix.cache.context_folder import ContextFolder, default_folder
 from longhelix.cli.layout_file import read_layout
-from longhelix.cli.values import Flag, Size, tied_layout
+from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
-from longhelix.engine.options import Count, EngineOptions, Words, path, rope_settings
+from longhelix.engine.options import Count, EngineOptions, Words, chunk, path, rope_settings, weights
 from longhelix.errors import UserError
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
 from longhelix.request import MOST_TOKENS, SamplingParams
 from longhelix.runner.config import EngineConfig
-from longhelix.values import flag
+from longhelix.values import above_zero, flag, seconds
 
 stderr = Console(stderr=True)
+
+
+_KINDS = {
+    flag: bool,
+    path: Path,
+    rope_settings: str,
+    weights: str,
+    chunk: SizeOrAuto,
+    seconds: Seconds,
+    above_zero: float,
+}
 
 
 def _type(setting: Field) -> Any:
@@ -31,14 +42,15 @@ def _type(setting: Field) -> Any:
     check, said = setting.metadata["check"], setting.metadata["documentation"]
     if setting.default is not None and setting.default is not False:
         said += f" [default: {setting.default}]"
-    kind: Any = {flag: bool, path: Path, rope_settings: str}.get(check)
+    kind: Any = _KINDS.get(check)
     if isinstance(check, Words):
         kind = Literal[check.known]
     elif isinstance(check, Count):
         kind = Size if check.tokens else int
-    name = setting.metadata["flag"]
+    name, negative = setting.metadata["flag"], setting.metadata["negative"]
     named = {"name": f"--{name}"} if name else {}
-    return Annotated[kind | None, Parameter(help=said, negative=(), show_default=False, **named)]
+    negative = f"--{negative}" if negative else ()
+    return Annotated[kind | None, Parameter(help=said, negative=negative, show_default=False, **named)]
 
 
 def _flags(name: str, settings: Iterable[Field]) -> type:
@@ -48,6 +60,7 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
     return Parameter(name="*", group="Engine")(record)
 
 
+_OBJECTS = {"rope_scaling": '{"rope_type": "linear", "factor": 2}', "client_weights": '{"batch": 0.5}'}
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
 ContextsFlags = _flags(
@@ -59,8 +72,9 @@ BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) 
 def given(flags: Any) -> dict[str, Any]:
     """The settings that were given, by name."""
     settings = {name: value for name, value in vars(flags).items() if value is not None}
-    if "rope_scaling" in settings:
-        settings["rope_scaling"] = _parsed(settings["rope_scaling"])
+    for name, example in _OBJECTS.items():
+        if name in settings:
+            settings[name] = _parsed(name, settings[name], example)
     return settings
 
 
@@ -135,13 +149,14 @@ class ModelOptions:
         return Layout(**degrees)
 
 
-def _parsed(rope_scaling: str) -> dict[str, Any]:
+def _parsed(name: str, text: str, example: str) -> dict[str, Any]:
+    option = f"--{name.replace('_', '-')}"
     try:
-        settings = json.loads(rope_scaling)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"--rope-scaling is not JSON ({error}): give an object in quotes") from error
+        raise UserError(f"{option} is not JSON ({error}): give an object in quotes") from error
     if not isinstance(settings, dict):
-        raise UserError('--rope-scaling must be a JSON object, such as {"rope_type": "linear", "factor": 2}')
+        raise UserError(f"{option} must be a JSON object, such as {example}")
     return settings
 
 
@@ -200,6 +215,7 @@ def describe(config: EngineConfig) -> list[str]:
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
         f"weights {config.weight_dtype}, KV {config.kv_dtype}{attention}",
         f"KV cache holds {held_tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
-        f"max_model_len {scheduler.max_model_len}; chunks of {scheduler.chunk_tokens} tokens; "
+        f"max_model_len {scheduler.max_model_len}; chunks of {'up to ' if scheduler.adaptive else ''}"
+        f"{scheduler.chunk_tokens} tokens; "
         f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",
     ]

@@ -24,6 +24,11 @@ def size(type_: Any, tokens: tuple[Token, ...]) -> int:
     return int(number)
 
 
+def size_or_auto(type_: Any, tokens: tuple[Token, ...]) -> int | str:
+    """A size, or the word auto."""
+    return "auto" if tokens[0].value == "auto" else size(type_, tokens)
+
+
 def seconds(type_: Any, tokens: tuple[Token, ...]) -> float:
     """A time with its unit: us, ms, s or min."""
     text = tokens[0].value
@@ -41,5 +46,6 @@ def tied_layout(kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1,
 
 
 Size = Annotated[int, Parameter(converter=size, negative=())]
+SizeOrAuto = Annotated[int | str, Parameter(converter=size_or_auto, negative=())]
 Seconds = Annotated[float, Parameter(converter=seconds, negative=())]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]

@@ -5,20 +5,21 @@ import secrets
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
-from longhelix.kv.blocks import Block
-from longhelix.request import Request, SamplingParams, Step, StepResult
+from longhelix.models.rope import inverse_frequencies
+from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
-from longhelix.scheduler.held_prefixes import HeldPrefixes
+from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 from longhelix.workers.transport import LoadBlocks, SaveBlocks
@@ -69,9 +70,8 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        self.prefixes = HeldPrefixes(config.scheduler.block_tokens)
-        self.scheduler = Scheduler(config.scheduler, cut=self._pool.cut, prefixes=self.prefixes)
-        self._loop = Loop(self.scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
+        self._scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -97,11 +97,20 @@ class TokenCore:
         if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
-        """Queue a prompt of token ids, whose events `poll` gives. Raises UserError if it can never run."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        service: ServiceLevel = ANY_SERVICE,
+        arrival_s: float | None = None,
+    ) -> Request:
+        """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
+        just now. Raises UserError if it can never run."""
         self.check_running()
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
+        if not isinstance(service, ServiceLevel):
+            raise UserError(f"service is {shown(service)}: give a ServiceLevel")
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
@@ -113,15 +122,20 @@ class TokenCore:
             sampling,
             frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
             secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            time.monotonic(),
+            time.monotonic() if arrival_s is None else arrival_s,
+            service,
         )
         self._loop.add(request)
         self._next_id += 1
         return request
 
-    def abort(self, request_id: int) -> tuple[int, ...] | None:
-        """End a request in any phase. Returns the tokens it held on each KVP rank, or None if it had already ended."""
+    def abort(self, request_id: int) -> Usage | None:
+        """End a request in any phase. Returns what it held and took, or None if it had already ended."""
         return self._loop.abort(request_id)
+
+    def prefilled_tokens(self, request_id: int) -> int:
+        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        return self._scheduler.prefilled_tokens(request_id)
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
         """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
@@ -138,18 +152,24 @@ class TokenCore:
             raise
         return events
 
-    def hold(self, token_ids: "array[int]", num_blocks: int) -> tuple[Block, ...]:
-        """Take the KV blocks of a prompt's first tokens. Raises UserError if they are not free now."""
-        request = Request(-1, token_ids, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0)
-        blocks = self.scheduler.hold(request, num_blocks)
-        if blocks is None:
-            needed = num_blocks * self.config.scheduler.block_tokens
-            raise UserError(
-                f"the context's {needed} tokens do not fit into what is free of the KV cache: set --kv-cache-tokens to "
-                "more, or wait until other requests have ended",
-                "kv_cache_exceeded",
-            )
-        return blocks
+    def hold(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see
+        `Scheduler.hold`."""
+        sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
+        service = ServiceLevel(cache_salt=cache_salt)
+        return self._scheduler.hold(Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, service))
+
+    @contextmanager
+    def releasing(self, held: HeldPrefix) -> Iterator[None]:
+        """Give the blocks back at the end."""
+        try:
+            yield
+        finally:
+            held.release(self._scheduler.pool)
+
+    def publish(self, held: HeldPrefix) -> None:
+        """The ranks have filled blocks that are held: let requests find them."""
+        held.publish(self._scheduler.pool)
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> None:
         """Have all ranks save or load KV blocks. Raises UserError, and goes on, if a file or a disk does not serve."""
@@ -181,6 +201,14 @@ class TokenCore:
             self.fail(error)
             raise
         return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
+
+
+def _root(config: EngineConfig) -> Callable[[Request], bytes]:
+    """What a request's KV depends on beside its tokens: with some kinds of RoPE, how long it may become."""
+    rope, size = config.spec.rope, config.spec.rotated_size
+    if rope.kind not in ("dynamic", "longrope"):
+        return lambda request: b""
+    return lambda request: repr(inverse_frequencies(rope, size, request.capacity_tokens)).encode()
 
 
 def _is_short(step: Step) -> bool:

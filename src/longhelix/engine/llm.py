@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from longhelix.cache.context_folder import ContextFolder, default_folder
 from longhelix.cache.saved_context import SavedContext
-from longhelix.engine.contexts import Contexts, LoadedContext
+from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import Prompt, as_prompts, token_ids
+from longhelix.engine.prompt import Prompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.stream import Stream
@@ -23,9 +23,9 @@ from longhelix.errors import EngineError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.request import SamplingParams
+from longhelix.request import ANY_SERVICE, SamplingParams, ServiceLevel
 from longhelix.runner.trace import TraceFile
-from longhelix.scheduler.scheduler import FinishReason, TokenEvent
+from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused
@@ -110,32 +110,43 @@ class LLM:
         """Whether `step` has something to run or to give."""
         return bool(self._deltas) or self._core.has_work
 
-    def add(self, prompt: Prompt, sampling: SamplingParams | None = None, context: str | None = None) -> int:
-        """Queue a prompt, as text or as token ids, after the saved context of that name. Returns the request's id;
-        `step` gives its deltas.
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
+        context: str | None = None,
+    ) -> int:
+        """Queue a prompt, as text or as token ids; it goes on after the saved context of that name. Returns the
+        request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, self._deltas, context)
+        return self._queue(prompt, sampling, service, self._deltas, context)
 
-    def save_context(self, name: str, prompt: Prompt, replace: bool = False) -> SavedContext:
-        """Compute a prompt's KV, beside whatever else runs, and keep it on disk, also in place of another context of
-        that name. Raises UserError if that cannot be; then nothing has changed."""
-        self._contexts.check_new(name, len(self._token_ids(prompt)), replace)
-        deltas: deque[Delta] = deque()
-        # A second token is not waited for: until then the KV stays where it is.
-        request_id = self._queue(prompt, SamplingParams(max_new_tokens=2, ignore_eos=True), deltas)
-        try:
-            self._next_delta(deltas)
-            return self._contexts.save(name, self._live[request_id].request, replace)
-        finally:
-            self.abort(request_id)
+    def save_context(
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+    ) -> SavedContext:
+        """Compute a prompt's KV, after whatever else runs, and keep it on disk under a name. `replace`: also in place
+        of the context that has it. Raises UserError if that cannot be; then nothing on the disk has changed."""
+        prompt_ids = self._contexts.check_new(name, self._token_ids(prompt), replace)
+        for _ in range(self._contexts.most_attempts):
+            self._run([prompt_ids], SamplingParams(max_new_tokens=1, ignore_eos=True), service, None)
+            saved = self._contexts.save(name, prompt_ids, service.cache_salt, replace)
+            if saved is not None:
+                return saved
+        raise self._contexts.displaced(name)
 
-    def load_context(self, name: str) -> LoadedContext:
-        """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with. Prompts that
-        begin with its tokens then begin with its KV. Raises UserError if it is damaged or does not fit."""
+    def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
+        """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with: from here on
+        requests with that salt that begin with its tokens begin with its KV, until others need the room. Raises
+        UserError if it is damaged or does not fit."""
         self._core.check_running()
-        return self._contexts.load(name)
+        return self._contexts.load(name, cache_salt)
+
+    def prefilled_tokens(self, request_id: int) -> int:
+        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        return self._core.prefilled_tokens(request_id)
 
     def step(self) -> list[Delta]:
         """Run until the oldest step in flight is done. Returns the deltas since the last call of requests that were
@@ -154,13 +165,19 @@ class LLM:
         return deltas
 
     def _queue(
-        self, prompt: Prompt, sampling: SamplingParams | None, deltas: deque[Delta], context: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        service: ServiceLevel,
+        deltas: deque[Delta],
+        context: str | None,
     ) -> int:
         self._core.check_running()
+        arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
-        given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling)
+        given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
-        request = self._core.add(given, sampling)
+        request = self._core.add(given, sampling, service, arrival_s)
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
 
@@ -169,14 +186,10 @@ class LLM:
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt
 
-    def _after(self, context: str, prompt: Prompt, sampling: SamplingParams) -> Sequence[int]:
-        """The tokens of a context, which is loaded, and of a prompt behind it."""
-        loaded, config = self._contexts.load(context), self.config
+    def _after(self, context: str, prompt: Prompt, sampling: SamplingParams, service: ServiceLevel) -> Sequence[int]:
+        """The tokens of a context, which the ranks take up, and of a prompt behind it."""
         more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
-        more = token_ids(more, config.spec.vocab_size, config.scheduler.max_model_len)
-        given = loaded.token_ids + more
-        self._contexts.check_request(loaded, len(given) + sampling.max_new_tokens)
-        return given
+        return self._contexts.before(context, more, sampling, service)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
@@ -229,11 +242,11 @@ class LLM:
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase. Returns its result so far, which also ends its stream, or None if it had already
         ended."""
-        kv_tokens_per_rank = self._core.abort(request_id)
+        usage = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
-        if live is None or kv_tokens_per_rank is None:
+        if live is None or usage is None:
             return None
-        result = self._result(live, "abort", kv_tokens_per_rank)
+        result = self._result(live, "abort", usage)
         if live.deltas is self._deltas:  # whose results come from here
             kept = [delta for delta in self._deltas if delta.request_id != request_id]
             self._deltas.clear()
@@ -246,16 +259,26 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
         context: str | None = None,
     ) -> list[Result]:
         """Run prompts together to their ends, each after the saved context of that name. Returns one result per prompt,
         in order. If one prompt is refused, all are."""
+        return self._run(as_prompts(prompts), sampling, service, context)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None,
+        service: ServiceLevel,
+        context: str | None,
+    ) -> list[Result]:
         ids: list[int] = []
         deltas: deque[Delta] = deque()
         results: dict[int, Result] = {}
         try:
-            for prompt in as_prompts(prompts):
-                ids.append(self._queue(prompt, sampling, deltas, context))
+            for prompt in prompts:
+                ids.append(self._queue(prompt, sampling, service, deltas, context))
             while len(results) < len(ids):
                 delta = self._next_delta(deltas)
                 if delta.result is not None:
@@ -266,11 +289,17 @@ class LLM:
             raise
         return [results[request_id] for request_id in ids]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, context: str | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
+        context: str | None = None,
+    ) -> Stream:
         """Run one prompt, after the saved context of that name, giving its text as it comes; the last delta has the
         result."""
         deltas: deque[Delta] = deque()
-        request_id = self._queue(prompt, sampling, deltas, context)
+        request_id = self._queue(prompt, sampling, service, deltas, context)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
@@ -279,37 +308,37 @@ class LLM:
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
-            return self._ended(live, "", "error", event.kv_tokens_per_rank, event.sampled.error)
+            return self._ended(live, "", "error", event.usage, event.sampled.error)
         try:
             text, finish_reason = live.take(event, now_s)
         except Exception as error:
-            held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
-            return self._ended(live, "", "error", held, f"{type(error).__name__}: {error}")
+            usage = event.usage or self._core.abort(event.request_id)
+            return self._ended(live, "", "error", usage, f"{type(error).__name__}: {error}")
         live.text += text
         if finish_reason is None:
             return Delta(event.request_id, text, None)
-        held = event.kv_tokens_per_rank if event.finish_reason else self._core.abort(event.request_id) or ()
-        return self._ended(live, text, finish_reason, held)
+        return self._ended(live, text, finish_reason, event.usage or self._core.abort(event.request_id))
 
     def _ended(
         self,
         live: Live,
         text: str,
         finish_reason: FinishReason,
-        kv_tokens_per_rank: tuple[int, ...],
+        usage: Usage | None,
         error: str | None = None,
     ) -> Delta:
         del self._live[live.request.id]
-        return Delta(live.request.id, text, self._result(live, finish_reason, kv_tokens_per_rank, error))
+        return Delta(live.request.id, text, self._result(live, finish_reason, usage, error))
 
     def _result(
         self,
         live: Live,
         finish_reason: FinishReason,
-        kv_tokens_per_rank: tuple[int, ...],
+        usage: Usage | None,
         error: str | None = None,
     ) -> Result:
         layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
+        assert usage is not None, "it has ended, once"
         return Result(
             text=live.text,
             token_ids=live.token_ids,
@@ -318,7 +347,10 @@ class LLM:
             ttft_s=times_s[0] - live.request.arrival_s if times_s else None,
             tbt_s=[after - before for before, after in pairwise(times_s)],
             layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
-            kv_tokens_per_rank=list(kv_tokens_per_rank),
+            kv_tokens_per_rank=list(usage.kv_tokens_per_rank),
+            cached_tokens=usage.cached_tokens,
+            preemptions=usage.preemptions,
+            recomputed_tokens=usage.recomputed_tokens,
             exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,

@@ -13,11 +13,13 @@ from typing import Any, Self
 from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.policy import POLICIES
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
-from longhelix.values import flag, one_of, refused, whole
+from longhelix.values import above_zero, flag, one_of, refused, seconds, text, whole
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
 _MOST_RUNNING = 2**16
+MOST_CHUNK_TOKENS = 2048  # of adaptive chunks: more make no product faster, and take memory
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Count:
         return whole(name, value, self.least, self.most)
 
 
+def chunk(name: str, value: object) -> int | str:
+    """A number of tokens, or "auto"."""
+    if value == "auto":
+        return "auto"
+    return whole(name, value, 1, MOST_TOKENS, ', or "auto"')
+
+
+def weights(name: str, value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise refused(name, value, 'numbers by client, such as {"batch": 0.5}')
+    return {text("a client", client): above_zero(f"the weight of {client!r}", each) for client, each in value.items()}
+
+
 def rope_settings(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise refused(name, value, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
@@ -57,9 +72,10 @@ def path(name: str, value: object) -> Path:
 Check = Callable[[str, object], Any]
 
 
-def _setting(default: Any, check: Check, documentation: str, flag: str = "") -> Any:
-    """`flag`: its name on the command line, where that differs."""
-    return field(default=default, metadata={"check": check, "documentation": documentation, "flag": flag})
+def _setting(default: Any, check: Check, documentation: str, flag: str = "", negative: str = "") -> Any:
+    """`flag`: its name on the command line, where that differs; `negative`: that which sets it to False."""
+    metadata = {"check": check, "documentation": documentation, "flag": flag, "negative": negative}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +110,34 @@ class EngineOptions:
         Count(most=_MOST_POOL_TOKENS),
         "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]",
     )
-    chunk_tokens: int = _setting(512, Count(), "Prompt tokens that run in one step.")
+    policy: str = _setting(
+        "fcfs",
+        Words(POLICIES),
+        "Which request's prompt runs next: that which came first, that with the earliest deadline, that with the least "
+        "left, or that with the least slack beside its length (lars).",
+    )
+    chunk_tokens: int | str = _setting(
+        "auto",
+        chunk,
+        "Prompt tokens that run in one step; auto: as many as it computes within the TBT target by the performance "
+        f"model, at most {MOST_CHUNK_TOKENS}.",
+    )
+    tbt_target_s: float | None = _setting(
+        None,
+        seconds,
+        "Time between two tokens that adaptive chunks leave to requests that decode beside them. [default: 80 ms, or "
+        "twice what these take alone]",
+        flag="tbt-target",
+    )
+    slo_scale: float = _setting(
+        2.0, above_zero, "Deadline of a request without one: so many predicted prefills of it alone, at least 1 s."
+    )
+    client_weights: Mapping[str, float] | None = _setting(
+        None, weights, 'Shares of clients that compete, such as {"batch": 0.5}. [default: 1 each]'
+    )
+    prefix_cache: bool = _setting(
+        True, flag, "Keep the KV of what has run, for requests that begin alike.", negative="no-prefix-cache"
+    )
     max_running: int = _setting(
         64, Count(most=_MOST_RUNNING, tokens=False), "Requests that run at once; others wait for one of them to end."
     )

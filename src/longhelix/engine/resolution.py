@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longhelix.engine.options import EngineOptions
+from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.machine import host
@@ -143,7 +143,13 @@ def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setti
         num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,
-        chunk_tokens=options.chunk_tokens,
+        chunk_tokens=MOST_CHUNK_TOKENS if options.chunk_tokens == "auto" else options.chunk_tokens,
+        adaptive=options.chunk_tokens == "auto",
+        policy=options.policy,
+        tbt_target_s=options.tbt_target_s,
+        slo_scale=options.slo_scale,
+        client_weights=options.client_weights or {},
+        prefix_cache=options.prefix_cache,
         max_running=options.max_running,
         placement=placement,
         growth_limit_tokens=options.growth_limit_tokens,

@@ -1,6 +1,7 @@
 """KV blocks: ids on each KVP rank, reserved at admission, handed out as a request grows, shared once filled."""
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -27,22 +28,28 @@ class _FreeIds:
 
 @dataclass
 class BlockAllocator:
-    """The free blocks of one KVP rank (the same ids on all its TPA ranks).
+    """The KV blocks of one KVP rank that nobody holds (the same ids on all its TPA ranks).
 
     Blocks that a request gives back stay together, in their order, and are handed out first. So blocks that follow each
     other in a sequence mostly do so in memory, and memory that nobody has used yet is used last.
 
-    A block that is handed out has one holder. It may get more, and is free once the last of them has released it. Only
-    blocks that are shared or have a content hash take memory of their own here.
+    A block that is handed out has one holder. It may get more, and nobody holds it once the last of them has released
+    it. A block with a content hash is *cached* from then on: it keeps its content, to be shared again, until all free
+    blocks are handed out and it is the one released the longest ago. Only blocks that are shared or have a hash take
+    memory of their own here.
+
+    index: blocks by content hash, of all ranks whose allocators have the same one.
     """
 
     num_blocks: int
+    rank: int = 0
+    index: dict[bytes, Block] = field(default_factory=dict)
     reserved: int = 0
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
     _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
     _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
-    _blocks: dict[bytes, int] = field(default_factory=dict, init=False)  # by hash
+    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # the next to be handed out first
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks
@@ -50,11 +57,16 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Blocks neither handed out nor promised."""
-        return self._num_free - self.reserved
+        """Blocks neither held nor promised."""
+        return self._num_free + len(self._cached) - self.reserved
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that keep their content."""
+        return len(self._cached)
 
     def reserve(self, count: int) -> None:
-        """Promise `count` blocks to a request, so that growing can never fail."""
+        """Promise `count` blocks to a request, so that it cannot fail to get them."""
         assert count <= self.available
         self.reserved += count
 
@@ -62,6 +74,18 @@ class BlockAllocator:
         """Hand out one promised block."""
         assert self.reserved > 0
         self.reserved -= 1
+        return self._take()
+
+    def take(self) -> int:
+        """Hand out one block that is promised to nobody."""
+        assert self.available > 0
+        return self._take()
+
+    def _take(self) -> int:
+        if not self._num_free:
+            block_id, _ = self._cached.popitem(last=False)
+            del self.index[self._hashes.pop(block_id)]
+            return block_id
         self._num_free -= 1
         free = self._free[-1]
         block_id = free.ids[free.taken]
@@ -70,36 +94,49 @@ class BlockAllocator:
             self._free.pop()
         return block_id
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether nobody holds it, and it keeps its content."""
+        return block_id in self._cached
+
     def share(self, ids: Iterable[int]) -> None:
-        """Add a holder to blocks that have one, who promises to `release` each of them once."""
+        """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
         for block_id in ids:
-            self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
+            if block_id in self._cached:
+                del self._cached[block_id]
+            else:
+                self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
+        assert self.available >= 0
 
     def set_hash(self, block_id: int, content_hash: bytes) -> None:
-        """Let a full block that somebody holds be found by its content until it is free. Of several blocks with the
-        same content, `find` gives the first."""
+        """Let a full block that somebody holds be found by its content. Of several blocks with the same content the
+        first is found, and only that one is cached."""
         assert self._hashes.get(block_id, content_hash) == content_hash
-        if self._blocks.setdefault(content_hash, block_id) == block_id:
+        found = self.index.setdefault(content_hash, Block(self.rank, block_id))
+        if found.owner == self.rank and found.id == block_id:
             self._hashes[block_id] = content_hash
 
-    def find(self, content_hash: bytes) -> int | None:
-        """The block with that content. Call `share` before its holders release it."""
-        return self._blocks.get(content_hash)
-
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
-        """Take back the blocks of one holder, each once, and what it was promised but never used. Blocks that nobody
-        else holds become free. The allocator keeps `ids`."""
+        """Take back the blocks of one holder, each once, in the order of its sequence, and what it was promised but
+        never used. The allocator keeps `ids`."""
         if self._more_holders:
             ids = self._unshared(ids)
         if self._hashes:
-            self._forget_hashes(ids)
+            ids = self._uncached(ids)
         if ids:
             self._forget_taken()
             self._free.append(_FreeIds(ids))
         self._num_free += len(ids)
         self.reserved -= unused_reservation
         assert self.reserved >= 0
-        assert self._num_free <= self.num_blocks
+        assert self._num_free + len(self._cached) <= self.num_blocks
+
+    def forget(self) -> None:
+        """Let all cached blocks be free."""
+        ids = array("q", self._cached)
+        for block_id in ids:
+            del self.index[self._hashes.pop(block_id)]
+        self._cached.clear()
+        self.release(ids, 0)
 
     def _unshared(self, ids: "array[int]") -> "array[int]":
         """Those of `ids` with one holder, in their order. The others lose a holder."""
@@ -110,9 +147,15 @@ class BlockAllocator:
                 del self._more_holders[block_id]
         return array("q", [block_id for block_id in ids if block_id not in shared]) if shared else ids
 
-    def _forget_hashes(self, ids: "array[int]") -> None:
-        for block_id in self._hashes.keys() & ids:
-            del self._blocks[self._hashes.pop(block_id)]
+    def _uncached(self, ids: "array[int]") -> "array[int]":
+        """Those of `ids` without a hash, in their order. The others are cached: a sequence's last ones go first,
+        because a block is found only where all before it are."""
+        if self._hashes.keys().isdisjoint(ids):
+            return ids
+        for block_id in reversed(ids):
+            if block_id in self._hashes:
+                self._cached[block_id] = None
+        return array("q", [block_id for block_id in ids if block_id not in self._hashes])
 
     def _forget_taken(self) -> None:
         """Before other ids go on top of them: drop the taken ids, where these are more than the free ones."""

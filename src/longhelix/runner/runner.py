@@ -1,5 +1,6 @@
 """The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, islice
 from typing import NamedTuple
@@ -69,7 +70,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step. Afterwards every rank knows the sampled tokens; the stage's first rank returns them."""
-        kvp, traffic_before = self.mesh.kvp, self.mesh.traffic
+        kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
         self._step_id = step.id
         self.admit(step)
         if step.copies:
@@ -86,7 +87,10 @@ class ModelRunner:
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
-        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint)
+        if step.chunks and self.device.type == "cuda":  # a step that sampled nothing has not waited for it
+            torch.cuda.synchronize(self.device)
+        taken_s = time.perf_counter() - begun_s
+        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s)
 
     def progress(self) -> Progress:
         """How far it has come. Any thread may ask."""

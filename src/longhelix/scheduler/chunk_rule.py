@@ -1,15 +1,20 @@
 """Chunk rules: how many prompt tokens of each request a step computes."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.request import Work
+from longhelix.request import Cost, Work
 from longhelix.scheduler.sequence import Sequence
+
+# Steps without decodes may take so many times the target: nobody waits for a next token, and newcomers for the step.
+_ALONE = 4.0
 
 
 class ChunkRule(Protocol):
-    def sizes(self, prompts: list[Sequence], beside: Work) -> list[int]:
-        """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside`.
+    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+        """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside` and is to
+        take `target_s`.
 
         At least one size is above 0: a step may be for prompts alone.
         """
@@ -18,7 +23,7 @@ class ChunkRule(Protocol):
 
 @dataclass(frozen=True)
 class FixedChunks:
-    """`budget_tokens` in every step.
+    """`budget_tokens` in every step, however long that takes.
 
     Each rank that has prompts to itself gets an even share of the budget, and so do all spread prompts together: no
     rank waits while another computes. What a share leaves over goes to the first.
@@ -26,16 +31,74 @@ class FixedChunks:
 
     budget_tokens: int
 
-    def sizes(self, prompts: list[Sequence], beside: Work) -> list[int]:
-        sharers = {seq.home for seq in prompts}
-        left = dict.fromkeys(sharers, self.budget_tokens // len(sharers))
-        sizes = []
-        for seq in prompts:
-            sizes.append(min(seq.prompt_left, left[seq.home]))
-            left[seq.home] -= sizes[-1]
-        over = self.budget_tokens - sum(sizes)
-        for index, seq in enumerate(prompts):
-            more = min(seq.prompt_left - sizes[index], over)
-            sizes[index] += more
-            over -= more
-        return sizes
+    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+        return _shared(self.budget_tokens, prompts)
+
+
+@dataclass(frozen=True)
+class AdaptiveChunks:
+    """As many tokens as a step can compute in its target by `cost`, shared as `FixedChunks` does; so chunks shrink as
+    attention to what is before them grows (Mnemosyne, arXiv 2409.17264, section 4.2).
+
+    Never more than `most_tokens`, nor fewer than `least_tokens`: where decodes alone take too long, prompts get on all
+    the same.
+    """
+
+    cost: Cost
+    most_tokens: int
+    least_tokens: int = 16
+
+    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+        left = sum(seq.prompt_left for seq in prompts)
+        target_s *= 1.0 if beside.decode_rows else _ALONE
+        budgets = _budgets(min(self.least_tokens, left), min(self.most_tokens, left))
+        fits, beyond = 0, len(budgets)
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            if self._seconds(budgets[middle], prompts, beside) <= target_s:
+                fits = middle
+            else:
+                beyond = middle
+        return _shared(budgets[fits], prompts)
+
+    def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: Work) -> float:
+        rows, kv_tokens, pairs, sampled = beside.chunk_rows, beside.chunk_kv_tokens, beside.chunk_pairs, 0
+        for seq, size in zip(prompts, _shared(budget_tokens, prompts), strict=False):
+            prefix = seq.length
+            rows += size
+            kv_tokens += prefix + size
+            pairs += size * (prefix + (size + 1) / 2)
+            sampled += size == seq.prompt_left
+        return self.cost.seconds(
+            Work(beside.decode_rows, beside.decode_kv_tokens, rows, kv_tokens, pairs, beside.sampled_rows + sampled)
+        )
+
+
+def _budgets(least: int, most: int) -> list[int]:
+    """Sizes to choose from: by an eighth of themselves apart, and multiples of 16, because kernels like them."""
+    found = [least]
+    while found[-1] < most:
+        step = max(16, 1 << max(found[-1].bit_length() - 4, 0))
+        found.append(min((found[-1] // step + 1) * step, most))
+    return found
+
+
+def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
+    """An even share of the budget to each rank that has prompts to itself, one to all spread prompts together, and what
+    these leave over to the first."""
+    if len(prompts) == 1:
+        return [min(prompts[0].prompt_left, budget_tokens)]
+    sharers = {seq.home for seq in prompts}
+    left = dict.fromkeys(sharers, budget_tokens // len(sharers))
+    sizes = []
+    for seq in prompts:
+        sizes.append(min(seq.prompt_left, left[seq.home]))
+        left[seq.home] -= sizes[-1]
+    over = budget_tokens - sum(sizes)
+    for index, seq in enumerate(prompts):
+        if not over:
+            break
+        more = min(seq.prompt_left - sizes[index], over)
+        sizes[index] += more
+        over -= more
+    return sizes

@@ -1,16 +1,23 @@
 """The settings of the scheduler."""
 
 import bisect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
 from longhelix.request import MOST_TOKENS
-from longhelix.values import flag, whole
+from longhelix.scheduler.policy import POLICIES
+from longhelix.values import above_zero, flag, one_of, seconds, whole
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the prompt tokens of one step over all requests.
+    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the most prompt tokens of one step over all requests.
+
+    policy: which request goes first. adaptive: a step has as many prompt tokens as it can compute within
+    `tbt_target_s`, or, where that is None, within 80 ms or twice what its decodes take alone. slo_scale: the deadline
+    of a request that has none of its own, in predicted prefills of it alone, but at least 1 s. client_weights: of
+    clients' shares, where they are not 1. prefix_cache: requests share KV blocks with what has run before.
 
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
     by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
@@ -27,13 +34,28 @@ class SchedulerConfig:
     growth_limit_tokens: int = 4096
     kvp_threshold_tokens: int = 0
     batch_invariant: bool = False
+    policy: str = "fcfs"
+    adaptive: bool = False
+    tbt_target_s: float | None = None
+    slo_scale: float = 2.0
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
         for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
-        flag("batch_invariant", self.batch_invariant)
+        for name in ("batch_invariant", "adaptive", "prefix_cache"):
+            flag(name, getattr(self, name))
+        one_of("policy", self.policy, POLICIES)
+        if self.tbt_target_s is not None:
+            object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))
+        object.__setattr__(self, "slo_scale", above_zero("slo_scale", self.slo_scale))
+        weights = {
+            name: above_zero(f"the weight of client {name!r}", each) for name, each in self.client_weights.items()
+        }
+        object.__setattr__(self, "client_weights", weights)
         self.place(1, 1, start=0)  # refuses a placement that cannot be
 
     def placement_of(self, prompt_tokens: int, capacity_tokens: int) -> str:

@@ -1,6 +1,7 @@
 """The sequences that decode: each has one row in every step."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 
 from longhelix.scheduler.sequence import Sequence
 
@@ -19,6 +20,7 @@ class Decodes:
         self._sequences: set[Sequence] = set()
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by round; those that left may still be there
         self._most_blocks: int | None = 0
+        self._tbt_slos_s: Counter[float] = Counter()
         self.kv_tokens = 0  # of all of them
 
     def __len__(self) -> int:
@@ -34,8 +36,15 @@ class Decodes:
             self._most_blocks = max((seq.most_blocks for seq in self._sequences), default=0)
         return self._most_blocks
 
+    @property
+    def tbt_slo_s(self) -> float:
+        """The least time between tokens that any of the sequences asks for."""
+        return min(self._tbt_slos_s, default=math.inf)
+
     def join(self, seq: Sequence) -> None:
         """From the next round on, the sequence has a row."""
+        if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
+            self._tbt_slos_s[tbt_slo_s] += 1
         self._sequences.add(seq)
         self.kv_tokens += seq.length
         seq.looked_at = self._round
@@ -53,6 +62,9 @@ class Decodes:
         seq.length += self._round - seq.looked_at
         seq.due = 0
         self._sequences.remove(seq)
+        if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
+            self._tbt_slos_s[tbt_slo_s] -= 1
+            self._tbt_slos_s += Counter()  # without what is 0
         self.kv_tokens -= seq.length
         if seq.most_blocks == self._most_blocks:
             self._most_blocks = None

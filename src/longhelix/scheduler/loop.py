@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from longhelix.request import Request, Step, StepResult
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 
 
 class Runner(Protocol):
@@ -48,10 +48,10 @@ class Loop:
         """Queue a request. Raises UserError if it could never run."""
         self.scheduler.add(request)
 
-    def abort(self, request_id: int) -> tuple[int, ...] | None:
+    def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.
 
-        Returns the tokens it held on each KVP rank, or None if it has already ended.
+        Returns what it held and took, or None if it has already ended.
         """
         return self.scheduler.end(request_id)
 

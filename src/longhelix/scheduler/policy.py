@@ -1,30 +1,102 @@
 """Policies: which request goes next."""
 
-from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from longhelix.request import Request
-from longhelix.scheduler.sequence import Sequence
+from longhelix.errors import UserError
+from longhelix.scheduler.sequence import Job
+
+# Of a request's time to its deadline: after so many of them it no longer waits for shorter ones.
+_PATIENCE = 10.0
+_MOST_SPARED = 0.4
 
 
 class Policy(Protocol):
-    """Decides which request is served first. It has no state, and is asked anew for each step."""
+    """Decides which request is served first. It has no state, and is asked anew for each step.
 
-    def first(self, waiting: Mapping[int, Request], now_s: float) -> Request:
-        """The next request to be admitted, of at least one, given in order of arrival. No other request overtakes
-        it."""
+    overtakes: whether a request that fits may be admitted before an earlier one that does not.
+    """
+
+    @property
+    def overtakes(self) -> bool: ...
+
+    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        """The request with the least goes first, of equal ones that which arrived first. left_s: what is left of its
+        prefill, predicted."""
         ...
 
-    def order(self, prompts: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        """Sequences with prompt tokens left, the first to be served first. They are given in order of admission."""
+    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+        """The share of a step's time target that need not be used, where this request goes first; below 1."""
         ...
 
 
 class FirstComeFirstServed:
     """In the order of arrival."""
 
-    def first(self, waiting: Mapping[int, Request], now_s: float) -> Request:
-        return next(iter(waiting.values()))
+    overtakes = False
 
-    def order(self, prompts: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        return list(prompts)
+    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        return job.request.arrival_s
+
+    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+        return 0.0
+
+
+class EarliestDeadlineFirst:
+    """The request whose first token is due first."""
+
+    overtakes = True
+
+    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        return job.deadline_s
+
+    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+        return 0.0
+
+
+class ShortestRemainingFirst:
+    """The request with the least left of its prefill. One that has waited ten times as long as its deadline allows goes
+    before those that have not, so that none waits forever."""
+
+    overtakes = True
+
+    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        arrival_s = job.request.arrival_s
+        if now_s - arrival_s > _PATIENCE * (job.deadline_s - arrival_s):
+            return arrival_s - now_s  # below 0, as nothing else is
+        return left_s
+
+    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+        return 0.0
+
+
+class LeastRelativeSlackFirst:
+    """LARS (Medha, arXiv 2409.17264v4): the time that a request has to spare until its deadline, beside what is left of
+    its prefill, counted in its prefills.
+
+    So a long prefill in time gives way to short requests that run late, and one that runs late itself does not. While
+    the first request has time to spare, steps are shorter, for the decodes in them.
+    """
+
+    overtakes = True
+
+    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        return (job.deadline_s - now_s - left_s) / job.prefill_s
+
+    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+        return min(max(self.urgency(job, left_s, now_s), 0.0), _MOST_SPARED)
+
+
+_POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FirstComeFirstServed,
+    "edf": EarliestDeadlineFirst,
+    "srpt": ShortestRemainingFirst,
+    "lars": LeastRelativeSlackFirst,
+}
+POLICIES = tuple(_POLICIES)
+
+
+def make_policy(name: str) -> Policy:
+    """By name. Raises UserError for one that is none of POLICIES."""
+    if name not in _POLICIES:
+        raise UserError(f"policy {name!r} is not known: use one of {', '.join(POLICIES)}")
+    return _POLICIES[name]()

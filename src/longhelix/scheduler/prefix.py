@@ -1,11 +1,14 @@
 """Prefixes: the first tokens of a request whose KV other requests have computed."""
 
+import hashlib
 from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from longhelix.kv.blocks import Block
 from longhelix.request import Request
+from longhelix.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,66 @@ class Prefixes(Protocol):
         """The longest prefix of a request that could start now. If the request cannot start, it is asked again in the
         next step."""
         ...
+
+
+class PrefixCache:
+    """Prefixes of full KV blocks, by what is in them and before them: each block's hash is the SHA-256 of the hash
+    before it and its tokens, and a request's first one is that of its root and its salt.
+
+    index: blocks by hash, as the allocators have them. root: of all that a request's KV depends on beside its tokens,
+    which may differ between requests; its hash begins the chain.
+    """
+
+    def __init__(
+        self, index: Mapping[bytes, Block], block_tokens: int, root: Callable[[Request], bytes] = lambda request: b""
+    ) -> None:
+        self._index = index
+        self._block_tokens = block_tokens
+        self._root = root
+        self._chains: dict[int, list[bytes]] = {}  # of requests that were looked for, as far as they were found
+
+    def find(self, request: Request) -> Prefix:
+        chain = self._chains.setdefault(request.id, [])
+        if not chain:
+            chain.append(self._first(request))
+        block_tokens, blocks = self._block_tokens, list[Block]()
+        for start in range(0, len(request.prompt_token_ids) - block_tokens + 1, block_tokens):
+            if len(chain) == len(blocks) + 1:
+                chain.append(_hash(chain[-1], request.prompt_token_ids[start : start + block_tokens].tobytes()))
+            block = self._index.get(chain[len(blocks) + 1])
+            if block is None:
+                break
+            blocks.append(block)
+        return Prefix(len(blocks) * block_tokens, tuple(blocks))
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """Those of the blocks that a request's prompt fills, in position order."""
+        chain, block_tokens, tokens = [self._first(request)], self._block_tokens, request.prompt_token_ids
+        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+            chain.append(_hash(chain[-1], tokens[start : start + block_tokens].tobytes()))
+        return chain[1:]
+
+    def forget(self, request_id: int) -> None:
+        """It waits no longer."""
+        self._chains.pop(request_id, None)
+
+    def begin(self, seq: Sequence, num_blocks: int) -> None:
+        """A sequence begins with the first `num_blocks` of the prefix that was found for it."""
+        chain = self._chains.pop(seq.id, None) or [self._first(seq.request)]
+        seq.digest = chain[num_blocks]
+
+    def named(self, seq: Sequence) -> Iterator[tuple[Block, bytes]]:
+        """The blocks of a sequence that are full by now and have no hash yet, each with its hash."""
+        end = (seq.num_blocks - len(seq.unnamed) + 1) * self._block_tokens
+        known = seq.known_length
+        while end <= known and seq.unnamed:
+            seq.digest = _hash(seq.digest, seq.token_bytes(end - self._block_tokens, end))
+            yield seq.unnamed.popleft(), seq.digest
+            end += self._block_tokens
+
+    def _first(self, request: Request) -> bytes:
+        return _hash(self._root(request), request.service.cache_salt.encode())
+
+
+def _hash(before: bytes, more: bytes) -> bytes:
+    return hashlib.sha256(before + more).digest()

@@ -1,69 +1,101 @@
 """The scheduler: requests in, Steps out. Continuous batching.
 
-It is the only decision maker: admission, blocks, chunks, parts, ends. It never needs a sampled token's value to plan
-the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
+It is the only decision maker: admission, blocks, chunks, parts, preemption, ends. It never needs a sampled token's
+value to plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
 from array import array
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator
+from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Continued, Local, Placement
-from longhelix.request import Chunk, NewSequence, Request, SampledToken, Step, StepResult, Work
-from longhelix.scheduler.chunk_rule import ChunkRule, FixedChunks
+from longhelix.request import Chunk, Cost, NewSequence, Request, SampledToken, Step, StepResult, Work
+from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
-from longhelix.scheduler.policy import FirstComeFirstServed, Policy
-from longhelix.scheduler.prefix import NO_PREFIX, Prefix, Prefixes
-from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.policy import Policy, make_policy
+from longhelix.scheduler.prefill_times import PrefillTimes
+from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
+from longhelix.scheduler.queue import WaitingQueue
+from longhelix.scheduler.sequence import Job, Sequence
+from longhelix.scheduler.shares import Shares
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+_LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
+_TBT_S, _TBT_FACTOR = 0.08, 2.0  # targets that nobody asked for: seconds, or of what decodes take alone
+_MOST_PREEMPTIONS = 2  # after which a request is admitted only with all that it may ever need
+_MOST_OVERTAKEN = 32
+_LOOK_AHEAD = 8  # requests that are tried while one before them does not fit
 
-@dataclass(frozen=True)
-class TokenEvent:
+
+class Usage(NamedTuple):
+    """What a request held at its end, on each KVP rank, and what it took: see `Job`."""
+
+    kv_tokens_per_rank: tuple[int, ...]
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A request's new token (None where a stop token ended it), and why the request ended, if it did.
 
     `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
-    request; `kv_tokens_per_rank` says what it held.
+    request; `usage` says what it held.
     """
 
     request_id: int
     sampled: SampledToken | None
     finish_reason: FinishReason | None = None
-    kv_tokens_per_rank: tuple[int, ...] = ()
+    usage: Usage | None = None
 
 
 class Scheduler:
     """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
 
-    policy: which request goes next. chunk_rule: how many prompt tokens a step computes (default:
-    `config.chunk_tokens`). cut: in how many parts a step attends; None where exchanges do not travel while ranks
-    compute. prefixes: KV that requests need not compute (default: none).
+    cost: what time steps take; without it, deadlines count tokens, and chunks cannot adapt. policy: which request goes
+    next, where it is none of those by name. chunk_rule: how many prompt tokens a step computes. cut: in how many parts
+    a step attends; None where exchanges do not travel while ranks compute. prefixes: KV that requests need not compute
+    (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
+        cost: Cost | None = None,
         policy: Policy | None = None,
         chunk_rule: ChunkRule | None = None,
         cut: Cut | None = None,
         prefixes: Prefixes | None = None,
+        root: Callable[[Request], bytes] = lambda request: b"",
     ) -> None:
         self.config = config
-        self._policy = FirstComeFirstServed() if policy is None else policy
-        self._chunk_rule = FixedChunks(config.chunk_tokens) if chunk_rule is None else chunk_rule
+        self.pool = BlockPool(config)
+        self.cost = None if cost is None else CorrectedCost(cost)
+        self._policy = make_policy(config.policy) if policy is None else policy
+        self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
         self._cut = cut
-        self._prefixes = prefixes
-        self._allocators = [BlockAllocator(config.num_blocks) for _ in range(config.kvp)]
-        self._listed = [0] * config.kvp  # block ids that the running sequences may come to have, shared ones each time
-        self._waiting: OrderedDict[int, Request] = OrderedDict()  # cancelled anywhere at the cost of one
+        caches = config.prefix_cache and prefixes is None
+        self._cache = PrefixCache(self.pool.index, config.block_tokens, root) if caches else None
+        self._prefixes = self._cache if prefixes is None else prefixes
+        self._times = PrefillTimes(cost)
+        self._shares = Shares(config.client_weights)
+        self._waiting = WaitingQueue(self._key_of_job, lambda: self._shares.compete)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
+        self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
         self._decodes = Decodes(config.block_tokens)
         # What the next step says.
         self._joining: list[Sequence] = []
@@ -71,10 +103,11 @@ class Scheduler:
         self._ended: list[int] = []
         self._copies: list[tuple[Block, Block]] = []
         self._next_step_id = 0
+        self._in_flight: deque[Step] = deque()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._ended)
+        return bool(self._waiting or self._running or self._preempted or self._ended)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
@@ -89,7 +122,7 @@ class Scheduler:
                 + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
-        needed = self._blocks_needed(request, self._place(request, start=0))
+        needed = self._blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
         if max(needed) > self.config.num_blocks:
             block_tokens = self.config.block_tokens
             raise UserError(
@@ -98,164 +131,303 @@ class Scheduler:
                 f"at least {max(needed) * block_tokens * self.config.kvp}, or lower --max-new-tokens",
                 "kv_cache_exceeded",
             )
-        self._waiting[request.id] = request
+        self._wait(self._job(request), request.arrival_s)
+
+    def _job(self, request: Request) -> Job:
+        prefill_s = self._times.until(len(request.prompt_token_ids))
+        ttft_s = request.service.ttft_slo_s
+        if ttft_s is None:
+            ttft_s = max(_LEAST_TTFT_S, self.config.slo_scale * prefill_s)
+        return Job(request, request.arrival_s + ttft_s, prefill_s)
+
+    def _wait(self, job: Job, now_s: float) -> None:
+        self._shares.add(job.request.service.client)
+        self._waiting.push(job, now_s)
+
+    def _key_of_job(self, job: Job, now_s: float) -> tuple[float, ...]:
+        return self._key(job, job.prefill_s, now_s)
+
+    def _key_of_prompt(self, seq: Sequence, now_s: float) -> tuple[float, ...]:
+        return self._key(seq.job, self._left_s(seq), now_s)
+
+    def _key(self, job: Job, left_s: float, now_s: float) -> tuple[float, ...]:
+        """The order of requests: least first."""
+        request = job.request
+        service = request.service
+        urgency = self._policy.urgency(job, left_s, now_s)
+        return (-service.priority, self._shares.had(service.client), urgency, request.arrival_s, request.id)
+
+    def _left_s(self, seq: Sequence) -> float:
+        return self._times.between(seq.length, seq.num_prompt)
+
+    def hold(self, request: Request) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
+        where the prompt would have them new ones. None if these are not free now."""
+        assert self._cache is not None
+        return HeldPrefix.take(self.pool, self._cache.hashes(request), self._place(request, self._start(request)))
+
+    def prefilled_tokens(self, request_id: int) -> int:
+        """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""
+        seq = self._running.get(request_id)
+        return 0 if seq is None else min(seq.length, seq.num_prompt)
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step: one row of every decode, and chunks of prompts. None if there is nothing to run."""
+        self._resume(now_s)
         new = self._admit(now_s)
-        joining = self._join()
+        joined = self._join()
         done, growing = self._decodes.advance()
         self._leaving += done
-        grown = tuple([(seq.id, self._take_block(seq)) for seq in growing])
-        self._decodes.look_again(growing)
+        grown = self._grow(growing)
         decodes = len(self._decodes)
         work = Work(decodes, self._decodes.kv_tokens, sampled_rows=decodes)
         most_blocks = self._decodes.most_blocks
         chunks, work = self._chunks(work, now_s)
+        self.pool.give_back()
         if not (decodes or chunks or self._ended):
             return None
         if self._cut is not None:
             work = work._replace(parts=self._cut.parts(work))
         if chunks:
             most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
-        ended, leaving = tuple(self._ended), tuple(seq.id for seq in self._leaving if seq.id in self._running)
-        copies = tuple(self._copies)
-        self._ended, self._leaving, self._copies = [], [], []
+        joining, leaving = self._still_running(joined), self._still_running(self._leaving)
+        ended, copies = tuple(self._ended), tuple(self._copies)
+        self._leaving, self._ended, self._copies = [], [], []
         self._next_step_id += 1
         most_tokens = most_blocks * self.config.block_tokens
-        return Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work, copies)
+        step = Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work, copies)
+        self._in_flight.append(step)
+        return step
 
-    def _join(self) -> tuple[int, ...]:
+    def _still_running(self, sequences: Items[Sequence]) -> tuple[int, ...]:
+        return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
+
+    def _join(self) -> list[Sequence]:
         """Sequences whose prompts were finished by the last step; they decode from this step on."""
-        joining = [seq for seq in self._joining if seq.id in self._running]
+        joining = [seq for seq in self._joining if self._running.get(seq.id) is seq]
         self._joining = []
         for seq in joining:
             self._decodes.join(seq)
-        return tuple(seq.id for seq in joining)
+        return joining
+
+    def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
+        """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
+        grown: list[tuple[Sequence, Block]] = []
+        for seq in growing:
+            while seq in self._decodes and not self.pool.can_take(seq):
+                self._preempt(self._cheapest(self.pool.next_owner(seq)) or seq)
+            if seq in self._decodes:
+                grown.append((seq, self.pool.take(seq)))
+        grown = [(seq, block) for seq, block in grown if seq in self._decodes]
+        self._decodes.look_again([seq for seq, _ in grown])
+        return tuple((seq.id, block) for seq, block in grown)
+
+    def _cheapest(self, rank: int) -> Sequence | None:
+        """Of the sequences with blocks on a KVP rank, the one whose preemption loses least, of the lowest priority."""
+        return min(
+            (seq for seq in self._running.values() if seq.block_ids[rank] and self._may_be_preempted(seq)),
+            key=lambda seq: (seq.request.service.priority, self._times.until(seq.length), -seq.request.arrival_s),
+            default=None,
+        )
+
+    def _may_be_preempted(self, seq: Sequence) -> bool:
+        """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
+        often that it has been promised all that it needs."""
+        runs = seq.prompt_left > 0 or seq in self._decodes
+        return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < _MOST_PREEMPTIONS
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
+        self._leave(seq)
+        seq.last_step = self._next_step_id
+        self._preempted[seq.id] = seq
+
+    def _leave(self, seq: Sequence) -> None:
+        """A sequence runs no longer, and the ranks hear of it."""
+        del self._running[seq.id]
+        if self._prompts.pop(seq.id, None) is not None:
+            self._shares.remove(seq.request.service.client)
+        if seq in self._decodes:
+            self._decodes.leave(seq)
+        self.pool.release(seq)
+        self._ended.append(seq.id)
+
+    def _resume(self, now_s: float) -> None:
+        """Let preempted requests wait to be admitted, once all of their tokens have come back."""
+        oldest = self._in_flight[0].id if self._in_flight else self._next_step_id + 1
+        for seq in [seq for seq in self._preempted.values() if seq.last_step < oldest]:
+            del self._preempted[seq.id]
+            request, job = seq.request.resumed(seq.output), seq.job
+            self._wait(
+                replace(
+                    job,
+                    request=request,
+                    prefill_s=self._times.until(len(request.prompt_token_ids)),
+                    preemptions=job.preemptions + 1,
+                    lost_tokens=seq.known_length,
+                ),
+                now_s,
+            )
 
     def _chunks(self, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
         """The next chunks of prompts, and the work of them and of `beside` together."""
         if not self._prompts:
             return (), beside
-        prompts = self._policy.order(self._prompts.values(), now_s)
-        sizes = self._chunk_rule.sizes(prompts, beside)
+        prompts = list(self._prompts.values())
+        if len(prompts) > 1:
+            prompts.sort(key=lambda seq: self._key_of_prompt(seq, now_s))
+        sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
         chunks = []
-        for seq, num_tokens in zip(prompts, sizes, strict=True):
+        for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
                 work = Work.chunk(num_tokens, seq.length)
                 chunks.append(self._chunk(seq, num_tokens))
                 beside += work._replace(sampled_rows=int(chunks[-1].sample))
         return tuple(chunks), beside
 
+    def _target_s(self, beside: Work, first: Sequence, now_s: float) -> float:
+        """What the step may take, where `first` is the prompt that goes first."""
+        target_s = self.config.tbt_target_s
+        if target_s is None:
+            target_s = _TBT_S
+            if self.cost is not None and beside.decode_rows:
+                target_s = max(target_s, _TBT_FACTOR * self.cost.seconds(beside))
+        target_s = min(target_s, self._decodes.tbt_slo_s)
+        return target_s * (1 - self._policy.spared(first.job, self._left_s(first), now_s))
+
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
-        token_ids = seq.request.prompt_token_ids[seq.length : seq.length + num_tokens].tobytes()
+        start, client = seq.length, seq.request.service.client
+        token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
         seq.length += num_tokens
+        self._shares.charge(client, self._times.between(start, seq.length))
         ends = not seq.prompt_left
         if ends:
             del self._prompts[seq.id]
+            self._shares.remove(client)
             if seq.length < seq.num_rows:
                 self._joining.append(seq)
-        return Chunk(seq.id, token_ids, self._take_blocks(seq), sample=ends)
+        new_blocks = self.pool.take_needed(seq)
+        if self._cache is not None:
+            self.pool.name(self._cache.named(seq))
+        return Chunk(seq.id, token_ids, new_blocks, sample=ends)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
-        return [self._append(sampled) for sampled in result.sampled if sampled.sequence_id in self._running]
+        step = self._in_flight.popleft()
+        assert step.id == result.step_id
+        if self.cost is not None:
+            self.cost.observe(step.work, result.taken_s)
+        events = []
+        for sampled in result.sampled:
+            seq = self._running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
+            if seq is not None:
+                events.append(self._append(seq, sampled))
+        return events
 
-    def end(self, request_id: int) -> tuple[int, ...] | None:
+    def _append(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
+        seq.output.append(sampled.token_id)
+        if sampled.error:
+            return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
+        num_output = len(seq.output)
+        if self._cache is not None and not (seq.num_prompt + num_output - 1) % self.config.block_tokens:
+            self.pool.name(self._cache.named(seq))
+        if sampled.token_id in seq.request.stop_token_ids:
+            return TokenEvent(seq.id, None, "stop", self.end(seq.id))
+        if num_output == seq.max_output:
+            return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
+        return TokenEvent(seq.id, sampled)
+
+    def end(self, request_id: int) -> Usage | None:
         """Drop a request, waiting or running, and free its blocks.
 
-        Returns the tokens it held on each KVP rank, or None if it has already ended.
+        Returns what it held and took, or None if it has already ended.
         """
-        seq = self._running.pop(request_id, None)
-        if seq is None:
-            return None if self._waiting.pop(request_id, None) is None else (0,) * self.config.kvp
-        self._prompts.pop(request_id, None)
-        if seq in self._decodes:
-            self._decodes.leave(seq)
-        for rank, (block_ids, needed) in enumerate(zip(seq.block_ids, seq.needed, strict=True)):
-            self._listed[rank] -= needed
-            self._allocators[rank].release(block_ids, needed - len(block_ids))
-        self._ended.append(request_id)
-        return self._kv_tokens_per_rank(seq)
-
-    def blocks_of(self, request_id: int, num_blocks: int) -> tuple[Block, ...]:
-        """The first KV blocks of a running request, in position order."""
-        seq = self._running[request_id]
-        ids = [iter(of_rank) for of_rank in seq.block_ids]
-        owners = (seq.placement.owner(index * self.config.block_tokens) for index in range(num_blocks))
-        return tuple(Block(owner, next(ids[owner])) for owner in owners)
-
-    def hold(self, request: Request, num_blocks: int) -> tuple[Block, ...] | None:
-        """Take the first KV blocks of a request that is not known here, where it would have them. None if they are not
-        free now."""
-        placement = self._place(request, self._start(request))
-        owners = [placement.owner(index * self.config.block_tokens) for index in range(num_blocks)]
-        counts = Counter(owners)
-        if any(counts[rank] > allocator.available for rank, allocator in enumerate(self._allocators)):
+        seq = self._running.get(request_id)
+        if seq is not None:
+            self._leave(seq)
+            length = seq.known_length
+            held = tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
+            return _usage(seq.job, held)
+        preempted = self._preempted.pop(request_id, None)
+        job = self._waiting.pop(request_id) if preempted is None else preempted.job
+        if job is None:
             return None
-        for rank, count in counts.items():
-            self._allocators[rank].reserve(count)
-        return tuple(Block(owner, self._allocators[owner].take_reserved()) for owner in owners)
+        if preempted is None:
+            self._shares.remove(job.request.service.client)
+        if self._cache is not None:
+            self._cache.forget(request_id)
+        return _usage(job, (0,) * self.config.kvp)
 
-    def release(self, blocks: tuple[Block, ...]) -> None:
-        """Give back what `hold` gave."""
-        for rank, allocator in enumerate(self._allocators):
-            allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
-
-    def _kv_tokens_per_rank(self, seq: Sequence) -> tuple[int, ...]:
-        """Tokens with KV on each KVP rank; the last token of the output has none yet."""
-        length = min(seq.length, len(seq.request.prompt_token_ids) + max(seq.num_output - 1, 0))
-        return tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
-
-    def _blocks_needed(self, request: Request, placement: Placement) -> list[int]:
-        """Blocks on each KVP rank for a request at its full length. Its last token is never written."""
-        lengths = (placement.local_length(rank, request.capacity_tokens - 1) for rank in range(self.config.kvp))
+    def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
+        """Blocks on each KVP rank for the first tokens of a request."""
+        lengths = (placement.local_length(rank, tokens) for rank in range(self.config.kvp))
         return [-(-length // self.config.block_tokens) for length in lengths]
 
     def _place(self, request: Request, start: int) -> Placement:
-        return self.config.place(len(request.prompt_token_ids), request.capacity_tokens, start)
+        return self.config.place(request.given_tokens, request.capacity_tokens, start)
 
     def _start(self, request: Request) -> int:
         """The KVP rank with the most free blocks, so that short requests and the ends of long ones spread over the
         ranks."""
-        name = self.config.placement_of(len(request.prompt_token_ids), request.capacity_tokens)
-        if self.config.batch_invariant and name != "local":
-            return 0
-        return max(range(self.config.kvp), key=lambda rank: (self._allocators[rank].available, -rank))
+        name = self.config.placement_of(request.given_tokens, request.capacity_tokens)
+        return 0 if self.config.batch_invariant and name != "local" else self.pool.roomiest()
 
     def _admit(self, now_s: float) -> tuple[NewSequence, ...]:
-        new = []
-        while self._waiting and len(self._running) < self.config.max_running:
-            request = self._policy.first(self._waiting, now_s)
-            placement, prefix = self._begin(request)
-            needed, full_blocks = self._blocks_needed(request, placement), prefix.full_blocks(self.config.block_tokens)
-            shared = Counter(block.owner for block in full_blocks)
-            reserved = [count - shared[rank] for rank, count in enumerate(needed)]
-            if any(count > allocator.available for count, allocator in zip(reserved, self._allocators, strict=True)):
+        """Let requests run, in their order; those that fit before an earlier one that does not, for a while."""
+        new: list[NewSequence] = []
+        passed: list[Job] = []
+        if len(self._running) == self.config.max_running or not self._waiting:
+            return ()
+        for job in self._waiting.in_order(now_s):
+            admitted = self._admitted(job)
+            if admitted is not None:
+                new.append(admitted)
+                for other in passed:
+                    other.overtaken += 1
+            elif not self._policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(passed) == _LOOK_AHEAD:
                 break
-            listed = [count + more for count, more in zip(self._listed, needed, strict=True)]
-            if max(listed) > IDS_PER_BLOCK * self.config.num_blocks:
+            else:
+                passed.append(job)
+            if len(self._running) == self.config.max_running:
                 break
-            self._listed = listed
-            for count, allocator in zip(reserved, self._allocators, strict=True):
-                allocator.reserve(count)
-            del self._waiting[request.id]
-            seq = Sequence(request, placement, needed, [array("q") for _ in needed])
-            self._running[request.id] = self._prompts[request.id] = seq
-            new.append(
-                NewSequence(
-                    request.id,
-                    request.sampling,
-                    request.seed,
-                    request.capacity_tokens,
-                    tuple(needed),
-                    placement.spread,
-                    prefix.num_tokens,
-                    self._take_over(prefix, seq) if prefix.blocks else (),
-                    prefix.seen_token_ids(request),
-                )
-            )
         return tuple(new)
+
+    def _admitted(self, job: Job) -> NewSequence | None:
+        """A request that begins to run. None: there is no room for it now.
+
+        There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
+        """
+        request = job.request
+        placement, prefix = self._begin(request)
+        room = self._blocks_needed(placement, request.capacity_tokens - 1)
+        bound = job.preemptions >= _MOST_PREEMPTIONS
+        wanted = room if bound else self._blocks_needed(placement, len(request.prompt_token_ids))
+        full_blocks = prefix.full_blocks(self.config.block_tokens)
+        shared = Counter(block.owner for block in full_blocks)
+        promised = [count - shared[rank] for rank, count in enumerate(wanted)]
+        if not self.pool.fits(room, promised, prefix.blocks, alone=not self._running):
+            return None
+        self._waiting.pop(request.id)
+        seq = Sequence(job, placement, room, promised, [array("q") for _ in room])
+        seq.begun_in = self._next_step_id + 1
+        self._running[seq.id] = self._prompts[seq.id] = seq
+        if job.preemptions:
+            job.recomputed_tokens += max(job.lost_tokens - prefix.num_tokens, 0)
+        else:
+            job.cached_tokens = prefix.num_tokens
+        if self._cache is not None:
+            self._cache.begin(seq, len(full_blocks))
+        return NewSequence(
+            request.id,
+            request.sampling,
+            request.seed,
+            request.capacity_tokens,
+            tuple(room),
+            placement.spread,
+            prefix.num_tokens,
+            self._take_over(prefix, seq),
+            prefix.seen_token_ids(request),
+        )
 
     def _begin(self, request: Request) -> tuple[Placement, Prefix]:
         """A request's placement, and the prefix that it begins with.
@@ -273,7 +445,7 @@ class Scheduler:
             return placement, NO_PREFIX
         continued = Continued(placement, tuple(block.owner for block in prefix.blocks))
         most_blocks = min(self.config.num_blocks, -(-self.config.longest_local_tokens // block_tokens))
-        if max(self._blocks_needed(request, continued)) > most_blocks:
+        if max(self._blocks_needed(continued, request.capacity_tokens - 1)) > most_blocks:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, and only what is local may be anywhere.
         alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
@@ -285,40 +457,22 @@ class Scheduler:
         """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
         copied."""
         full_blocks = prefix.full_blocks(self.config.block_tokens)
-        for block in full_blocks:
-            seq.block_ids[block.owner].append(block.id)
-        for allocator, block_ids in zip(self._allocators, seq.block_ids, strict=True):
-            allocator.share(block_ids)
-        seq.length, seq.num_blocks, seq.most_blocks = prefix.num_tokens, len(full_blocks), max(map(len, seq.block_ids))
-        seq.last_owner = full_blocks[-1].owner if full_blocks else 0
-        copied = self._take_blocks(seq)
-        self._copies += zip(prefix.blocks[len(full_blocks) :], copied, strict=True)
+        rest = prefix.blocks[len(full_blocks) :]
+        for block in rest:
+            self.pool.borrow(block)
+        self.pool.begin(seq, full_blocks)
+        seq.length = prefix.num_tokens
+        copied = self.pool.take_needed(seq)
+        self._copies += zip(rest, copied, strict=True)
         return full_blocks + copied
 
-    def _take_blocks(self, seq: Sequence) -> tuple[Block, ...]:
-        """Take the KV blocks that the grown sequence needs and does not have yet."""
-        needed = -(-seq.length // self.config.block_tokens)
-        return tuple(self._take_block(seq) for _ in range(seq.num_blocks, needed))
 
-    def _take_block(self, seq: Sequence) -> Block:
-        """Take the sequence's next KV block."""
-        owner = seq.last_owner = seq.placement.next_owner(seq.last_owner, seq.num_blocks)
-        block_id = self._allocators[owner].take_reserved()
-        block_ids = seq.block_ids[owner]
-        block_ids.append(block_id)
-        seq.num_blocks += 1
-        if len(block_ids) > seq.most_blocks:
-            seq.most_blocks = len(block_ids)
-        return Block(owner, block_id)
+def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:
+    if not config.adaptive:
+        return FixedChunks(config.chunk_tokens)
+    assert cost is not None
+    return AdaptiveChunks(cost, config.chunk_tokens)
 
-    def _append(self, sampled: SampledToken) -> TokenEvent:
-        seq = self._running[sampled.sequence_id]
-        request = seq.request
-        seq.num_output += 1
-        if sampled.error:
-            return TokenEvent(request.id, sampled, "error", self.end(request.id) or ())
-        if sampled.token_id in request.stop_token_ids:
-            return TokenEvent(request.id, None, "stop", self.end(request.id) or ())
-        if seq.num_output == request.sampling.max_new_tokens:
-            return TokenEvent(request.id, sampled, "length", self.end(request.id) or ())
-        return TokenEvent(request.id, sampled)
+
+def _usage(job: Job, held: tuple[int, ...]) -> Usage:
+    return Usage(held, job.cached_tokens, job.preemptions, job.recomputed_tokens)

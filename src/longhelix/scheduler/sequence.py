@@ -1,44 +1,92 @@
-"""A running request, as the scheduler follows it."""
+"""A request, from its arrival on, and a running one, as the scheduler follows them."""
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
+from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
 from longhelix.request import Request
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request and what is known of it before it runs.
+
+    deadline_s: when its first token is due. prefill_s: the predicted seconds of its prefill, if it runs alone.
+    cached_tokens: of its prompt, those whose KV was there when it began. preemptions: how often it was preempted;
+    lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. overtaken:
+    requests that were admitted before it, although it came first, because they fit and it did not.
+    """
+
+    request: Request
+    deadline_s: float
+    prefill_s: float
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    lost_tokens: int = 0
+    overtaken: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """length: tokens whose rows have been submitted; for a sequence that decodes, as of the last look of `Decodes`.
 
-    needed: how many KV blocks each KVP rank keeps or still owes the sequence. block_ids: those that it has on each
-    rank, in position order. num_output: tokens that have come back. num_rows: of its prompt and its answer; the last
-    token has none. looked_at, due: rounds of `Decodes`, which alone uses them.
+    room: how many KV blocks each KVP rank may come to have of it. promised: those that are promised to it and that it
+    does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
+    without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
+    num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
+    looked_at, due: rounds of `Decodes`, which alone uses them. begun_in, last_step: ids of the first step after its
+    admission and of the last step before its preemption.
     """
 
-    request: Request
+    job: Job
     placement: Placement
-    needed: list[int]
+    room: list[int]
+    promised: list[int]
     block_ids: "list[array[int]]"
+    request: Request = field(init=False)
     id: int = field(init=False)
+    num_prompt: int = field(init=False)
     num_rows: int = field(init=False)
+    max_output: int = field(init=False)
+    output: "array[int]" = field(default_factory=lambda: array("i"))
     length: int = 0
     num_blocks: int = 0
     most_blocks: int = 0  # on one rank
     last_owner: int = 0
-    num_output: int = 0
+    unnamed: deque[Block] = field(default_factory=deque)
+    digest: bytes = b""
     looked_at: int = 0
     due: int = 0
+    begun_in: int = 0
+    last_step: int = 0
 
     def __post_init__(self) -> None:
+        self.request = self.job.request
         self.id = self.request.id
+        self.num_prompt = len(self.request.prompt_token_ids)
         self.num_rows = self.request.capacity_tokens - 1
+        self.max_output = self.request.sampling.max_new_tokens
 
     @property
     def prompt_left(self) -> int:
-        return max(len(self.request.prompt_token_ids) - self.length, 0)
+        return max(self.num_prompt - self.length, 0)
 
     @property
     def home(self) -> int | None:
         """The KVP rank that alone computes the prompt; None where several take part."""
         return self.placement.home
+
+    @property
+    def known_length(self) -> int:
+        """Of its first tokens, those that are known and whose rows have been submitted."""
+        return self.num_prompt + len(self.output) - 1 if self.output else min(self.length, self.num_prompt)
+
+    def token_bytes(self, start: int, stop: int) -> bytes:
+        """Known tokens from `start` to `stop`, int32 in this machine's byte order."""
+        prompt = self.request.prompt_token_ids[start:stop].tobytes()
+        if stop <= self.num_prompt:
+            return prompt
+        return prompt + self.output[max(start - self.num_prompt, 0) : stop - self.num_prompt].tobytes()

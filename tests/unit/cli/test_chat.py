@@ -9,6 +9,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
+from longhelix.cli.chat import dialogue
 from longhelix.cli.chat.commands import COMMANDS, is_command, run_command
 from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.chat.editor import Editor, _Commands
@@ -51,6 +52,10 @@ class CountingEngine:
         self.has_work = True
         return 0
 
+    def prefilled_tokens(self, request_id):
+        assert request_id == 0
+        return min(self._steps * CHUNK, self._prompt)
+
     def step(self):
         self._steps += 1
         if self._steps == self.interrupt_at:
@@ -71,7 +76,9 @@ class CountingEngine:
     def _result(self, reason):
         self.has_work = False
         text, ids = "".join(self._words), list(range(len(self._words)))
-        return Result(text, ids, self._prompt, reason, None, [], {}, [], 0.0, HopB(1, 0, None), None, self.error)
+        return Result(
+            text, ids, self._prompt, reason, None, [], {}, [], 0, 0, 0, 0.0, HopB(1, 0, None), None, self.error
+        )
 
 
 class Talk:
@@ -158,7 +165,8 @@ def test_a_failed_answer_is_not_kept(capsys):
     assert talk.conversation.fill == f"2 of {CONTEXT} tokens"
 
 
-def test_a_long_prompt_shows_how_far_it_is(capsys):
+def test_a_long_prompt_shows_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(dialogue, "_LONG_TOKENS", CHUNK)
     talk = Talk(capsys)
     screen = io.StringIO()
     talk.dialogue.notes = Console(file=screen, force_terminal=True, width=80)

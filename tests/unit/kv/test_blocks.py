@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from longhelix.kv.blocks import BlockAllocator
+from longhelix.kv.blocks import Block, BlockAllocator
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +15,8 @@ NUM_BLOCKS = 12
 
 
 class Allocation(RuleBasedStateMachine):
-    """Requests that reserve, grow, begin with others' blocks, name them and leave; plain lists are the model."""
+    """Requests that reserve, grow, begin with others' blocks or cached ones, name them and leave; plain lists are the
+    model."""
 
     requests = Bundle("requests")
 
@@ -25,6 +26,7 @@ class Allocation(RuleBasedStateMachine):
         self.held: dict[int, array[int]] = {}
         self.promised: dict[int, int] = {}
         self.found: dict[bytes, int] = {}
+        self.cached: list[int] = []  # the next to be handed out first
         self.ids = itertools.count()
 
     @precondition(lambda self: self.allocator.available)
@@ -39,6 +41,17 @@ class Allocation(RuleBasedStateMachine):
         shared = data.draw(st.lists(st.sampled_from(ids), unique=True)) if ids else []
         self.allocator.share(shared)
         return self.begin(array("q", shared), data)
+
+    @precondition(lambda self: self.cached and self.allocator.available)
+    @rule(target=requests, data=st.data())
+    def revive(self, data):
+        """A request that begins with what nobody holds any more."""
+        most = self.allocator.available
+        found = data.draw(st.lists(st.sampled_from(self.cached), unique=True, min_size=1, max_size=most))
+        assert all(self.allocator.is_cached(block) for block in found)
+        self.allocator.share(found)
+        self.cached = [block for block in self.cached if block not in found]
+        return self.begin(array("q", found), data)
 
     def begin(self, ids, data):
         count = data.draw(st.integers(0, self.allocator.available))
@@ -58,25 +71,46 @@ class Allocation(RuleBasedStateMachine):
     @rule(request=requests)
     def take(self, request):
         if self.promised[request]:
-            block = self.allocator.take_reserved()
-            assert all(block not in ids for ids in self.held.values())
-            assert 0 <= block < NUM_BLOCKS
-            self.held[request].append(block)
+            self.hand_out(request, self.allocator.take_reserved())
             self.promised[request] -= 1
+
+    @precondition(lambda self: self.allocator.available)
+    @rule(request=requests)
+    def grow(self, request):
+        self.hand_out(request, self.allocator.take())
+
+    def hand_out(self, request, block):
+        """A free one as long as there is any, then the one that was released the longest ago."""
+        held = self.held_blocks()
+        assert block not in held
+        assert 0 <= block < NUM_BLOCKS
+        if len(held) + len(self.cached) == NUM_BLOCKS:
+            assert block == self.cached.pop(0)
+            self.found = {content: other for content, other in self.found.items() if other != block}
+        assert block not in self.cached
+        self.held[request].append(block)
 
     @rule(request=consumes(requests))
     def release(self, request):
-        self.allocator.release(self.held.pop(request), self.promised.pop(request))
-        held = self.held_blocks()
-        self.found = {content: block for content, block in self.found.items() if block in held}
+        ids = self.held.pop(request)
+        kept = [block for block in reversed(ids) if block in self.found.values()]
+        self.allocator.release(array("q", ids), self.promised.pop(request))
+        self.cached += [block for block in kept if block not in self.held_blocks()]
+
+    @rule()
+    def forget(self):
+        self.allocator.forget()
+        self.found = {content: block for content, block in self.found.items() if block not in self.cached}
+        self.cached = []
 
     def held_blocks(self):
         return {block for ids in self.held.values() for block in ids}
 
     @invariant()
-    def held_blocks_are_found_by_their_content(self):
-        for content in (b"a", b"b", b"c"):
-            assert self.allocator.find(content) == self.found.get(content)
+    def blocks_are_found_by_their_content(self):
+        assert self.allocator.index == {content: Block(0, block) for content, block in self.found.items()}
+        assert list(self.allocator._cached) == self.cached
+        assert self.allocator.num_cached == len(self.cached)
 
     @invariant()
     def nothing_is_kept_of_blocks_without_a_second_holder_or_a_hash(self):
@@ -89,7 +123,8 @@ class Allocation(RuleBasedStateMachine):
         held = len(self.held_blocks())
         promised = sum(self.promised.values())
         assert self.allocator.reserved == promised
-        assert self.allocator.available == NUM_BLOCKS - held - promised
+        assert self.allocator.available == NUM_BLOCKS - held - promised  # cached ones are
+        assert self.allocator._num_free + held + len(self.cached) == NUM_BLOCKS
 
     @invariant()
     def free_lists_stay_small(self):
@@ -193,11 +228,34 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found():
     allocator.set_hash(first[0], b"content")
     allocator.set_hash(first[0], b"content")
     allocator.set_hash(second[0], b"content")
-    assert allocator.find(b"content") == first[0]
+    assert allocator.index[b"content"] == Block(0, first[0])
     allocator.release(second, 0)
-    assert allocator.find(b"content") == first[0]
     allocator.release(first, 0)
-    assert allocator.find(b"content") is None
+    assert allocator.index[b"content"] == Block(0, first[0])
+    assert (allocator.available, allocator.num_cached) == (4, 1)
+    assert first[0] not in taken(allocator, 3)
+    taken(allocator, 1)
+    assert not allocator.index
+
+
+def test_of_a_sequence_the_last_blocks_are_handed_out_first():
+    """What is before them is still found then, and what is behind a gap is not."""
+    allocator = BlockAllocator(4)
+    older, newer = taken(allocator, 2), taken(allocator, 2)
+    for block in range(4):
+        allocator.set_hash(block, bytes([block]))
+    allocator.release(older, 0)
+    allocator.release(newer, 0)
+    assert list(taken(allocator, 4)) == [1, 0, 3, 2]
+
+
+def test_ranks_share_one_index():
+    first, second = (allocator := BlockAllocator(2)), BlockAllocator(2, rank=1, index=allocator.index)
+    taken(first, 1)
+    taken(second, 1)
+    second.set_hash(0, b"content")
+    first.set_hash(0, b"content")
+    assert first.index == {b"content": Block(1, 0)}
 
 
 def test_the_content_of_a_block_does_not_change():

@@ -254,7 +254,7 @@ def test_ending_a_long_request_takes_no_more_steps_of_python(placement):
         scheduler.add(make_request(0, prompt_tokens))
         scheduler.schedule(0.0)
         lines.append(lines_of(lambda scheduler=scheduler: scheduler.end(0)))
-        assert [allocator.available for allocator in scheduler._allocators] == [7000, 7000]
+        assert [allocator.available for allocator in scheduler.pool.allocators] == [7000, 7000]
     assert lines[1] <= lines[0] + 3  # what was taken of a run is forgotten or not
 
 

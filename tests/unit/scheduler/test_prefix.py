@@ -77,7 +77,7 @@ class Beginnings:
 
     def hold(self, change, blocks):
         for block in blocks:
-            change(self.engine.scheduler._allocators[block.owner], block)
+            change(self.engine.scheduler.pool.allocators[block.owner], block)
 
 
 def engine_with(prefixes, settings, depth=1):
@@ -147,12 +147,12 @@ def test_only_blocks_that_are_not_there_are_set_aside():
     assert engine.free_blocks() == [96, 96]  # 32 tokens: 8 blocks over 2 ranks
     engine.add(fork)
     engine.step()
-    # 52 tokens get KV: 13 blocks, of which 7 are there, so that 3 are missing on each rank.
-    assert engine.free_blocks() == [93, 93]
+    # Its prompt's 33 tokens: 9 blocks, of which 7 are there, so that one is missing on each rank.
+    assert engine.free_blocks() == [95, 95]
     while engine.outcomes[0].finish_reason is None:
         engine.step()
     # What the donor had to itself is free: its eighth block.
-    assert engine.free_blocks() == [93, 94]
+    assert engine.free_blocks() == [95, 96]
     assert engine.abort(1) is not None
     assert engine.free_blocks() == [100, 100]
     engine.drain()
@@ -328,7 +328,7 @@ def test_any_requests_that_begin_alike_get_their_own_output_and_leave_nothing(wo
         count += 1
     prefixes.drop()
     engine.assert_nothing_is_left()
-    for allocator in engine.scheduler._allocators:
+    for allocator in engine.scheduler.pool.allocators:
         assert not allocator._more_holders
     for one in asked:
         outcome, expected = engine.outcomes[one.id], expected_output(one)

@@ -15,7 +15,7 @@ from longhelix.request import NewSequence, Request, SampledToken, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
-from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.scheduler import Scheduler, Usage
 
 pytestmark = pytest.mark.unit
 
@@ -72,6 +72,7 @@ class FakeRunner:
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
+        self.given_tokens: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
 
@@ -92,6 +93,8 @@ class FakeRunner:
         self.copy(step)
         for new in step.new:
             assert new.id not in self.replicas
+            self.first_blocks.pop(new.id, None)  # from before a preemption
+            self.given_tokens.setdefault(new.id, new.capacity_tokens - new.sampling.max_new_tokens)
             self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
         for sequence_id in step.joining:
@@ -164,11 +167,15 @@ class FakeRunner:
         assert step.work == work
 
     def check_plan(self, step) -> None:
-        """Every running sequence that can decode does; prompts fill the chunk budget, the oldest of each rank first."""
+        """Every running sequence that can decode does; prompts fill the chunk budget, where that is fixed, those that
+        came first of each rank first, where that is the policy."""
         decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
         assert sorted(self.decoding) == sorted(decodes)
+        assert len(self.replicas) <= self.config.max_running
         chunks = step.chunks
-        waiting = [seq for seq in self.replicas.values() if seq.prompt_left]
+        if self.config.policy != "fcfs" or self.config.adaptive:
+            return
+        waiting = sorted((seq for seq in self.replicas.values() if seq.prompt_left), key=lambda seq: seq.new.id)
         assert sum(chunk.num_tokens for chunk in chunks) == min(
             self.config.chunk_tokens, sum(seq.prompt_left for seq in waiting)
         )
@@ -188,7 +195,6 @@ class FakeRunner:
         if all(seq.new.spread for seq in waiting):
             assert len(held_up) <= 1
             assert [chunk.id for chunk in chunks] == order[: len(chunks)]
-        assert len(self.replicas) <= self.config.max_running
 
     def write(self, seq, num_tokens, new_blocks) -> None:
         sequence_id, block_tokens = seq.new.id, self.config.block_tokens
@@ -213,8 +219,7 @@ class FakeRunner:
 
     def place(self, sequence_id: int) -> Placement:
         new = self.new[sequence_id]
-        prompt_tokens = new.capacity_tokens - new.sampling.max_new_tokens
-        place = self.config.place(prompt_tokens, new.capacity_tokens, self.first_blocks[sequence_id])
+        place = self.config.place(self.given_tokens[sequence_id], new.capacity_tokens, self.first_blocks[sequence_id])
         owners = tuple(block.owner for block in new.cached_blocks)
         return Continued(place, owners) if owners else place
 
@@ -277,10 +282,11 @@ class Engine:
                 outcome.token_ids.append(event.sampled.token_id)
             if event.finish_reason is not None:
                 outcome.finish_reason = event.finish_reason
-                outcome.kv_tokens_per_rank = event.kv_tokens_per_rank
+                outcome.kv_tokens_per_rank = event.usage.kv_tokens_per_rank
 
     def abort(self, request_id: int) -> tuple[int, ...] | None:
-        held = self.loop.abort(request_id)
+        usage = self.loop.abort(request_id)
+        held = None if usage is None else usage.kv_tokens_per_rank
         if held is not None:
             self.outcomes[request_id].finish_reason = "abort"
             self.outcomes[request_id].kv_tokens_per_rank = held
@@ -294,11 +300,11 @@ class Engine:
         return self.outcomes
 
     def free_blocks(self) -> list[int]:
-        return [allocator.available for allocator in self.scheduler._allocators]
+        return [allocator.available for allocator in self.scheduler.pool.allocators]
 
     def assert_nothing_is_left(self) -> None:
         assert self.free_blocks() == [self.scheduler.config.num_blocks] * self.scheduler.config.kvp
-        assert all(allocator.reserved == 0 for allocator in self.scheduler._allocators)
+        assert all(allocator.reserved == 0 for allocator in self.scheduler.pool.allocators)
         assert not self.runner.replicas
         assert not self.runner.results
 
@@ -401,12 +407,16 @@ def test_no_more_requests_run_than_max_running():
     engine.drain()
 
 
-def test_a_requests_whole_capacity_is_set_aside_at_admission():
-    engine = Engine(config(kvp=2, num_blocks=100))
-    engine.add(request(0, 5, 20))
+def test_a_requests_whole_prompt_is_set_aside_at_admission_and_its_answer_as_it_grows():
+    engine = Engine(config(kvp=2, num_blocks=100, chunk_tokens=4))
+    engine.add(request(0, 21, 12))
     engine.step()
-    # 24 tokens get KV (the last one never does): 6 blocks over 2 ranks.
-    assert engine.free_blocks() == [97, 97]
+    assert engine.free_blocks() == [97, 97]  # 6 blocks over 2 ranks, of which it has one
+    free = {tuple(engine.free_blocks())}
+    while engine.outcomes[0].finish_reason is None:
+        engine.step()
+        free.add(tuple(engine.free_blocks()))
+    assert free == {(97, 97), (96, 97), (96, 96), (100, 100)}  # 32 tokens get KV: the last one never does
     engine.drain()
 
 
@@ -742,7 +752,7 @@ def test_cancelling_a_request_in_the_queue_looks_at_no_other():
     for request_id in range(2_000):
         scheduler.add(Counted(request_id, array("i", [1]), sampling, frozenset(), 0, 0.0))
     Counted.asked = 0
-    assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [(0, 0)] * 1_000
+    assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [Usage((0, 0))] * 1_000
     assert scheduler.end(1_500) is None
     assert Counted.asked == 0
     assert [new.id for new in scheduler.schedule(0.0).new] == [0]
@@ -758,10 +768,10 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     )
     assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
     assert events[0].sampled.error == "ValueError: no"
-    assert sum(events[0].kv_tokens_per_rank) == 3  # the prompt's
+    assert sum(events[0].usage.kv_tokens_per_rank) == 3  # the prompt's
     step = scheduler.schedule(0.0)
     assert step.ended == (1,)
     assert (step.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
     (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1, 0))
-    assert sum(event.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
-    assert [allocator.available for allocator in scheduler._allocators] == [100, 100]
+    assert sum(event.usage.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
+    assert [allocator.available for allocator in scheduler.pool.allocators] == [100, 100]

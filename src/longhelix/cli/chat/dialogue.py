@@ -13,6 +13,8 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
 from longhelix.request import SamplingParams
 
+_LONG_TOKENS = 512  # a shorter prompt is read before a bar is seen
+
 
 class Dialogue:
     """What a chat knows: its engine, its conversation, the last result, and whether it is over.
@@ -58,7 +60,7 @@ class Dialogue:
         request_id = self.llm.add(prompt_ids, params)
         steps = self._steps(request_id, interrupts)
         result = None
-        for delta in chain(self._after_prompt(len(prompt_ids), steps), chain.from_iterable(steps)):
+        for delta in chain(self._after_prompt(request_id, len(prompt_ids), steps), chain.from_iterable(steps)):
             print(delta.text, end="", flush=True)
             result = delta.result
         print()
@@ -72,14 +74,13 @@ class Dialogue:
             if interrupts and (aborted := self.llm.abort(request_id)) is not None:
                 yield [Delta(request_id, "", aborted)]
 
-    def _after_prompt(self, num_tokens: int, steps: Iterator[list[Delta]]) -> list[Delta]:
+    def _after_prompt(self, request_id: int, num_tokens: int, steps: Iterator[list[Delta]]) -> list[Delta]:
         """The first deltas. Until they come, the progress over a prompt that takes several steps is shown."""
-        chunk_tokens = self.llm.config.scheduler.chunk_tokens
-        shown = num_tokens > chunk_tokens and self.notes.is_terminal
+        shown = num_tokens > _LONG_TOKENS and self.notes.is_terminal
         with Progress(console=self.notes, transient=True, disable=not shown) as progress:
             bar = progress.add_task(f"reading {num_tokens} tokens", total=num_tokens)
             for deltas in steps:
                 if deltas:
                     return deltas
-                progress.advance(bar, chunk_tokens)
+                progress.update(bar, completed=self.llm.prefilled_tokens(request_id))
         return []

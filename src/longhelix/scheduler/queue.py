@@ -1,0 +1,52 @@
+"""The requests that wait to be admitted."""
+
+import bisect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from longhelix.scheduler.sequence import Job
+
+_FRESH_S = 0.1  # so long an order holds: to look at all that wait takes time
+
+Key = Callable[[Job, float], tuple[Any, ...]]
+
+
+class WaitingQueue:
+    """In the order of `key`, least first, which is asked for each request and time. `changes`: whether the order may
+    have changed, with no time gone by."""
+
+    def __init__(self, key: Key, changes: Callable[[], bool]) -> None:
+        self._key = key
+        self._changes = changes
+        self._jobs: dict[int, Job] = {}
+        self._order: list[tuple[tuple[Any, ...], Job]] = []  # those that have left may still be there
+        self._ordered_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def push(self, job: Job, now_s: float) -> None:
+        self._jobs[job.request.id] = job
+        bisect.insort(self._order, (self._key(job, now_s), job), key=_first)
+
+    def pop(self, request_id: int) -> Job | None:
+        """Take a request out. None: it is not here. Looks at no other."""
+        return self._jobs.pop(request_id, None)
+
+    def in_order(self, now_s: float) -> Iterator[Job]:
+        """Those that wait, the first to be served first; what is yielded may be taken out meanwhile."""
+        if self._changes() or now_s - self._ordered_s >= _FRESH_S:
+            self._order = sorted(((self._key(job, now_s), job) for job in self._jobs.values()), key=_first)
+            self._ordered_s = now_s
+        elif len(self._order) > 2 * len(self._jobs):
+            self._order = [entry for entry in self._order if self._waits(entry[1])]
+        for _, job in self._order:
+            if self._waits(job):
+                yield job
+
+    def _waits(self, job: Job) -> bool:
+        return self._jobs.get(job.request.id) is job
+
+
+def _first(entry: tuple[tuple[Any, ...], Job]) -> tuple[Any, ...]:
+    return entry[0]
