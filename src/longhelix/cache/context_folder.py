@@ -6,7 +6,8 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -34,11 +35,6 @@ class _Version(msgspec.Struct):
     version: int
 
 
-def default_folder() -> Path:
-    """Where contexts are kept if nobody says: in the user's data, as the XDG base directory specification has it."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "longhelix" / "contexts"
-
-
 def context_name(value: object) -> str:
     """A name that can be that of a folder."""
     name = text("a context's name", value)
@@ -51,10 +47,24 @@ def context_name(value: object) -> str:
 
 
 class ContextFolder:
-    """Saved contexts by name. Raises UserError for what is not there, is damaged, or cannot be written."""
+    """Saved contexts by name. Raises UserError for what is not there, is damaged, or cannot be written.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    asked: the folder, or None: that of the user's data, as the XDG base directory specification has it.
+    """
+
+    def __init__(self, asked: Path | None) -> None:
+        self._asked = asked
+
+    @cached_property
+    def path(self) -> Path:
+        """Absolute: ranks may have another working directory."""
+        if self._asked is not None:
+            return self._asked.absolute()
+        try:
+            data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+        except RuntimeError as error:  # there is no home
+            raise UserError("this user has no home for contexts: set XDG_DATA_HOME, or --contexts-dir") from error
+        return data.absolute() / "longhelix" / "contexts"
 
     def names(self) -> list[str]:
         """Of all that are there, damaged ones as well."""
@@ -102,12 +112,22 @@ class ContextFolder:
         return array("i", found)
 
     def remove(self, name: str) -> None:
-        """Forget a context: at once, whatever happens to its files then."""
-        path = self.at(name)
-        with _in_words(f"context {name!r} cannot be removed"):
-            gone = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+        with _in_words(f"context {name!r} cannot be removed"), self._without(self.at(name)):
+            pass
+
+    @contextmanager
+    def _without(self, path: Path) -> Iterator[None]:
+        """A context is gone at once, and its files then; it is back if what is done meanwhile fails."""
+        gone = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+        try:
             os.rename(path, gone)
-            shutil.rmtree(gone)
+            try:
+                yield
+            except BaseException:
+                os.rename(gone, path)
+                raise
+        finally:
+            shutil.rmtree(gone, ignore_errors=True)
 
     def check_free(self, name: str, replace: bool) -> None:
         if context_name(name) in self.names() and not replace:
@@ -135,9 +155,9 @@ class ContextFolder:
         _write(folder / _MANIFEST, msgspec.json.encode(_Manifest(VERSION, _sha256(encoded), msgspec.Raw(encoded))))
         _sync(folder)
         self.check_free(context.name, replace)
-        if context.name in self.names():
-            self.remove(context.name)
-        os.rename(folder, self.path / context.name)
+        path = self.path / context.name
+        with self._without(path) if context.name in self.names() else nullcontext():
+            os.rename(folder, path)
         _sync(self.path)
 
 

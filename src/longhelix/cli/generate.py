@@ -69,7 +69,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> Result:
-    for delta in llm.stream(prompt, params, context):
+    for delta in llm.stream(prompt, params, context=context):
         if echo:
             sys.stdout.write(delta.text)
             sys.stdout.flush()

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from longhelix.cache.context_folder import ContextFolder, default_folder
+from longhelix.cache.context_folder import ContextFolder
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
@@ -80,7 +80,7 @@ def given(flags: Any) -> dict[str, Any]:
 
 def contexts_folder(flags: Any) -> ContextFolder:
     """The folder of saved contexts, as flags say."""
-    return ContextFolder(given(flags).get("contexts_dir", default_folder()))
+    return ContextFolder(given(flags).get("contexts_dir"))
 
 
 @Parameter(name="*", group="Model and layout")

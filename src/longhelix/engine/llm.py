@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from longhelix.cache.context_folder import ContextFolder, default_folder
+from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
 from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
@@ -77,8 +77,7 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
-        folder = ContextFolder(options.contexts_dir or default_folder())
-        self._contexts = Contexts(self._core, str(model), checkpoint, folder)
+        self._contexts = Contexts(self._core, str(model), checkpoint, ContextFolder(options.contexts_dir))
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +114,7 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         service: ServiceLevel = ANY_SERVICE,
+        *,
         context: str | None = None,
     ) -> int:
         """Queue a prompt, as text or as token ids; it goes on after the saved context of that name. Returns the
@@ -260,6 +260,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         service: ServiceLevel = ANY_SERVICE,
+        *,
         context: str | None = None,
     ) -> list[Result]:
         """Run prompts together to their ends, each after the saved context of that name. Returns one result per prompt,
@@ -294,6 +295,7 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         service: ServiceLevel = ANY_SERVICE,
+        *,
         context: str | None = None,
     ) -> Stream:
         """Run one prompt, after the saved context of that name, giving its text as it comes; the last delta has the

@@ -35,10 +35,13 @@ class HeldPrefix:
         continued = Continued(placement, owners) if owners else placement
         wanted = [continued.owner(index * placement.block_tokens) for index in range(len(cached), len(hashes))]
         pool.share(cached)  # or a new block could be one of them
-        if any(count > pool.allocators[rank].available for rank, count in Counter(wanted).items()):
+        counts = Counter(wanted)
+        if any(count > pool.allocators[rank].available for rank, count in counts.items()):
             pool.unshare(cached)
             return None
-        new = [Block(owner, pool.allocators[owner].take()) for owner in wanted]
+        # In the order of memory, where they are copied to in one go as far as they follow each other.
+        taken = {rank: iter(sorted(pool.allocators[rank].take() for _ in range(counts[rank]))) for rank in counts}
+        new = (Block(owner, next(taken[owner])) for owner in wanted)
         return cls((*cached, *new), len(cached), tuple(hashes))
 
     def publish(self, pool: BlockPool) -> None:
