@@ -5,6 +5,7 @@ What is saved says nothing of how the pool that it comes from is arranged, and n
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,8 @@ from longhelix.kernels.stored import StoredPart, stored_parts
 
 _NUMBERS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3", "int8": "I8", "int4": "U8"}
 _SCALES = {torch.int16: "BF16", torch.int32: "F32"}
-# Checked while those before are copied: many, for each copy of a layer takes some time to begin.
-_TURN_BYTES = 2**25
+# Checked and then copied by one thread: many, for each copy of a layer takes some time to begin.
+_TURN_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,17 @@ class Snapshot:
         bits = {name: torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
                 for name, array in file.parts.items()}  # fmt: skip
         most = max(_TURN_BYTES // max(self.pool.block_bytes, 1), 1)
+
+        def turn(of_file: slice, of_pool: slice) -> None:
+            file.verify(range(of_file.start, of_file.stop, of_file.step), in_file)
+            for layer in layers:
+                for name, part in self._parts[layer - self.layers.start].items():
+                    given = bits[name][of_file, in_file.start : in_file.stop, layer - saved.layers[0]]
+                    part.write(of_pool, in_pool, _widened(given, part.view.dtype))
+
         turns = list(even_turns(rows, [ids[int(file.blocks[row])] for row in rows], most))
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            # The next ones are checked while one is copied.
-            checks = threads.map(lambda turn: file.verify(_range(turn[0]), in_file), turns)
-            for (of_file, of_pool), _ in zip(turns, checks, strict=True):
-                for layer in layers:
-                    for name, part in self._parts[layer - self.layers.start].items():
-                        given = bits[name][of_file, in_file.start : in_file.stop, layer - saved.layers[0]]
-                        part.write(of_pool, in_pool, _widened(given, part.view.dtype))
+        with _own_threads() as threads:
+            list(threads.map(turn, *zip(*turns, strict=True)))
         return len(rows)
 
 
@@ -131,8 +134,17 @@ def even_turns(rows: Sequence[int], ids: Sequence[int], most: int) -> Iterator[t
         start = stop
 
 
-def _range(rows: slice) -> range:
-    return range(rows.start, rows.stop, rows.step)
+@contextmanager
+def _own_threads() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch has, which has one then in each: Python's own wait for nobody in the middle of a copy,
+    and checksums are none of torch's."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(count)
 
 
 def _widened(bits: Tensor, dtype: torch.dtype) -> Tensor:
