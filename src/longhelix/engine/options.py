@@ -46,7 +46,7 @@ class Count:
 
 def chunk(name: str, value: object) -> int | str:
     """A number of tokens, or "auto"."""
-    if value == "auto":
+    if isinstance(value, str) and str.__str__(value) == "auto":
         return "auto"
     return whole(name, value, 1, MOST_TOKENS, ', or "auto"')
 

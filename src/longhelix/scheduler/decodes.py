@@ -66,7 +66,7 @@ class Decodes:
             self._tbt_slos_s[tbt_slo_s] -= 1
             self._tbt_slos_s += Counter()  # without what is 0
         self.kv_tokens -= seq.length
-        if seq.most_blocks == self._most_blocks:
+        if self._most_blocks is not None and seq.most_blocks >= self._most_blocks:
             self._most_blocks = None
 
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:

@@ -4,8 +4,7 @@ It is the only decision maker: admission, blocks, chunks, parts, preemption, end
 value to plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
-from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -13,10 +12,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Continued, Local, Placement
 from longhelix.request import Chunk, Cost, NewSequence, Request, SampledToken, Step, StepResult, Work
+from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
 from longhelix.scheduler.config import SchedulerConfig
@@ -24,10 +22,10 @@ from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
-from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
-from longhelix.scheduler.queue import WaitingQueue
+from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
 
@@ -35,9 +33,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _TBT_S, _TBT_FACTOR = 0.08, 2.0  # targets that nobody asked for: seconds, or of what decodes take alone
-_MOST_PREEMPTIONS = 2  # after which a request is admitted only with all that it may ever need
-_MOST_OVERTAKEN = 32
-_LOOK_AHEAD = 8  # requests that are tried while one before them does not fit
 
 
 class Usage(NamedTuple):
@@ -84,15 +79,15 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config)
         self.cost = None if cost is None else CorrectedCost(cost)
-        self._policy = make_policy(config.policy) if policy is None else policy
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
         self._cut = cut
-        caches = config.prefix_cache and prefixes is None
-        self._cache = PrefixCache(self.pool.index, config.block_tokens, root) if caches else None
-        self._prefixes = self._cache if prefixes is None else prefixes
         self._times = PrefillTimes(cost)
         self._shares = Shares(config.client_weights)
-        self._waiting = WaitingQueue(self._key_of_job, lambda: self._shares.compete)
+        self._order = Order(make_policy(config.policy) if policy is None else policy, self._shares, self._times)
+        self._cache: PrefixCache | None = None
+        if config.prefix_cache and prefixes is None:
+            prefixes = self._cache = PrefixCache(self.pool.index, config.block_tokens, _root(config, root))
+        self._waiting = Admission(config, self.pool, self._order, prefixes, self._cache)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
@@ -111,27 +106,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
-        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
-        if prompt == 0:
-            raise UserError("the prompt is empty: give at least one token", "empty_prompt")
-        if prompt + new > self.config.max_model_len:
-            room = self.config.max_model_len - prompt
-            raise UserError(
-                f"{prompt} prompt tokens plus {new} new tokens exceed --max-model-len {self.config.max_model_len}: "
-                + (f"set --max-new-tokens to at most {room}, or " if room > 0 else "shorten the prompt, or set ")
-                + f"--max-model-len to at least {prompt + new}",
-                "context_length_exceeded",
-            )
-        needed = self._blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
-        if max(needed) > self.config.num_blocks:
-            block_tokens = self.config.block_tokens
-            raise UserError(
-                f"{prompt} prompt tokens plus {new} new tokens need {max(needed) * block_tokens} tokens of KV cache on "
-                f"one rank, but a rank's pool holds {self.config.num_blocks * block_tokens}: set --kv-cache-tokens to "
-                f"at least {max(needed) * block_tokens * self.config.kvp}, or lower --max-new-tokens",
-                "kv_cache_exceeded",
-            )
-        self._wait(self._job(request), request.arrival_s)
+        self._waiting.check(request)
+        self._waiting.push(self._job(request), request.arrival_s)
 
     def _job(self, request: Request) -> Job:
         prefill_s = self._times.until(len(request.prompt_token_ids))
@@ -140,31 +116,9 @@ class Scheduler:
             ttft_s = max(_LEAST_TTFT_S, self.config.slo_scale * prefill_s)
         return Job(request, request.arrival_s + ttft_s, prefill_s)
 
-    def _wait(self, job: Job, now_s: float) -> None:
-        self._shares.add(job.request.service.client)
-        self._waiting.push(job, now_s)
-
-    def _key_of_job(self, job: Job, now_s: float) -> tuple[float, ...]:
-        return self._key(job, job.prefill_s, now_s)
-
-    def _key_of_prompt(self, seq: Sequence, now_s: float) -> tuple[float, ...]:
-        return self._key(seq.job, self._left_s(seq), now_s)
-
-    def _key(self, job: Job, left_s: float, now_s: float) -> tuple[float, ...]:
-        """The order of requests: least first."""
-        request = job.request
-        service = request.service
-        urgency = self._policy.urgency(job, left_s, now_s)
-        return (-service.priority, self._shares.had(service.client), urgency, request.arrival_s, request.id)
-
-    def _left_s(self, seq: Sequence) -> float:
-        return self._times.between(seq.length, seq.num_prompt)
-
     def hold(self, request: Request) -> HeldPrefix | None:
-        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
-        where the prompt would have them new ones. None if these are not free now."""
-        assert self._cache is not None
-        return HeldPrefix.take(self.pool, self._cache.hashes(request), self._place(request, self._start(request)))
+        """See `Admission.hold`."""
+        return self._waiting.hold(request)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""
@@ -202,6 +156,14 @@ class Scheduler:
     def _still_running(self, sequences: Items[Sequence]) -> tuple[int, ...]:
         return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
 
+    def _admit(self, now_s: float) -> tuple[NewSequence, ...]:
+        begun = self._waiting.admit(now_s, len(self._running))
+        for seq, _, copies in begun:
+            seq.begun_in = self._next_step_id + 1
+            self._running[seq.id] = self._prompts[seq.id] = seq
+            self._copies += copies
+        return tuple(one.new for one in begun)
+
     def _join(self) -> list[Sequence]:
         """Sequences whose prompts were finished by the last step; they decode from this step on."""
         joining = [seq for seq in self._joining if self._running.get(seq.id) is seq]
@@ -234,7 +196,7 @@ class Scheduler:
         """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
         runs = seq.prompt_left > 0 or seq in self._decodes
-        return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < _MOST_PREEMPTIONS
+        return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
@@ -258,7 +220,7 @@ class Scheduler:
         for seq in [seq for seq in self._preempted.values() if seq.last_step < oldest]:
             del self._preempted[seq.id]
             request, job = seq.request.resumed(seq.output), seq.job
-            self._wait(
+            self._waiting.push(
                 replace(
                     job,
                     request=request,
@@ -275,7 +237,7 @@ class Scheduler:
             return (), beside
         prompts = list(self._prompts.values())
         if len(prompts) > 1:
-            prompts.sort(key=lambda seq: self._key_of_prompt(seq, now_s))
+            prompts.sort(key=lambda seq: self._order.prompt(seq, now_s))
         sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
@@ -293,7 +255,7 @@ class Scheduler:
             if self.cost is not None and beside.decode_rows:
                 target_s = max(target_s, _TBT_FACTOR * self.cost.seconds(beside))
         target_s = min(target_s, self._decodes.tbt_slo_s)
-        return target_s * (1 - self._policy.spared(first.job, self._left_s(first), now_s))
+        return target_s * (1 - self._order.spared(first, now_s))
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         start, client = seq.length, seq.request.service.client
@@ -349,122 +311,8 @@ class Scheduler:
             held = tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
             return _usage(seq.job, held)
         preempted = self._preempted.pop(request_id, None)
-        job = self._waiting.pop(request_id) if preempted is None else preempted.job
-        if job is None:
-            return None
-        if preempted is None:
-            self._shares.remove(job.request.service.client)
-        if self._cache is not None:
-            self._cache.forget(request_id)
-        return _usage(job, (0,) * self.config.kvp)
-
-    def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
-        """Blocks on each KVP rank for the first tokens of a request."""
-        lengths = (placement.local_length(rank, tokens) for rank in range(self.config.kvp))
-        return [-(-length // self.config.block_tokens) for length in lengths]
-
-    def _place(self, request: Request, start: int) -> Placement:
-        return self.config.place(request.given_tokens, request.capacity_tokens, start)
-
-    def _start(self, request: Request) -> int:
-        """The KVP rank with the most free blocks, so that short requests and the ends of long ones spread over the
-        ranks."""
-        name = self.config.placement_of(request.given_tokens, request.capacity_tokens)
-        return 0 if self.config.batch_invariant and name != "local" else self.pool.roomiest()
-
-    def _admit(self, now_s: float) -> tuple[NewSequence, ...]:
-        """Let requests run, in their order; those that fit before an earlier one that does not, for a while."""
-        new: list[NewSequence] = []
-        passed: list[Job] = []
-        if len(self._running) == self.config.max_running or not self._waiting:
-            return ()
-        for job in self._waiting.in_order(now_s):
-            admitted = self._admitted(job)
-            if admitted is not None:
-                new.append(admitted)
-                for other in passed:
-                    other.overtaken += 1
-            elif not self._policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(passed) == _LOOK_AHEAD:
-                break
-            else:
-                passed.append(job)
-            if len(self._running) == self.config.max_running:
-                break
-        return tuple(new)
-
-    def _admitted(self, job: Job) -> NewSequence | None:
-        """A request that begins to run. None: there is no room for it now.
-
-        There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
-        """
-        request = job.request
-        placement, prefix = self._begin(request)
-        room = self._blocks_needed(placement, request.capacity_tokens - 1)
-        bound = job.preemptions >= _MOST_PREEMPTIONS
-        wanted = room if bound else self._blocks_needed(placement, len(request.prompt_token_ids))
-        full_blocks = prefix.full_blocks(self.config.block_tokens)
-        shared = Counter(block.owner for block in full_blocks)
-        promised = [count - shared[rank] for rank, count in enumerate(wanted)]
-        if not self.pool.fits(room, promised, prefix.blocks, alone=not self._running):
-            return None
-        self._waiting.pop(request.id)
-        seq = Sequence(job, placement, room, promised, [array("q") for _ in room])
-        seq.begun_in = self._next_step_id + 1
-        self._running[seq.id] = self._prompts[seq.id] = seq
-        if job.preemptions:
-            job.recomputed_tokens += max(job.lost_tokens - prefix.num_tokens, 0)
-        else:
-            job.cached_tokens = prefix.num_tokens
-        if self._cache is not None:
-            self._cache.begin(seq, len(full_blocks))
-        return NewSequence(
-            request.id,
-            request.sampling,
-            request.seed,
-            request.capacity_tokens,
-            tuple(room),
-            placement.spread,
-            prefix.num_tokens,
-            self._take_over(prefix, seq),
-            prefix.seen_token_ids(request),
-        )
-
-    def _begin(self, request: Request) -> tuple[Placement, Prefix]:
-        """A request's placement, and the prefix that it begins with.
-
-        There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
-        depend on who has computed it.
-        """
-        placement = self._place(request, self._start(request))
-        if self._prefixes is None:
-            return placement, NO_PREFIX
-        block_tokens = self.config.block_tokens
-        # One token is left, because its logits are wanted.
-        prefix = self._prefixes.find(request).cut(len(request.prompt_token_ids) - 1, block_tokens)
-        if not prefix.blocks:
-            return placement, NO_PREFIX
-        continued = Continued(placement, tuple(block.owner for block in prefix.blocks))
-        most_blocks = min(self.config.num_blocks, -(-self.config.longest_local_tokens // block_tokens))
-        if max(self._blocks_needed(continued, request.capacity_tokens - 1)) > most_blocks:
-            return placement, NO_PREFIX
-        # Merges add up in the order of the ranks, and only what is local may be anywhere.
-        alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
-        if self.config.batch_invariant and not continued.follows(alone):
-            return placement, NO_PREFIX
-        return continued, prefix
-
-    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[Block, ...]:
-        """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
-        copied."""
-        full_blocks = prefix.full_blocks(self.config.block_tokens)
-        rest = prefix.blocks[len(full_blocks) :]
-        for block in rest:
-            self.pool.borrow(block)
-        self.pool.begin(seq, full_blocks)
-        seq.length = prefix.num_tokens
-        copied = self.pool.take_needed(seq)
-        self._copies += zip(rest, copied, strict=True)
-        return full_blocks + copied
+        job = self._waiting.cancel(request_id) if preempted is None else preempted.job
+        return None if job is None else _usage(job, (0,) * self.config.kvp)
 
 
 def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:
@@ -472,6 +320,13 @@ def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:
         return FixedChunks(config.chunk_tokens)
     assert cost is not None
     return AdaptiveChunks(cost, config.chunk_tokens)
+
+
+def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable[[Request], bytes]:
+    """Where bits may not depend on who computed a prefix, requests of other placements have computed others."""
+    if not config.batch_invariant:
+        return root
+    return lambda request: root(request) + config.placement_of(request.given_tokens, request.capacity_tokens).encode()
 
 
 def _usage(job: Job, held: tuple[int, ...]) -> Usage:

@@ -41,8 +41,7 @@ class Shares:
 
     def charge(self, client: str, amount: float) -> None:
         self._had[client] += amount / self._weights.get(client, 1.0)
-        if self.compete:
-            self._advance()
+        self._advance()
 
     def _advance(self) -> None:
         self._least = min((self._had[client] for client in self._prompts), default=max(self._had.values()))

@@ -64,8 +64,9 @@ class Replica:
 class FakeRunner:
     """All ranks in one process: keeps KV as (sequence, position, token) in slots, samples from what it reads back."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, in_turn: bool = True) -> None:
         self.config = config
+        self.in_turn = in_turn  # prompts run as they came, in chunks of one size
         self.replicas: dict[int, Replica] = {}
         self.decoding: dict[int, Replica] = {}
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
@@ -126,7 +127,7 @@ class FakeRunner:
         """Before anything else: from blocks that somebody has to blocks that nobody has."""
         block_tokens, held = self.config.block_tokens, self.held()
         sources, targets = [source for source, _ in step.copies], [target for _, target in step.copies]
-        assert held.issuperset(sources)
+        assert self.config.prefix_cache or held.issuperset(sources)
         assert held.isdisjoint(targets)
         assert len(set(targets)) == len(targets)
         for source, target in step.copies:
@@ -144,7 +145,7 @@ class FakeRunner:
             return Replica(new, [])
         block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks)
         full = new.cached_tokens // block_tokens
-        assert self.held().issuperset(blocks[:full])
+        assert self.config.prefix_cache or self.held().issuperset(blocks[:full])
         assert self.held().isdisjoint(blocks[full:])
         assert len(blocks) == -(-new.cached_tokens // block_tokens)
         self.first_blocks[new.id] = blocks[0].owner
@@ -173,7 +174,7 @@ class FakeRunner:
         assert sorted(self.decoding) == sorted(decodes)
         assert len(self.replicas) <= self.config.max_running
         chunks = step.chunks
-        if self.config.policy != "fcfs" or self.config.adaptive:
+        if not self.in_turn:
             return
         waiting = sorted((seq for seq in self.replicas.values() if seq.prompt_left), key=lambda seq: seq.new.id)
         assert sum(chunk.num_tokens for chunk in chunks) == min(

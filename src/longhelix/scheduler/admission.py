@@ -1,0 +1,204 @@
+"""How requests begin to run: in which order, where their KV goes, what of it is there, whether there is room."""
+
+from array import array
+from collections import Counter
+from typing import NamedTuple
+
+from longhelix.errors import UserError
+from longhelix.kv.blocks import Block
+from longhelix.kv.placement import Continued, Local, Placement
+from longhelix.request import NewSequence, Request
+from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.order import Order
+from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
+from longhelix.scheduler.queue import WaitingQueue
+from longhelix.scheduler.sequence import Job, Sequence
+
+# After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
+MOST_PREEMPTIONS = 2
+_MOST_OVERTAKEN = 32
+_LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
+
+
+class Begun(NamedTuple):
+    """A request that begins to run: as the scheduler follows it and as workers hear of it; and the copy of the block
+    that its prefix does not fill."""
+
+    seq: Sequence
+    new: NewSequence
+    copies: tuple[tuple[Block, Block], ...]
+
+
+class Admission:
+    """The requests that wait. They begin in their order, and where the policy lets them, those that fit before one that
+    does not, for a while."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        order: Order,
+        prefixes: Prefixes | None,
+        cache: PrefixCache | None,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._order = order
+        self._prefixes = prefixes
+        self._cache = cache
+        self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if a request could never run."""
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        if prompt == 0:
+            raise UserError("the prompt is empty: give at least one token", "empty_prompt")
+        if prompt + new > self._config.max_model_len:
+            room = self._config.max_model_len - prompt
+            raise UserError(
+                f"{prompt} prompt tokens plus {new} new tokens exceed --max-model-len {self._config.max_model_len}: "
+                + (f"set --max-new-tokens to at most {room}, or " if room > 0 else "shorten the prompt, or set ")
+                + f"--max-model-len to at least {prompt + new}",
+                "context_length_exceeded",
+            )
+        needed = self._blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
+        if max(needed) > self._config.num_blocks:
+            block_tokens = self._config.block_tokens
+            raise UserError(
+                f"{prompt} prompt tokens plus {new} new tokens need {max(needed) * block_tokens} tokens of KV cache on "
+                f"one rank, but a rank's pool holds {self._config.num_blocks * block_tokens}: set --kv-cache-tokens to "
+                f"at least {max(needed) * block_tokens * self._config.kvp}, or lower --max-new-tokens",
+                "kv_cache_exceeded",
+            )
+
+    def push(self, job: Job, now_s: float) -> None:
+        """A request waits from now on."""
+        self._order.shares.add(job.request.service.client)
+        self._waiting.push(job, now_s)
+
+    def cancel(self, request_id: int) -> Job | None:
+        """A request waits no longer. None: it did not."""
+        job = self._waiting.pop(request_id)
+        if job is not None:
+            self._order.shares.remove(job.request.service.client)
+            if self._cache is not None:
+                self._cache.forget(request_id)
+        return job
+
+    def admit(self, now_s: float, num_running: int) -> list[Begun]:
+        """The requests that begin now, beside those that run."""
+        begun: list[Begun] = []
+        passed: list[Job] = []
+        room = self._config.max_running - num_running
+        if not room or not self._waiting:
+            return begun
+        for job in self._waiting.in_order(now_s):
+            one = self._begin(job, alone=num_running + len(begun) == 0)
+            if one is not None:
+                begun.append(one)
+                for other in passed:
+                    other.overtaken += 1
+            elif not self._order.policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(passed) == _LOOK_AHEAD:
+                break
+            else:
+                passed.append(job)
+            if len(begun) == room:
+                break
+        return begun
+
+    def hold(self, request: Request) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
+        where the prompt would have them new ones. None if these are not free now."""
+        assert self._cache is not None
+        return HeldPrefix.take(self._pool, self._cache.hashes(request), self._place(request, self._start(request)))
+
+    def _begin(self, job: Job, *, alone: bool) -> Begun | None:
+        """A request that begins to run. None: there is no room for it now.
+
+        There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
+        """
+        request, block_tokens = job.request, self._config.block_tokens
+        placement, prefix = self._placed(request)
+        room = self._blocks_needed(placement, request.capacity_tokens - 1)
+        bound = job.preemptions >= MOST_PREEMPTIONS
+        wanted = room if bound else self._blocks_needed(placement, len(request.prompt_token_ids))
+        full_blocks = prefix.full_blocks(block_tokens)
+        shared = Counter(block.owner for block in full_blocks)
+        promised = [count - shared[rank] for rank, count in enumerate(wanted)]
+        if not self._pool.fits(room, promised, prefix.blocks, alone=alone):
+            return None
+        self._waiting.pop(request.id)
+        seq = Sequence(job, placement, room, promised, [array("q") for _ in room])
+        if job.preemptions:
+            job.recomputed_tokens += max(job.lost_tokens - prefix.num_tokens, 0)
+        else:
+            job.cached_tokens = prefix.num_tokens
+        if self._cache is not None:
+            self._cache.begin(seq, len(full_blocks))
+        copies = self._take_over(prefix, seq)
+        new = NewSequence(
+            request.id,
+            request.sampling,
+            request.seed,
+            request.capacity_tokens,
+            tuple(room),
+            placement.spread,
+            prefix.num_tokens,
+            full_blocks + tuple(target for _, target in copies),
+            prefix.seen_token_ids(request),
+        )
+        return Begun(seq, new, copies)
+
+    def _placed(self, request: Request) -> tuple[Placement, Prefix]:
+        """A request's placement, and the prefix that it begins with.
+
+        There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
+        depend on who has computed it.
+        """
+        placement = self._place(request, self._start(request))
+        if self._prefixes is None:
+            return placement, NO_PREFIX
+        block_tokens = self._config.block_tokens
+        # One token is left, because its logits are wanted.
+        prefix = self._prefixes.find(request).cut(len(request.prompt_token_ids) - 1, block_tokens)
+        if not prefix.blocks:
+            return placement, NO_PREFIX
+        continued = Continued(placement, tuple(block.owner for block in prefix.blocks))
+        most_blocks = min(self._config.num_blocks, -(-self._config.longest_local_tokens // block_tokens))
+        if max(self._blocks_needed(continued, request.capacity_tokens - 1)) > most_blocks:
+            return placement, NO_PREFIX
+        # Merges add up in the order of the ranks, and only what is local may be anywhere.
+        alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
+        if self._config.batch_invariant and not continued.follows(alone):
+            return placement, NO_PREFIX
+        return continued, prefix
+
+    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, Block], ...]:
+        """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
+        copied."""
+        full_blocks = prefix.full_blocks(self._config.block_tokens)
+        rest = prefix.blocks[len(full_blocks) :]
+        for block in rest:
+            self._pool.borrow(block)
+        self._pool.begin(seq, full_blocks)
+        seq.length = prefix.num_tokens
+        return tuple(zip(rest, self._pool.take_needed(seq), strict=True))
+
+    def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
+        """Blocks on each KVP rank for the first tokens of a request."""
+        lengths = (placement.local_length(rank, tokens) for rank in range(self._config.kvp))
+        return [-(-length // self._config.block_tokens) for length in lengths]
+
+    def _place(self, request: Request, start: int) -> Placement:
+        return self._config.place(request.given_tokens, request.capacity_tokens, start)
+
+    def _start(self, request: Request) -> int:
+        """The KVP rank with the most free blocks, so that short requests and the ends of long ones spread over the
+        ranks."""
+        name = self._config.placement_of(request.given_tokens, request.capacity_tokens)
+        return 0 if self._config.batch_invariant and name != "local" else self._pool.roomiest()

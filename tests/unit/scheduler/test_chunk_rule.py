@@ -1,0 +1,101 @@
+"""How many prompt tokens a step computes."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.perf.step_cost import StepCost
+from longhelix.presets import load_model, load_system
+from longhelix.request import Work
+from longhelix.scheduler.chunk_rule import AdaptiveChunks
+from longhelix.scheduler.corrected_cost import CorrectedCost
+
+pytestmark = pytest.mark.unit
+
+DECODES = Work.decode(8, 1000)
+COST = StepCost(Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16"), Layout(kvp=1, tpa=8))
+TARGET_S = 0.02
+
+
+def prompt(left, length=0, home=None):
+    return SimpleNamespace(prompt_left=left, length=length, home=home)
+
+
+def work(prompts, sizes, beside):
+    for one, size in zip(prompts, sizes, strict=True):
+        if size:
+            chunk = Work.chunk(size, one.length)
+            beside += chunk._replace(sampled_rows=int(size == one.prompt_left))
+    return beside
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.builds(prompt, st.integers(1, 20_000), st.integers(0, 2_000_000), st.sampled_from([None, 0, 1])),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([Work(), DECODES, Work.decode(100, 100_000)]),
+    st.floats(1e-4, 0.2),
+)
+def test_a_step_fits_its_target_and_one_with_an_eighth_more_does_not(prompts, beside, target_s):
+    sizes = AdaptiveChunks(COST, 2048).sizes(prompts, beside, target_s)
+    assert all(0 <= size <= one.prompt_left for one, size in zip(prompts, sizes, strict=True))
+    total, left = sum(sizes), sum(one.prompt_left for one in prompts)
+    assert min(16, left) <= total <= min(2048, left)
+    target_s *= 1 if beside.decode_rows else 4
+    if total > 16:
+        assert COST.seconds(work(prompts, sizes, beside)) <= target_s
+    if total < min(2048, left) and len(prompts) == 1:
+        more = min(total + max(16, total // 8), left)
+        assert COST.seconds(work(prompts, [more], beside)) > target_s
+
+
+def test_chunks_shrink_as_the_prefix_grows():
+    prefixes = [0, 100_000, 500_000, 1_000_000, 4_000_000]
+    sizes = [AdaptiveChunks(COST, 2048).sizes([prompt(10**6, at)], DECODES, TARGET_S)[0] for at in prefixes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 8 * sizes[-1] > 0
+
+
+def test_prompts_get_on_where_decodes_alone_take_too_long():
+    assert AdaptiveChunks(COST, 2048).sizes([prompt(500, 10)], Work.decode(1000, 100_000), 1e-6) == [16]
+    assert AdaptiveChunks(COST, 2048).sizes([prompt(3, 10)], DECODES, 1e-6) == [3]
+
+
+def test_of_a_ranks_prompts_one_at_the_most_is_left_in_the_middle():
+    prompts = [prompt(300), prompt(10**6), prompt(400), prompt(10**6)]
+    sizes = AdaptiveChunks(COST, 2048).sizes(prompts, DECODES, TARGET_S)
+    assert sizes[0] == 300
+    assert 0 < sizes[1] < 10**6
+    assert sizes[2:] == [0, 0]
+
+
+class Constant:
+    def __init__(self, taken_s):
+        self.taken_s = taken_s
+
+    def seconds(self, work):
+        return self.taken_s
+
+
+def test_a_cost_follows_what_steps_take_slowly_and_within_bounds():
+    cost = CorrectedCost(Constant(0.1))
+    cost.observe(DECODES, 0.2)
+    assert cost.seconds(DECODES) == pytest.approx(0.105)
+    for _ in range(200):
+        cost.observe(DECODES, 0.2)
+    assert cost.seconds(DECODES) == pytest.approx(0.2, rel=1e-3)
+    assert cost.seconds(Work.chunk(10, 0)) == 0.1  # of another kind
+    for _ in range(400):
+        cost.observe(Work.chunk(10, 0), 3.0)
+    assert cost.chunk_factor == pytest.approx(4.0, rel=1e-3)
+    before = cost.decode_factor
+    for odd_s in (0.0, 5.0):  # not measured; a machine that stood still
+        cost.observe(DECODES, odd_s)
+    assert cost.decode_factor == before

@@ -1,0 +1,204 @@
+"""Which request goes first: Medha's example, the order of each policy, and that none waits forever."""
+
+from array import array
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longhelix.errors import UserError
+from longhelix.request import Request, SampledToken, SamplingParams, ServiceLevel, StepResult, Work
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.policy import POLICIES, make_policy
+from longhelix.scheduler.scheduler import Scheduler
+
+pytestmark = pytest.mark.unit
+
+TOKEN_S = 1e-3
+
+
+class ByRow:
+    """Each row takes a millisecond, and each step of decodes a tenth of one."""
+
+    def seconds(self, work: Work) -> float:
+        return TOKEN_S * work.chunk_rows + 0.1 * TOKEN_S * work.decode_rows + 1e-6
+
+
+class Clock:
+    """A runner whose steps take what they are predicted to take, and the clock that they move."""
+
+    def __init__(self, cost=None):
+        self.now_s = 0.0
+        self.cost = cost or ByRow()
+        self.results = deque()
+        self.steps = []
+
+    def submit(self, step):
+        self.steps.append((self.now_s, step))
+        self.now_s += self.cost.seconds(step.work)
+        sampled = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
+        self.results.append(StepResult(step.id, sampled, step.work.rows, 0, taken_s=self.cost.seconds(step.work)))
+
+    def collect(self, timeout_s):
+        return self.results.popleft()
+
+
+def request(id, tokens, arrival_s=0.0, new_tokens=1, **service):
+    sampling = SamplingParams(max_new_tokens=new_tokens)
+    prompt = array("i", [id] * tokens)
+    return Request(id, prompt, sampling, frozenset(), 0, arrival_s, ServiceLevel(**service))
+
+
+def config(**more):
+    return SchedulerConfig(
+        **{"kvp": 1, "num_blocks": 10_000, "max_model_len": 100_000, "chunk_tokens": 100, "max_running": 1000} | more
+    )
+
+
+def served(requests, **more):
+    """When each request had its first token, and the order in which they got it."""
+    clock = Clock()
+    loop = Loop(Scheduler(config(**more), clock.cost), clock, lambda: clock.now_s)
+    left, first_s = sorted(requests, key=lambda one: one.arrival_s), {}
+    while left or loop.has_work:
+        while left and left[0].arrival_s <= clock.now_s:
+            loop.add(left.pop(0))
+        if not loop.has_work:
+            clock.now_s = left[0].arrival_s
+            continue
+        stepped = loop.step()
+        for event in () if stepped is None else stepped[1]:
+            first_s.setdefault(event.request_id, clock.now_s)
+    return first_s
+
+
+def test_medhas_example():
+    """A long prefill of 10 s, due after 16; short ones of 0.5 s, due after 1 s, come from 5 s on."""
+    long = request(0, 10_000, ttft_slo_s=16)
+    shorts = [request(1 + index, 500, arrival_s=5 + 2 * index, ttft_slo_s=1) for index in range(5)]
+    found = {policy: served([long, *shorts], policy=policy) for policy in POLICIES}
+    late = {
+        policy: [one.id for one in [long, *shorts] if first_s[one.id] > one.arrival_s + one.service.ttft_slo_s + 1e-3]
+        for policy, first_s in found.items()
+    }
+    # The shorts that come while the long one runs wait for it; and those that come after it for them.
+    assert late["fcfs"] == [1, 2, 3]
+    assert late["lars"] == late["edf"] == late["srpt"] == []
+    # The long one gives way only when a short one has less to spare than its own 0.6 prefills: 0.2 s after it came.
+    assert found["lars"][1] == pytest.approx(5 + 0.2 + 0.5, abs=0.11)
+    assert found["edf"][1] == found["srpt"][1] == pytest.approx(5.5, abs=0.11)
+
+
+def test_under_load_lars_shares_the_lateness_where_edf_makes_a_convoy():
+    """Nearly as many shorts as the machine can compute beside a long one: it is late whatever is done. Once it is,
+    edf lets all that come wait for it."""
+    long = request(0, 10_000, ttft_slo_s=16)
+    shorts = [request(1 + index, 500, arrival_s=0.55 * index, ttft_slo_s=1) for index in range(60)]
+    found = {policy: served([long, *shorts], policy=policy) for policy in POLICIES}
+    wait_s = {policy: max(first_s[one.id] - one.arrival_s for one in shorts) for policy, first_s in found.items()}
+    assert wait_s["fcfs"] > wait_s["edf"] > 9
+    assert wait_s["srpt"] < wait_s["lars"] < 2.5
+    assert found["edf"][0] < found["lars"][0] <= 10 + 60 * 0.5 + 0.1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_of_equals_goes_first(policy):
+    first_s = served([request(index, 100) for index in range(5)], policy=policy)
+    assert sorted(first_s, key=first_s.get) == list(range(5))
+
+
+def test_a_higher_priority_goes_first_under_every_policy():
+    for policy in POLICIES:
+        first_s = served([request(0, 300), request(1, 300, priority=-1), request(2, 300, priority=1)], policy=policy)
+        assert sorted(first_s, key=first_s.get) == [2, 0, 1]
+
+
+def test_a_request_without_a_deadline_is_due_after_twice_its_prefill_or_a_second():
+    scheduler = Scheduler(config(policy="lars"), ByRow())
+    for asked, due_s in (
+        (request(0, 100, 3.0), 4.0),
+        (request(1, 5000, 3.0), 13.0),
+        (request(2, 50, 3.0, ttft_slo_s=9), 12.0),
+    ):
+        assert scheduler._job(asked).deadline_s == pytest.approx(due_s, rel=1e-4)
+    scaled = Scheduler(config(policy="lars", slo_scale=4.0), ByRow())
+    assert scaled._job(request(0, 5000)).deadline_s == pytest.approx(20, rel=1e-4)
+
+
+@st.composite
+def floods(draw):
+    """A request among others that never stop coming, as much work as the machine can do."""
+    tokens, gap = draw(st.integers(1, 400)), draw(st.floats(1.0, 1.5))
+    return draw(st.integers(1, 3000)), tokens, tokens * TOKEN_S * gap + 1e-3, draw(st.sampled_from(["", "other"]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    flood=floods(), policy=st.sampled_from(POLICIES), adaptive=st.booleans(), max_running=st.sampled_from([1, 3, 1000])
+)
+def test_no_request_waits_forever(flood, policy, adaptive, max_running):
+    """Whatever comes after it, it has its first token once the others have had ten times its deadline."""
+    tokens, other_tokens, gap_s, client = flood
+    one = request(0, tokens, arrival_s=0.001)
+    due_s = max(1.0, 2 * tokens * TOKEN_S)
+    count = int(30 * due_s / gap_s) + 1
+    others = [
+        request(1 + index, other_tokens, arrival_s=index * gap_s, client=client) for index in range(min(count, 3000))
+    ]
+    first_s = served([one, *others], policy=policy, adaptive=adaptive, max_running=max_running)
+    assert len(first_s) == 1 + len(others)
+    if count <= 3000:
+        assert first_s[0] < 25 * due_s
+
+
+def test_clients_share_the_prefill_and_none_decides_anothers_wait():
+    """One client's long prompts beside another's short ones: by deadline alone these would wait behind them."""
+    long = [request(index, 20_000, client="long", ttft_slo_s=0.5) for index in range(3)]
+    short = [request(10 + index, 100, arrival_s=1.0 + index, client="short", ttft_slo_s=60) for index in range(20)]
+    apart = served([*long, *short], policy="edf")
+    waits_s = [apart[one.id] - one.arrival_s for one in short]
+    assert max(waits_s) < 0.45
+    as_one = [request(index, 20_000, ttft_slo_s=0.5) for index in range(3)]
+    together = served([*as_one, *(request(one.id, 100, one.arrival_s, ttft_slo_s=60) for one in short)], policy="edf")
+    assert max(together[one.id] - one.arrival_s for one in short) > 30
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_clients_that_compete_have_their_weights_of_the_prefill(weight):
+    prompts = [request(index, 500, client="ab"[index % 2]) for index in range(80)]
+    first_s = served(prompts, policy="fcfs", client_weights={"a": weight})
+    half_s = 20.0  # when half of all is computed
+    a, b = (sum(first_s[one.id] <= half_s for one in prompts if one.service.client == client) for client in "ab")
+    assert a / b == pytest.approx(weight, rel=0.15)
+
+
+def test_who_comes_back_has_saved_no_share():
+    a = [request(index, 500, client="a") for index in range(40)]
+    b = [request(100 + index, 500, arrival_s=15.0, client="b") for index in range(40)]
+    first_s = served([*a, *b])
+    done = [sum(first_s[one.id] <= 25.0 for one in one_client) for one_client in (a, b)]
+    assert done[1] == pytest.approx(10, abs=1)  # half of what was computed since it came
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="'random' is not known: use one of fcfs, edf, srpt, lars"):
+        make_policy("random")
+    with pytest.raises(UserError, match="use one of fcfs, edf, srpt, lars"):
+        config(policy="random")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), "1", True])
+def test_an_slo_that_is_no_time_is_refused(wrong):
+    for name in ("ttft_slo_s", "tbt_slo_s"):
+        with pytest.raises(UserError, match="set it to a number of seconds above 0"):
+            ServiceLevel(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong"), [("slo_scale", 0), ("tbt_target_s", 0), ("client_weights", {"a": 0}), ("prefix_cache", 1)]
+)
+def test_settings_out_of_range_are_refused(setting, wrong):
+    with pytest.raises(UserError, match="set it to"):
+        config(**{setting: wrong})

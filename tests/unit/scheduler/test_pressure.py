@@ -1,0 +1,251 @@
+"""Memory pressure, the prefix cache and adaptive chunks together: any schedule gives each request its own tokens."""
+
+from array import array
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_scheduler import VOCAB, Engine, FakeRunner, expected_output
+
+from longhelix.kv.placement import PLACEMENTS
+from longhelix.request import Request, SamplingParams, ServiceLevel, Work
+from longhelix.scheduler.admission import MOST_PREEMPTIONS
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.scheduler import Scheduler
+
+pytestmark = pytest.mark.unit
+
+LONG = [(7 * index + index // 9) % VOCAB for index in range(100)]
+
+
+class ByWork:
+    """Rows and pairs of rows and keys take time."""
+
+    def seconds(self, work: Work) -> float:
+        return 1e-3 + 1e-4 * work.rows + 1e-6 * (work.chunk_pairs + work.decode_kv_tokens)
+
+
+class Pressed(Engine):
+    """An engine with a cost, over a clock that the test moves."""
+
+    def __init__(self, config, depth=1):
+        self.scheduler = Scheduler(config, ByWork())
+        self.runner = FakeRunner(config, in_turn=False)
+        self.now_s = 0.0
+        self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
+        self.outcomes = {}
+        self.num_sampled = 0
+        self.usages = {}
+
+    def step(self):
+        self.now_s += 0.01
+        stepped = self.loop.step()
+        if stepped is None:
+            return
+        for event in stepped[1]:
+            outcome = self.outcomes[event.request_id]
+            assert outcome.finish_reason is None
+            if event.sampled is not None:
+                outcome.token_ids.append(event.sampled.token_id)
+            if event.finish_reason is not None:
+                outcome.finish_reason = event.finish_reason
+                self.usages[event.request_id] = event.usage
+
+    def drain(self):
+        for _ in range(20_000):
+            if not self.loop.has_work:
+                break
+            self.step()
+        assert not self.loop.has_work, "requests wait for each other, or again and again"
+        self.assert_nothing_is_left()
+        return self.outcomes
+
+
+def config(**more):
+    return SchedulerConfig(
+        **{"kvp": 2, "num_blocks": 12, "max_model_len": 100, "block_tokens": 4, "prefix_cache": True} | more
+    )
+
+
+def request(id, tokens, new_tokens, stop=(), arrival_s=0.0, **service):
+    params = SamplingParams(max_new_tokens=new_tokens)
+    return Request(id, array("i", tokens), params, frozenset(stop), 0, arrival_s, ServiceLevel(**service))
+
+
+def check_blocks(scheduler):
+    """On every rank: free, held and cached ones are all there are, and holders are counted."""
+    for rank, allocator in enumerate(scheduler.pool.allocators):
+        held = Counter(block for seq in scheduler._running.values() for block in seq.block_ids[rank])
+        assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
+        assert held.keys().isdisjoint(allocator._cached)
+        assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
+        assert allocator.reserved == sum(seq.promised[rank] for seq in scheduler._running.values())
+        assert allocator.available >= 0
+    assert sorted(scheduler.pool.index.values(), key=lambda block: (block.owner, block.id)) == sorted(
+        scheduler.pool.allocators[0].index.values(), key=lambda block: (block.owner, block.id)
+    )
+    named = sum(len(allocator._hashes) for allocator in scheduler.pool.allocators)
+    assert len(scheduler.pool.index) == named
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, end early and run, in any order, under any policy and placement, in a pool that is short."""
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        draw = data.draw
+        block_tokens, kvp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+        made = SchedulerConfig(
+            kvp=kvp,
+            num_blocks=1,
+            max_model_len=64,
+            block_tokens=block_tokens,
+            chunk_tokens=draw(st.sampled_from([1, 7, 16, 10_000])),
+            max_running=draw(st.integers(1, 6)),
+            placement=draw(st.sampled_from((*PLACEMENTS, "auto"))),
+            growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
+            kvp_threshold_tokens=draw(st.integers(0, 50)),
+            batch_invariant=draw(st.booleans()),
+            policy=draw(st.sampled_from(POLICIES)),
+            adaptive=draw(st.booleans()),
+            tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
+            prefix_cache=draw(st.booleans()),
+        )
+        least = -(-made.longest_local_tokens // block_tokens)
+        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(st.integers(0, 8))})
+        self.engine = Pressed(made, draw(st.integers(1, 3)))
+        self.asked = []
+
+    @precondition(lambda self: len(self.asked) < 12)
+    @rule(data=st.data(), copies=st.integers(1, 3))
+    def add(self, data, copies):
+        draw = data.draw
+        tokens = LONG[: draw(st.integers(1, 40))] + draw(st.lists(st.integers(0, 2), max_size=4))
+        new_tokens = draw(st.integers(1, 64 - len(tokens)))
+        stop = draw(st.sets(st.integers(0, VOCAB - 1), max_size=1))
+        service = {
+            "ttft_slo_s": draw(st.sampled_from([None, 0.01, 1.0])),
+            "tbt_slo_s": draw(st.sampled_from([None, 0.002])),
+            "priority": draw(st.integers(0, 1)),
+            "client": draw(st.sampled_from(["", "a"])),
+            "cache_salt": draw(st.sampled_from(["", "salt"])),
+        }
+        for _ in range(copies):
+            one = request(len(self.asked), tokens, new_tokens, stop, self.engine.now_s, **service)
+            self.asked.append(one)
+            self.engine.add(one)
+
+    @precondition(lambda self: self.engine.loop.has_work)
+    @rule(count=st.integers(1, 12))
+    def run(self, count):
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.engine.abort(data.draw(st.sampled_from(self.asked)).id)
+
+    @invariant()
+    def blocks_add_up(self):
+        if hasattr(self, "engine"):
+            check_blocks(self.engine.scheduler)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        outcomes = self.engine.drain()
+        for one in self.asked:
+            outcome, expected = outcomes[one.id], expected_output(one)
+            ended_early = outcome.finish_reason == "abort"
+            assert outcome.token_ids == (expected[: len(outcome.token_ids)] if ended_early else expected)
+        assert all(usage.preemptions <= MOST_PREEMPTIONS for usage in self.engine.usages.values())
+        self.engine.scheduler.pool.forget()
+        assert not self.engine.scheduler.pool.index
+        assert all(not allocator._more_holders for allocator in self.engine.scheduler.pool.allocators)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+
+
+def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():
+    """Eight short prompts whose answers could take three pools end after a few tokens: all run at once."""
+    engine = Pressed(config(num_blocks=24, prefix_cache=False))
+    asked = [request(id, [id] * 8, 64) for id in range(8)]
+    ends = [expected_output(one)[2] for one in asked]
+    asked = [request(id, [id] * 8, 64, stop=[end]) for id, end in enumerate(ends)]
+    engine.add(*asked)
+    engine.step()
+    assert len(engine.runner.replicas) == 8
+    outcomes = engine.drain()
+    assert all(outcomes[one.id].token_ids == expected_output(one) for one in asked)
+    assert not any(usage.preemptions for usage in engine.usages.values())
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_request_that_loses_least_is_preempted_and_ends_with_its_own_tokens(depth, prefix_cache):
+    engine = Pressed(config(kvp=1, num_blocks=16, prefix_cache=prefix_cache), depth)
+    long, short = request(0, LONG[:40], 20), request(1, LONG[50:60], 30)
+    engine.add(long, short)
+    outcomes = engine.drain()
+    assert [outcomes[one.id].token_ids for one in (long, short)] == [expected_output(one) for one in (long, short)]
+    assert engine.usages[0].preemptions == 0
+    assert engine.usages[1].preemptions == 1
+    again = [step.new for step in engine.runner.steps if any(new.id == 1 for new in step.new)]
+    assert len(again) == 2
+    assert engine.usages[1].recomputed_tokens + again[1][0].cached_tokens >= 16
+    assert (again[1][0].cached_tokens > 0) == prefix_cache
+
+
+def test_a_request_is_preempted_twice_at_most():
+    """Growing ones that push each other out: the third time one runs with all that it may ever need."""
+    engine = Pressed(config(kvp=1, num_blocks=16, max_running=8, prefix_cache=False))
+    asked = [request(id, LONG[id : id + 8], 50) for id in range(6)]
+    engine.add(*asked)
+    outcomes = engine.drain()
+    assert all(outcomes[one.id].token_ids == expected_output(one) for one in asked)
+    preemptions = [engine.usages[one.id].preemptions for one in asked]
+    assert max(preemptions) == MOST_PREEMPTIONS
+
+
+def test_a_prompt_begins_only_where_all_of_it_has_room():
+    """Chunk by chunk it would take what is left, and lose it again to those that grow."""
+    engine = Pressed(config(kvp=1, num_blocks=12, chunk_tokens=4, prefix_cache=False))
+    engine.add(request(0, LONG[:20], 20))
+    engine.step()
+    engine.add(request(1, LONG[40:75], 2))
+    while 0 in engine.runner.replicas and engine.outcomes[0].finish_reason is None:
+        assert 1 not in engine.runner.replicas
+        engine.step()
+    engine.drain()
+    assert engine.usages[1].preemptions == 0
+
+
+def test_a_preempted_request_can_be_aborted_before_its_last_token_is_back():
+    engine = Pressed(config(kvp=1, num_blocks=16, prefix_cache=False), depth=3)
+    engine.add(request(0, LONG[:40], 20), request(1, LONG[50:60], 30))
+    while 1 not in engine.scheduler._preempted:
+        engine.step()
+    usage = engine.loop.abort(1)
+    assert usage.kv_tokens_per_rank == (0,)
+    engine.outcomes[1].finish_reason = "abort"
+    engine.drain()
+
+
+def test_what_fits_may_pass_what_does_not_but_not_forever():
+    """A prompt for most of the pool waits beside small ones that never stop coming."""
+    engine = Pressed(config(kvp=1, num_blocks=16, policy="srpt", prefix_cache=False))
+    engine.add(*(request(id, [id % VOCAB] * 8, 9) for id in range(3)), request(3, LONG[:50], 2))
+    passed = 0
+    for id in range(4, 400):
+        engine.add(request(id, [id % VOCAB] * 8, 9, arrival_s=engine.now_s))
+        engine.step()
+        passed += 3 not in engine.runner.new
+    assert 8 < passed < 120
+    engine.drain()
