@@ -102,7 +102,7 @@ class BlockPool:
             self.allocators[block.owner].share([block.id])
 
     def unshare(self, blocks: Items[Block]) -> None:
-        """Take a holder from blocks, which are in position order."""
+        """Take a holder from blocks, each once, in position order."""
         for rank, allocator in enumerate(self.allocators):
             allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
 
@@ -113,7 +113,8 @@ class BlockPool:
 
     def give_back(self) -> None:
         """What was borrowed."""
-        self.unshare(self._borrowed)
+        for block in self._borrowed:  # one may have been borrowed more than once
+            self.unshare([block])
         self._borrowed.clear()
 
     def forget(self) -> None:
