@@ -135,16 +135,25 @@ def _name(name: str, value: object) -> str:
 ANY_SERVICE = ServiceLevel()
 
 
+class TokenIds(Protocol):
+    """Token ids of which slices are taken, int32: an array, or what makes them when it is asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> "array[int]": ...
+
+    def __add__(self, more: "array[int]", /) -> "TokenIds": ...
+
+
 @dataclass(frozen=True)
 class Request:
-    """One prompt on its way, of int32 token ids. `seed` is resolved (sampling.seed, or drawn at admission); times in
-    seconds.
+    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds.
 
     num_generated: of the prompt's last tokens, those that the request itself has generated, before it was preempted.
     """
 
     id: int
-    prompt_token_ids: "array[int]"
+    prompt_token_ids: TokenIds
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     seed: int
@@ -165,7 +174,7 @@ class Request:
     def resumed(self, generated: "array[int]") -> "Request":
         """The request that goes on after `generated`, more of its tokens than it began with."""
         left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(generated))
-        tokens = self.prompt_token_ids[:] + generated
+        tokens = self.prompt_token_ids + generated
         return replace(self, prompt_token_ids=tokens, sampling=left, num_generated=self.num_generated + len(generated))
 
 

@@ -86,7 +86,7 @@ def test_a_trace_is_written_beside_the_answer(capfd, oracle, tmp_path):
     assert "recorded" in err
     assert {event["pid"] for event in json.loads((tmp_path / "t.json").read_text())} == {0, 1}
     words = refusal(capfd, *generate(oracle.path, "--trace", tmp_path))
-    assert "choose another --trace file" in words
+    assert "choose another file for the trace" in words
 
 
 def test_text_streams_to_stdout_and_the_table_to_stderr(capfd, oracle):

@@ -24,6 +24,7 @@ app.command("longhelix.cli.chat.verb:chat", name="chat", help="Talk with a model
 app.command("longhelix.cli.context:app", name="context", help="Keep the KV of long prompts: save, list, load, rm.")
 app.command("longhelix.cli.plan:plan", name="plan", help="Search layouts: frontier, best layout, reasons.")
 app.command("longhelix.cli.estimate:estimate", name="estimate", help="Take one configuration's step apart.")
+app.command("longhelix.cli.simulate:simulate", name="simulate", help="Serve a trace of requests on a predicted clock.")
 app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
 app.command("longhelix.cli.calibrate:calibrate", name="calibrate", help="Measure this machine for estimate and plan.")
 app.command("longhelix.cli.figures:figures", name="figures", help="Draw the papers' figures, published and modelled.")

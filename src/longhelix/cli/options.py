@@ -62,11 +62,22 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
 
 _OBJECTS = {"rope_scaling": '{"rope_type": "linear", "factor": 2}', "client_weights": '{"batch": 0.5}'}
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
+_SIMULATED = (
+    "max_running",
+    "block_tokens",
+    "kvp_threshold_tokens",
+    "growth_limit_tokens",
+    "tbt_target_s",
+    "slo_scale",
+    "client_weights",
+    "prefix_cache",
+)
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
 ContextsFlags = _flags(
     "ContextsFlags", (setting for setting in fields(EngineOptions) if setting.name == "contexts_dir")
 )
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
+SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOptions) if setting.name in _SIMULATED))
 
 
 def given(flags: Any) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from longhelix.cli.planning import PlannedModel, stdout
+from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
-from longhelix.errors import UserError
 from longhelix.plan import report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
@@ -54,7 +53,7 @@ def plan(
     start_s = time.perf_counter()
     question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus)
     if out is not None:
-        _make(out)
+        make_folder(out)
     found = answer(question)
     others = neighbours(question, found.best) if found.best else []
     rejected = rejections(question, found.sweep)
@@ -82,13 +81,6 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
     for line in (report.headline(found), report.sentence(found)):
         if line:
             console.print(line, highlight=False)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -39,6 +40,13 @@ class PlannedModel:
 
 def stdout() -> Console:
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
 
 
 def parse_layout(text: str) -> tuple[Layout, bool, bool]:

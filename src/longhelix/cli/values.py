@@ -14,8 +14,11 @@ _TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def size(type_: Any, tokens: tuple[Token, ...]) -> int:
-    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary."""
-    text = tokens[0].value
+    return parse_size(tokens[0].value)
+
+
+def parse_size(text: str) -> int:
+    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary. Raises ValueError for others."""
     # Exact, which floats are not above 2**53; more digits than these are no size that anything here could have.
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)((?:[kKmMgG]i?)?)", text)
     number = Fraction(match[1]) * _SIZE_UNITS[match[2].lower()] if match else None

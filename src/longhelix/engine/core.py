@@ -14,18 +14,15 @@ from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
 from longhelix.errors import EngineError, UserError
 from longhelix.models.rope import inverse_frequencies
-from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, Step, StepResult
+from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.held_prefix import HeldPrefix
-from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 from longhelix.workers.transport import LoadBlocks, SaveBlocks
-
-# Ranks begin the next step while this process takes the tokens of the last one.
-_STEPS_IN_FLIGHT = 2
 
 
 @dataclass
@@ -71,7 +68,7 @@ class TokenCore:
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         self._scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
-        self._loop = Loop(self._scheduler, self._pool, time.monotonic, _STEPS_IN_FLIGHT, leads=_is_short)
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -209,12 +206,6 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
     if rope.kind not in ("dynamic", "longrope"):
         return lambda request: b""
     return lambda request: repr(inverse_frequencies(rope, size, request.capacity_tokens)).encode()
-
-
-def _is_short(step: Step) -> bool:
-    """Whether the next step may be sent before it ends. Beside chunks of prompts the time between steps is nothing, and
-    requests that come meanwhile would wait for two such steps."""
-    return not step.chunks
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:

@@ -50,7 +50,7 @@ def resolve(
     if device == "cpu":
         _check_cores(layout, cores)
     system = machine(device)
-    scheduler = _scheduler(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
+    scheduler = scheduler_config(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
         affordable_blocks(spec, layout, dtype, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
@@ -127,8 +127,9 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
 
 
-def _scheduler(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
-    """The scheduler's settings, except for the size of its pools."""
+def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
+    """The scheduler's settings, except for the size of its pools. `setting`: by which short requests are told from
+    long ones."""
     threshold_tokens = options.kvp_threshold_tokens
     placement = options.placement or ("striped" if threshold_tokens is None else "auto")
     if placement == "auto" and threshold_tokens is None:

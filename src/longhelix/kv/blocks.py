@@ -81,6 +81,24 @@ class BlockAllocator:
         assert self.available > 0
         return self._take()
 
+    def take_many(self, count: int, reserved: int) -> "array[int]":
+        """Hand out blocks, of which `reserved` are promised ones."""
+        assert reserved <= self.reserved
+        assert count - reserved <= self.available
+        self.reserved -= reserved
+        ids = array("q")
+        while len(ids) < count and self._num_free:
+            free = self._free[-1]
+            taken = free.ids[free.taken : free.taken + count - len(ids)]
+            ids.extend(taken)
+            free.taken += len(taken)
+            self._num_free -= len(taken)
+            if free.taken == len(free.ids):
+                self._free.pop()
+        while len(ids) < count:
+            ids.append(self._take())
+        return ids
+
     def _take(self) -> int:
         if not self._num_free:
             block_id, _ = self._cached.popitem(last=False)

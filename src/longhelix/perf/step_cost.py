@@ -11,11 +11,11 @@ from longhelix.request import Work
 class StepCost:
     """`step_seconds` of one layout for plain numbers, in microseconds; a `Cost`, without state.
 
-    Its steps attend in as many parts as they say.
+    Its steps attend in as many parts as they say. local: every request has its KV on one rank, evenly many on each.
     """
 
-    def __init__(self, setting: Setting, layout: Layout) -> None:
-        layouts = Layouts.of([layout], hop_b=False)
+    def __init__(self, setting: Setting, layout: Layout, *, local: bool = False) -> None:
+        layouts = Layouts.of([layout], local=local, hop_b=False)
         self._seconds = scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), Work._fields)
 
     def seconds(self, work: Work) -> float:

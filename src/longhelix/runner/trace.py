@@ -34,7 +34,7 @@ class TraceFile:
         try:
             self._file = path.open("w", encoding="utf-8")
         except (OSError, ValueError) as error:  # a name that no file can have is the latter
-            raise UserError(f"{str(path)!r} cannot be written ({error}): choose another --trace file") from error
+            raise UserError(f"{str(path)!r} cannot be written ({error}): choose another file for the trace") from error
         self._path = path
         self._file.write("[")
         self._separator = "\n"

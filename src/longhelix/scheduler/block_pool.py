@@ -80,9 +80,29 @@ class BlockPool:
         return block
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
-        """Those that the sequence needs at its length and does not have yet."""
-        needed = -(-seq.length // self._block_tokens)
-        return tuple(self.take(seq) for _ in range(seq.num_blocks, needed))
+        """Those that the sequence needs at its length and does not have yet, which may be many."""
+        owners, owner, next_owner = [], seq.last_owner, seq.placement.next_owner
+        for index in range(seq.num_blocks, -(-seq.length // self._block_tokens)):
+            owner = next_owner(owner, index)
+            owners.append(owner)
+        ids = {rank: iter(self._take_of(seq, rank, owners.count(rank))) for rank in set(owners)}
+        blocks = tuple([Block(owner, next(ids[owner])) for owner in owners])
+        seq.last_owner = owner
+        seq.num_blocks += len(blocks)
+        if self._names:
+            seq.unnamed.extend(blocks)
+        return blocks
+
+    def _take_of(self, seq: Sequence, rank: int, count: int) -> "array[int]":
+        """Ids of the sequence's next blocks on one rank."""
+        promised = min(count, seq.promised[rank])
+        seq.promised[rank] -= promised
+        ids = self.allocators[rank].take_many(count, promised)
+        block_ids = seq.block_ids[rank]
+        block_ids += ids
+        if len(block_ids) > seq.most_blocks:
+            seq.most_blocks = len(block_ids)
+        return ids
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""

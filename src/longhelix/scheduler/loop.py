@@ -8,6 +8,15 @@ from typing import Protocol
 from longhelix.request import Request, Step, StepResult
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 
+# Ranks begin the next step while the scheduler takes the tokens of the last one.
+STEPS_IN_FLIGHT = 2
+
+
+def is_short(step: Step) -> bool:
+    """Whether the next step may be sent before it ends. Beside chunks of prompts the time between steps is nothing, and
+    requests that come meanwhile would wait for two such steps."""
+    return not step.chunks
+
 
 class Runner(Protocol):
     """Computes steps. `collect` returns their results in the order of `submit`, or None if the next one takes longer

@@ -98,16 +98,19 @@ class PrefixCache:
 
     def named(self, seq: Sequence) -> Iterator[tuple[Block, bytes]]:
         """The blocks of a sequence that are full by now and have no hash yet, each with its hash."""
-        end = (seq.num_blocks - len(seq.unnamed) + 1) * self._block_tokens
-        known = seq.known_length
-        while end <= known and seq.unnamed:
-            seq.digest = _hash(seq.digest, seq.token_bytes(end - self._block_tokens, end))
+        start = (seq.num_blocks - len(seq.unnamed)) * self._block_tokens
+        full = min((seq.known_length - start) // self._block_tokens, len(seq.unnamed))
+        if full < 1:
+            return
+        token_bytes = memoryview(seq.token_bytes(start, start + full * self._block_tokens))
+        size = len(token_bytes) // full
+        for begin in range(0, len(token_bytes), size):
+            seq.digest = _hash(seq.digest, token_bytes[begin : begin + size])
             yield seq.unnamed.popleft(), seq.digest
-            end += self._block_tokens
 
     def _first(self, request: Request) -> bytes:
         return _hash(self._root(request), request.service.cache_salt.encode())
 
 
-def _hash(before: bytes, more: bytes) -> bytes:
+def _hash(before: bytes, more: bytes | memoryview) -> bytes:
     return hashlib.sha256(before + more).digest()

@@ -5,7 +5,7 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -103,6 +103,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._preempted or self._ended)
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """The admitted requests, to be read only."""
+        return self._running.values()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
@@ -279,21 +288,31 @@ class Scheduler:
         assert step.id == result.step_id
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
-        events = []
+        events, running = [], self._running
         for sampled in result.sampled:
-            seq = self._running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
-            if seq is not None:
-                events.append(self._append(seq, sampled))
+            seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
+            if seq is None:
+                continue
+            output, token_id = seq.output, sampled.token_id
+            output.append(token_id)
+            if len(output) == seq.next_look or token_id in seq.stop_token_ids or sampled.error:
+                events.append(self._look(seq, sampled))
+            else:
+                events.append(TokenEvent(seq.id, sampled))
         return events
 
-    def _append(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
-        seq.output.append(sampled.token_id)
+    def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
+        """The event of a token after which a block is full, or the request ends."""
+        num_output = len(seq.output)
+        seq.next_look = seq.max_output
+        if self._cache is not None:
+            unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
+            if not unfilled:
+                self.pool.name(self._cache.named(seq))
+            seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
-        num_output = len(seq.output)
-        if self._cache is not None and not (seq.num_prompt + num_output - 1) % self.config.block_tokens:
-            self.pool.name(self._cache.named(seq))
-        if sampled.token_id in seq.request.stop_token_ids:
+        if sampled.token_id in seq.stop_token_ids:
             return TokenEvent(seq.id, None, "stop", self.end(seq.id))
         if num_output == seq.max_output:
             return TokenEvent(seq.id, sampled, "length", self.end(seq.id))

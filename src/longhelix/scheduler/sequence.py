@@ -37,6 +37,7 @@ class Sequence:
     does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
+    next_look: after so many of them there is more to do than to pass one on.
     looked_at, due: rounds of `Decodes`, which alone uses them. begun_in, last_step: ids of the first step after its
     admission and of the last step before its preemption.
     """
@@ -51,7 +52,9 @@ class Sequence:
     num_prompt: int = field(init=False)
     num_rows: int = field(init=False)
     max_output: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
     output: "array[int]" = field(default_factory=lambda: array("i"))
+    next_look: int = 1
     length: int = 0
     num_blocks: int = 0
     most_blocks: int = 0  # on one rank
@@ -69,6 +72,7 @@ class Sequence:
         self.num_prompt = len(self.request.prompt_token_ids)
         self.num_rows = self.request.capacity_tokens - 1
         self.max_output = self.request.sampling.max_new_tokens
+        self.stop_token_ids = self.request.stop_token_ids
 
     @property
     def prompt_left(self) -> int:
@@ -86,7 +90,8 @@ class Sequence:
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Known tokens from `start` to `stop`, int32 in this machine's byte order."""
+        num_prompt = self.num_prompt
+        if start >= num_prompt:
+            return self.output[start - num_prompt : stop - num_prompt].tobytes()
         prompt = self.request.prompt_token_ids[start:stop].tobytes()
-        if stop <= self.num_prompt:
-            return prompt
-        return prompt + self.output[max(start - self.num_prompt, 0) : stop - self.num_prompt].tobytes()
+        return prompt if stop <= num_prompt else prompt + self.output[: stop - num_prompt].tobytes()

@@ -182,7 +182,7 @@ def test_events_of_a_kind_that_overlap_have_lanes_of_their_own(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be written .*choose another --trace file"):
+    with pytest.raises(UserError, match=r"cannot be written .*choose another file for the trace"):
         TraceFile(tmp_path / "missing" / "t.json")
 
 

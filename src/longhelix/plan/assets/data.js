@@ -1,10 +1,5 @@
 // What Python computed: choices in a document, and numbers, a matrix for each of its tables. Nothing is costed here.
 
-async function inflated(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
-}
-
 const plan = await (await inflated("document")).json();
 const numbers = new Float32Array(await (await inflated("numbers")).arrayBuffer());
 

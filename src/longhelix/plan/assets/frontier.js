@@ -73,10 +73,7 @@ function drawFrontier(table, lines, target, chosen) {
   if (chosen) traces.push(chosenTrace(chosen));
   const mark = traces.length ? targetMark(target, xaxis.range) : {};
   const layout = {
-    autosize: true, margin: { l: 10, r: 12, t: 8, b: 10 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("text") },
-    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("text") } },
+    ...plainLayout(),
     legend: { x: 0.015, y: 0.02, xanchor: "left", yanchor: "bottom", bgcolor: color("veil") },
     xaxis, yaxis, ...mark,
   };

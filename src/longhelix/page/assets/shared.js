@@ -1,4 +1,9 @@
-// Numbers and words as people read them.
+// What all pages share: data that Python packed, numbers and words as people read them, the looks of plots.
+
+async function inflated(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
 
 function digits(number, most = 3) {
   return number.toLocaleString("en", { maximumSignificantDigits: number >= 100 ? Math.max(most, 4) : most });
@@ -48,4 +53,13 @@ function element(name, attributes = {}, ...children) {
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function plainLayout() {
+  return {
+    autosize: true, margin: { l: 10, r: 12, t: 8, b: 10 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("text") },
+    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("text") } },
+  };
 }

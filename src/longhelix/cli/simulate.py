@@ -1,0 +1,220 @@
+"""`longhelix simulate`: requests over time, served by the engine's own loop and scheduler over a predicted runner."""
+
+import json as json_module
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.progress import Progress
+
+from longhelix.cli.options import SimulateFlags, given, stderr
+from longhelix.cli.planning import PlannedModel, make_folder, stdout
+from longhelix.cli.values import Flag, Size, parse_size, tied_layout
+from longhelix.cli.workload import WorkloadOptions
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import scheduler_config
+from longhelix.errors import UserError
+from longhelix.kv.placement import PLACEMENTS
+from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.policy import POLICIES
+from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
+from longhelix.simulate.capacity import Capacity, find_capacity
+from longhelix.simulate.chrome_trace import ChromeTrace
+from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.report import Run, Variant, as_json, table
+from longhelix.simulate.simulation import Observer, Outcome, Server
+from longhelix.simulate.simulation import simulate as simulate_workload
+from longhelix.values import one_of
+
+
+def simulate(
+    model: PlannedModel,
+    workload: WorkloadOptions = WorkloadOptions(),  # noqa: B008 - frozen
+    engine: SimulateFlags = SimulateFlags(),  # noqa: B008 - frozen
+    *,
+    kvp: int = 1,
+    tpa: int = 1,
+    tpf: int | None = None,
+    ep: int = 1,
+    pp: int = 1,
+    tied: Flag = False,
+    hop_b: bool = True,
+    policy: str = "fcfs",
+    chunk_tokens: str = "auto",
+    placement: str | None = None,
+    kv_cache_tokens: Annotated[Size | None, Parameter(show_default=False)] = None,
+    capacity: Flag = False,
+    out: Path | None = None,
+    chrome_trace: Path | None = None,
+    json: Flag = False,
+) -> None:
+    """Simulate serving: the engine's own loop and scheduler, with steps that take what the performance model says.
+
+    Parameters
+    ----------
+    kvp
+        GPUs that share each request's KV along the sequence.
+    tpa
+        GPUs that share its attention heads.
+    tpf
+        GPUs that share an FFN's columns. [default: kvp * tpa / ep]
+    ep
+        GPUs that share the experts.
+    pp
+        Pipeline stages.
+    tied
+        The FFN at TP = tpa, a copy on every KVP instance (Medha).
+    hop_b
+        Overlap the exchange with attention.
+    policy
+        Who goes next; several, with commas between them, are compared.
+    chunk_tokens
+        Prompt tokens that run in one step; auto: as many as it computes within the TBT target; several are compared.
+    placement
+        Which KVP rank takes a request's next KV block: striped, growing, local or auto; several are compared.
+        [default: striped; auto where a KVP threshold is set]
+    kv_cache_tokens
+        Tokens that the KV cache holds over all KVP ranks. [default: what memory leaves beside weights and one step]
+    capacity
+        Also find the highest rate at which 99% of the requests meet their service level.
+    out
+        A folder for simulation.json and simulation.html, a page that needs no network.
+    chrome_trace
+        Write every step and request from when to when, for chrome://tracing or ui.perfetto.dev; of one run.
+    json
+        Print one JSON object.
+    """
+    setting = model.setting()
+    layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
+    layout.check(setting.heads, setting.model.num_layers)
+    options = EngineOptions(**given(engine), kv_cache_tokens=kv_cache_tokens)
+    arrivals = workload.load()
+    placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
+    if options.kvp_threshold_tokens is not None and "auto" not in placement.split(","):
+        raise UserError("--kvp-threshold is of placement auto: leave it out, or set --placement auto")
+    variants = _variants(policy, chunk_tokens, placement)
+    if chrome_trace is not None and len(variants) > 1:
+        raise UserError(
+            f"--chrome-trace is of one run, but {len(variants)} are compared: leave it out, or compare none"
+        )
+    if out is not None:
+        make_folder(out)
+    servers = [_server(setting, layout, options, variant, hop_b) for variant in variants]
+    observer = None if chrome_trace is None else ChromeTrace(chrome_trace)
+    runs = [
+        _run(variant, server, arrivals, observer, capacity) for variant, server in zip(variants, servers, strict=True)
+    ]
+    if observer is not None:
+        observer.close()
+    _warn(runs)
+    if out is not None:
+        title = f"{model.model} on {setting.system.name}, {layout.world_size} GPUs"
+        _write(out, runs, title, f"{len(arrivals):,} requests, {rate_per_s(arrivals):.3g} in a second")
+    if json:
+        print(json_module.dumps(as_json(runs)))
+    else:
+        stdout().print(table(runs))
+
+
+def _write(folder: Path, runs: Sequence[Run], title: str, about: str) -> None:
+    """Plotly is loaded for the page alone."""
+    from longhelix.simulate.page import write_page
+
+    write_page(folder / "simulation.html", runs, title, about)
+    (folder / "simulation.json").write_text(json_module.dumps(as_json(runs), indent=1) + "\n")
+    print(f"wrote simulation.html and simulation.json to {folder}", file=sys.stderr)
+
+
+def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
+    """All combinations of what stands between commas."""
+    policies_known = [one_of("policy", name.strip(), POLICIES) for name in policies.split(",")]
+    sizes = [_chunk_tokens(text.strip()) for text in chunks.split(",")]
+    placements_known = [one_of("placement", name.strip(), (*PLACEMENTS, "auto")) for name in placements.split(",")]
+    return [Variant(*each) for each in product(policies_known, sizes, placements_known)]
+
+
+def _chunk_tokens(text: str) -> int | None:
+    """None: automatic."""
+    if text == "auto":
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"chunk_tokens: {error}") from error
+
+
+def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: Variant, hop_b: bool) -> Server:
+    options = replace(
+        options,
+        policy=variant.policy,
+        chunk_tokens="auto" if variant.chunk_tokens is None else variant.chunk_tokens,
+        placement=variant.placement,
+        kvp_threshold_tokens=options.kvp_threshold_tokens if variant.placement == "auto" else None,
+    )
+    config = scheduler_config(options, layout, MOST_TOKENS, setting)
+    held = num_blocks(
+        setting,
+        layout,
+        block_tokens=config.block_tokens,
+        rows=config.max_running + config.chunk_tokens,
+        asked_tokens=options.kv_cache_tokens,
+    )
+    return Server(setting, layout, replace(config, num_blocks=held), hop_b)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A workload whose progress is shown."""
+
+    workload: Workload
+    progress: Progress
+
+    def __len__(self) -> int:
+        return len(self.workload)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        task = self.progress.add_task("arrived", total=len(self.workload))
+        every = max(len(self.workload) // 200, 1)
+        for number, arrival in enumerate(self.workload):
+            if number % every == 0:
+                self.progress.update(task, completed=number)
+            yield arrival
+        self.progress.remove_task(task)
+
+
+def _run(variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool) -> Run:
+    with Progress(console=stderr, transient=True) as progress:
+
+        def simulated(requests: Workload, observer: Observer | None = None) -> Outcome:
+            return simulate_workload(server, _Watched(requests, progress), observer)
+
+        start_s = time.perf_counter()
+        outcome = simulated(workload, observer)
+        wall_s = time.perf_counter() - start_s
+        return Run(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
+
+
+def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> Capacity:
+    """Of the workload with its arrivals closer together, or farther apart."""
+    rate_rps = rate_per_s(workload)
+    if not rate_rps:
+        raise UserError("the capacity is of a rate, but all requests arrive at once: give some that arrive later")
+    return find_capacity(lambda rate: simulated(Sooner(workload, rate / rate_rps)).slo_attainment, rate_rps)
+
+
+def _warn(runs: Sequence[Run]) -> None:
+    """Say which requests were refused, and why, of the first run that refused any."""
+    refusing = next((run.outcome for run in runs if run.outcome.refused), None)
+    if refusing is not None:
+        warnings.warn(
+            f"{refusing.refused} of {refusing.requests} requests can never run; the first: {refusing.refusal}",
+            stacklevel=3,
+        )

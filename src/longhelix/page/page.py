@@ -1,0 +1,43 @@
+"""A page made of a folder of assets: its template, style and scripts, what they share with other pages, and data."""
+
+import base64
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from longhelix.errors import UserError
+
+_SHARED = Path(__file__).parent / "assets"
+
+
+def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, bytes]) -> None:
+    """Write the page of `assets`: page.html with page.css and `scripts`, plotly, and `data` by the names that the
+    template has for it, compressed.
+
+    Raises UserError where plotly is missing and where `path` cannot be written.
+    """
+    inserts = {
+        "style": "\n".join(_read(folder / "page.css") for folder in (_SHARED, assets)),
+        "plotly": _plotly(),
+        "scripts": "\n".join([_read(_SHARED / "shared.js"), *(_read(assets / name) for name in scripts)]),
+        **{name: base64.b64encode(zlib.compress(content)).decode() for name, content in data.items()},
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: inserts[place[1]], _read(assets / "page.html"))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): set --out to another folder") from error
+
+
+def _plotly() -> str:
+    """plotly.js, which plotly's package carries."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UserError("the page needs plotly: pip install 'longhelix[plan]'", "missing_dependency") from error
+    return str(get_plotlyjs())
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,39 @@
+"""A simulation as a file for chrome://tracing or ui.perfetto.dev, as the engine writes its traces."""
+
+from pathlib import Path
+
+from longhelix.runner.trace import TraceEvent, TraceFile
+from longhelix.simulate.ledger import Account
+from longhelix.simulate.runner import RanStep
+from longhelix.simulate.simulation import Observer
+
+_STEPS, _REQUESTS = 0, 1  # what the file has as processes
+
+
+class ChromeTrace(Observer):
+    """Every step with rows, and of every request how long it waited, had its prompt computed, and decoded. Close it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError if `path` cannot be written."""
+        self._file = TraceFile(path)
+
+    def ran(self, step: RanStep) -> None:
+        work = step.step.work
+        if work.rows:
+            details = {"decodes": work.decode_rows, "prompt tokens": work.chunk_rows, "parts": work.parts}
+            event = TraceEvent(f"step {step.step.id}", "steps", 1e6 * step.begin_s, 1e6 * step.end_s, details)
+            self._file.write(_STEPS, [event])
+
+    def ended(self, id: int, account: Account) -> None:
+        assert account.begin_s is not None
+        assert account.first_s is not None
+        assert account.end_s is not None
+        times_s = (account.arrival_s, account.begin_s, account.first_s, account.end_s)
+        events = [
+            TraceEvent(f"request {id}", kind, 1e6 * start_s, 1e6 * end_s, {"request": id})
+            for kind, start_s, end_s in zip(("waiting", "prefill", "decode"), times_s, times_s[1:], strict=False)
+        ]
+        self._file.write(_REQUESTS, events)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,39 @@
+"""How many KV blocks a KVP rank's pool holds on the system that is simulated."""
+
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import kv_bytes, memory
+from longhelix.perf.setting import Setting
+
+
+def num_blocks(
+    setting: Setting, layout: Layout, *, block_tokens: int, rows: int, asked_tokens: int | None = None
+) -> int:
+    """KV blocks of each KVP rank: room for `asked_tokens` over all of them, else what the fullest rank's memory leaves
+    beside its weights and what a step of `rows` rows needs, as in `longhelix estimate`.
+
+    Raises UserError where the weights leave no room for one block, or memory does not hold what is asked for.
+    """
+    layouts = Layouts.of([layout])
+    held = memory(setting, layouts, 0.0, 0.0, float(rows)).total_bytes
+    free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
+    # A request of one token for each KVP rank leaves one token on each.
+    token_bytes = float(kv_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
+    affordable = int(free_bytes / token_bytes) // block_tokens
+    if affordable < 1:
+        raise UserError(
+            f"the weights and one step take all of a GPU's {float(setting.capacity_bytes(layouts)[0]) / 1e9:.1f} GB, "
+            "which leaves no memory for KV: use more GPUs or a smaller dtype",
+            "out_of_memory",
+        )
+    if asked_tokens is None:
+        return affordable
+    most_tokens = affordable * block_tokens * layout.kvp
+    if asked_tokens > most_tokens:
+        raise UserError(
+            f"kv_cache_tokens is {asked_tokens}, but memory beside the weights holds {most_tokens}: set "
+            f"--kv-cache-tokens to at most {most_tokens}",
+            "out_of_memory",
+        )
+    return -(-asked_tokens // (block_tokens * layout.kvp))

@@ -1,0 +1,138 @@
+"""What a simulation found: as JSON, and as a table for a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from longhelix.simulate.capacity import ATTAINMENT, Capacity
+from longhelix.simulate.histogram import RELATIVE_ERROR, Histogram
+from longhelix.simulate.ledger import TBT_PERCENT
+from longhelix.simulate.simulation import Outcome
+
+_PERCENTS = (50.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What may be compared: who goes next, how prompts are cut, where KV lies. chunk_tokens: None is automatic."""
+
+    policy: str
+    chunk_tokens: int | None
+    placement: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, chunks {self.chunk_tokens or 'auto'}, {self.placement}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant, what came of it, how many seconds the simulation took, and its capacity where that was asked for."""
+
+    variant: Variant
+    outcome: Outcome
+    wall_s: float
+    capacity: Capacity | None = None
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    """What `longhelix simulate --json` prints: of one run, or of several under "compared"."""
+    objects = [_object(run) for run in runs]
+    return objects[0] if len(objects) == 1 else {"compared": objects}
+
+
+def _object(run: Run) -> dict[str, Any]:
+    outcome = run.outcome
+    found: dict[str, Any] = {
+        "requests": outcome.requests,
+        "finished": outcome.finished,
+        "refused": outcome.refused,
+        "duration_s": outcome.duration_s,
+        "steps": outcome.steps,
+        "ttft_s": percentiles(outcome.ttft),
+        "tbt_s": percentiles(outcome.tbt),
+        "head_of_line_wait_s": percentiles(outcome.wait),
+        "percentile_relative_error": RELATIVE_ERROR,
+        "tokens_per_s": outcome.tokens_per_s,
+        "goodput_rps": outcome.goodput_rps,
+        "slo_attainment": outcome.slo_attainment,
+        "slo_tbt_percentile": TBT_PERCENT,
+        "gpu_s": outcome.gpu_s,
+        "policy": run.variant.policy,
+        "chunk_tokens": run.variant.chunk_tokens or "auto",
+        "placement": run.variant.placement,
+        "wall_s": run.wall_s,
+        "timeline": [sample._asdict() for sample in outcome.timeline],
+    }
+    if run.capacity is not None:
+        capacity = run.capacity
+        found["capacity"] = {
+            "rate_rps": capacity.rate_rps,
+            "is_bounded": capacity.is_bounded,
+            "least_attainment": ATTAINMENT,
+            "trials": [vars(trial) for trial in capacity.trials],
+        }
+    return found
+
+
+def percentiles(histogram: Histogram) -> dict[str, float | None]:
+    return {
+        f"p{percent:.0f}": value for percent, value in zip(_PERCENTS, histogram.percentiles(_PERCENTS), strict=True)
+    }
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """A column for each run."""
+    shown = Table(title="simulated", title_justify="left")
+    shown.add_column("")
+    for run in runs:
+        shown.add_column(run.variant.name, justify="right")
+    for name, cells in rows(runs):
+        shown.add_row(name, *cells)
+    return shown
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Lines of a table in words: a name, and a cell for each run."""
+    outcomes = [run.outcome for run in runs]
+    times = {
+        "TTFT": [outcome.ttft for outcome in outcomes],
+        "TBT": [outcome.tbt for outcome in outcomes],
+        "head-of-line wait": [outcome.wait for outcome in outcomes],
+    }
+    lines = [
+        ("requests finished, of all", [f"{outcome.finished:,} / {outcome.requests:,}" for outcome in outcomes]),
+        ("duration, s", [f"{outcome.duration_s:,.1f}" for outcome in outcomes]),
+        ("steps", [f"{outcome.steps:,}" for outcome in outcomes]),
+    ]
+    for name, histograms in times.items():
+        cells = [" / ".join(map(_ms, percentiles(histogram).values())) for histogram in histograms]
+        lines.append((f"{name} p50 / p90 / p99, ms", cells))
+    lines += [
+        ("tokens/s", [f"{outcome.tokens_per_s:,.1f}" for outcome in outcomes]),
+        ("goodput, requests/s within SLO", [f"{outcome.goodput_rps:.4g}" for outcome in outcomes]),
+        ("within SLO", [f"{outcome.slo_attainment:.1%}" for outcome in outcomes]),
+        ("GPU-seconds", [f"{outcome.gpu_s:,.0f}" for outcome in outcomes]),
+        ("KVP ranks of a request, at most", [_most_kvp(outcome) for outcome in outcomes]),
+        ("simulated steps/s", [f"{run.outcome.steps / run.wall_s:,.0f}" for run in runs]),
+    ]
+    if runs[0].capacity is not None:
+        lines.append((f"capacity, requests/s of which {ATTAINMENT:.0%} meet the SLO", [_capacity(run) for run in runs]))
+    return lines
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.4g}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
+
+
+def _most_kvp(outcome: Outcome) -> str:
+    return str(max((sample.kvp_most for sample in outcome.timeline), default=0))
+
+
+def _capacity(run: Run) -> str:
+    assert run.capacity is not None
+    if run.capacity.rate_rps is None:
+        return "none"
+    return f"{'' if run.capacity.is_bounded else 'above '}{run.capacity.rate_rps:.4g}"

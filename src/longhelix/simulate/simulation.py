@@ -1,0 +1,193 @@
+"""A simulation: the engine's loop and scheduler, over a predicted runner."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from longhelix.errors import UserError
+from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.perf.step_cost import StepCost
+from longhelix.request import Cost
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.cut import Cut
+from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
+from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.simulate.arrival import Arrival, Workload
+from longhelix.simulate.histogram import Histogram
+from longhelix.simulate.ledger import Account, Ledger
+from longhelix.simulate.runner import PredictedRunner, RanStep
+from longhelix.simulate.timeline import Sample, Timeline
+
+
+@dataclass(frozen=True)
+class Server:
+    """What serves: a layout of a model on a system, and its scheduler's settings. hop_b: exchanges may travel while
+    ranks attend."""
+
+    setting: Setting
+    layout: Layout
+    scheduler: SchedulerConfig
+    hop_b: bool = True
+
+    @cached_property
+    def cost(self) -> StepCost:
+        local = self.scheduler.placement == "local" and self.layout.kvp > 1
+        return StepCost(self.setting, self.layout, local=local)
+
+    def make_scheduler(self) -> Scheduler:
+        overlaps = self.hop_b and self.layout.kvp > 1 and self.layout.ffn_replicas == 1
+        return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None)
+
+
+class Observer:
+    """Is told what happens, for a trace; this one does not care."""
+
+    def ran(self, step: RanStep) -> None:
+        """A step has ended."""
+
+    def ended(self, id: int, account: Account) -> None:
+        """A request has ended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a workload. Times in seconds; `duration_s` from the first arrival to the last step's end.
+
+    steps: those with rows. met: requests that finished within their service level; refused: those that could never
+    run, for the reason `refusal`. busy_s: while at least one step ran. wait: from arrival to the first chunk.
+    """
+
+    requests: int
+    finished: int
+    refused: int
+    refusal: str
+    met: int
+    steps: int
+    tokens: int
+    duration_s: float
+    busy_s: float
+    gpu_s: float
+    ttft: Histogram = field(repr=False)
+    tbt: Histogram = field(repr=False)
+    wait: Histogram = field(repr=False)
+    timeline: tuple[Sample, ...] = field(repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def goodput_rps(self) -> float:
+        return self.met / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def slo_attainment(self) -> float:
+        """Of all that arrived."""
+        return self.met / self.requests if self.requests else 0.0
+
+
+def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
+    """Serve a workload to its end."""
+    simulation = Simulation(server.make_scheduler(), server.cost, server.layout.pp, workload, observer)
+    simulation.run()
+    return simulation.outcome(server.layout.world_size)
+
+
+class Simulation:
+    """One workload through one scheduler, step by step.
+
+    As many steps are in flight as in the engine; with pipeline stages, one more than these, so that all have one.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, cost: Cost, stages: int, workload: Workload, observer: Observer | None = None
+    ) -> None:
+        self._runner = PredictedRunner(cost, stages)
+        depth, leads = (STEPS_IN_FLIGHT, is_short) if stages == 1 else (stages + 1, _any_step)
+        self._loop = Loop(scheduler, self._runner, lambda: self._runner.now_s, depth, leads)
+        self._arrivals = iter(workload)
+        self._next = next(self._arrivals, None)
+        self._first_s = self._next.arrival_s if self._next else 0.0
+        self._observer = observer
+        self._ledger = Ledger()
+        self._timeline = Timeline(scheduler.config.block_tokens)
+        self._next_id = 0
+        self._refused, self._refusal = 0, ""
+        self._steps, self._busy_s, self._busy_until_s = 0, 0.0, 0.0
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Let requests arrive, and run until the next step's end; False once all is over."""
+        self._arrive()
+        stepped = self._loop.step()
+        if stepped is not None:
+            self._note(stepped[1])
+            return True
+        assert not self._loop.has_work, "requests wait, and nothing runs"
+        if self._next is None:
+            return False
+        self._sample()
+        self._runner.wait_until(self._next.arrival_s)
+        return True
+
+    def outcome(self, num_gpus: int) -> Outcome:
+        ledger = self._ledger
+        return Outcome(
+            requests=ledger.requests,
+            finished=ledger.finished,
+            refused=self._refused,
+            refusal=self._refusal,
+            met=ledger.met,
+            steps=self._steps,
+            tokens=ledger.tokens,
+            duration_s=self._runner.now_s - self._first_s,
+            busy_s=self._busy_s,
+            gpu_s=num_gpus * self._busy_s,
+            ttft=ledger.ttft,
+            tbt=ledger.tbt,
+            wait=ledger.wait,
+            timeline=tuple(self._timeline.samples),
+        )
+
+    def _arrive(self) -> None:
+        """Queue what has arrived by now."""
+        while self._next is not None and self._next.arrival_s <= self._runner.now_s:
+            self._add(self._next)
+            self._next = next(self._arrivals, None)
+
+    def _add(self, arrival: Arrival) -> None:
+        try:
+            self._loop.add(arrival.request(self._next_id))
+        except UserError as error:
+            self._ledger.refuse()
+            self._refused += 1
+            self._refusal = self._refusal or str(error)
+            return
+        self._ledger.open(self._next_id, arrival)
+        self._next_id += 1
+
+    def _note(self, events: list[TokenEvent]) -> None:
+        ran = self._runner.last
+        assert ran is not None
+        if ran.end_s > ran.begin_s:
+            self._steps += 1
+            self._busy_s += ran.end_s - max(ran.begin_s, self._busy_until_s)
+            self._busy_until_s = ran.end_s
+        ended = self._ledger.add(ran, events)
+        if self._runner.now_s >= self._timeline.next_s:
+            self._sample()
+        if self._observer is not None:
+            self._observer.ran(ran)
+            for id, account in ended:
+                self._observer.ended(id, account)
+
+    def _sample(self) -> None:
+        scheduler = self._loop.scheduler
+        self._timeline.add(self._runner.now_s, scheduler.running, scheduler.num_waiting)
+
+
+def _any_step(step: object) -> bool:
+    return True

@@ -1,0 +1,130 @@
+"""Requests that no trace has: arrivals of a random process, lengths of a mix."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhelix.errors import UserError
+from longhelix.request import ANY_SERVICE, MOST_TOKENS, ServiceLevel
+from longhelix.simulate.arrival import Arrival
+from longhelix.values import one_of, real, whole
+
+PROCESSES = ("poisson", "gamma")
+# Assumed: medians of prompts and answers near those of Azure's trace of conversations (2023), and a log-normal spread.
+_CHAT_MEDIANS, _CHAT_SIGMA = (1020, 129), 1.0
+_CHAT_MOST = 32_768
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens from `least` to `most`, of even density over their logarithm; about `median`, where there is one."""
+
+    least: int
+    most: int
+    median: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("the least length", self.least, 1, MOST_TOKENS)
+        whole("the greatest length", self.most, self.least, MOST_TOKENS)
+
+    def draw(self, random: np.random.Generator) -> int:
+        if self.median is not None:
+            drawn = self.median * np.exp(random.normal(0.0, _CHAT_SIGMA))
+        else:
+            drawn = np.exp(random.uniform(np.log(self.least), np.log(self.most)))
+        return min(max(round(float(drawn)), self.least), self.most)
+
+
+@dataclass(frozen=True)
+class Component:
+    """A kind of requests, and its part of all by weight."""
+
+    weight: float
+    prompt: Lengths
+    output: Lengths
+
+    def __post_init__(self) -> None:
+        real("the weight of a kind of requests", self.weight, lambda value: 0 < value < 1e9, "a number above 0")
+
+
+def chat(weight: float) -> Component:
+    """Requests as in a conversation."""
+    prompt, output = (Lengths(1, _CHAT_MOST, median) for median in _CHAT_MEDIANS)
+    return Component(weight, prompt, output)
+
+
+def parse_mix(text: str) -> tuple[Component, ...]:
+    """`95%:chat,5%:1M-2M:100-500`: of each kind its weight, and the lengths of prompts and of answers. `chat`: all are.
+
+    Raises UserError for what is not written so.
+    """
+    return tuple(_component(entry.strip()) for entry in text.split(","))
+
+
+def _component(entry: str) -> Component:
+    weight, *lengths = entry.split(":") if entry != "chat" else ("1", "chat")
+    try:
+        share = float(weight.removesuffix("%"))
+        if lengths == ["chat"]:
+            return chat(share)
+        prompt, output = map(_lengths, lengths)
+        return Component(share, prompt, output)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{entry!r} is no kind of requests: write WEIGHT:chat, or WEIGHT:PROMPT:ANSWER with lengths such as 1M-2M"
+        ) from error
+
+
+def _lengths(text: str) -> Lengths:
+    least, _, most = text.partition("-")
+    return Lengths(_size(least), _size(most or least))
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,12})(|[kKmMgG])", text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()]
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """`num_requests` at `rate_per_s`, drawn anew from `seed` whenever they are gone through: the same ones.
+
+    process: gaps between arrivals are exponential (poisson), or gamma with the coefficient of variation `burstiness`
+    (1 is poisson again; above 1 they come in bursts).
+    """
+
+    num_requests: int
+    rate_per_s: float
+    mix: tuple[Component, ...]
+    service: ServiceLevel = ANY_SERVICE
+    process: str = "poisson"
+    burstiness: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole("requests", self.num_requests, 1, 10**9)
+        real("rate", self.rate_per_s, lambda value: 0 < value < 1e9, "requests per second, above 0")
+        one_of("arrivals", self.process, PROCESSES)
+        real("burstiness", self.burstiness, lambda value: 0 < value < 1e3, "a number above 0")
+        whole("seed", self.seed, 0, 2**63 - 1)
+
+    def __len__(self) -> int:
+        return self.num_requests
+
+    def __iter__(self) -> Iterator[Arrival]:
+        random = np.random.default_rng(self.seed)
+        shape = 1.0 if self.process == "poisson" else self.burstiness**-2
+        weights = np.array([component.weight for component in self.mix])
+        bounds, now_s = np.cumsum(weights / weights.sum()), 0.0
+        for _ in range(self.num_requests):
+            now_s += float(random.gamma(shape, 1 / (shape * self.rate_per_s)))
+            kind = min(int(np.searchsorted(bounds, random.random(), side="right")), len(self.mix) - 1)
+            component = self.mix[kind]
+            prompt_tokens, output_tokens = component.prompt.draw(random), component.output.draw(random)
+            yield Arrival(now_s, prompt_tokens, output_tokens, self.service)
