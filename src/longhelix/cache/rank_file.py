@@ -125,13 +125,9 @@ def write_rows(
 ) -> None:
     """Write some rows of a file's tensors, in position order from `first_row` on, and have them on the disk. The first
     of them make the file, at its whole size. Raises OSError."""
-    checksums = np.array(
-        [[checksum_of(parts.values(), row, head) for head in range(array.shape[1])] for row in range(len(blocks))]
-        if (array := next(iter(parts.values()), None)) is not None
-        else [],
-        np.uint32,
-    )
-    rows = {"blocks": blocks, "checksums": checksums, **parts}
+    arrays = list(parts.values())
+    checksums = [[checksum_of(arrays, row, head) for head in range(arrays[0].shape[1])] for row in range(len(blocks))]
+    rows = {"blocks": blocks, "checksums": np.array(checksums, np.uint32), **parts}
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         start = len(header)
         if not first_row:
