@@ -209,6 +209,11 @@ class Layout:
         kv_head = next(head for head, ranks in enumerate(split(self.tpa, heads.num_kv_heads)) if tpa_rank in ranks)
         return range(kv_head, kv_head + 1)
 
+    def keeps_kv_first(self, heads: HeadShape, rank: int) -> bool:
+        """Whether this rank keeps KV, and is the first of those that keep the same."""
+        kv_heads = self.kv_heads(heads, rank)
+        return len(kv_heads) > 0 and (self.tpa_rank(rank) == 0 or self.kv_heads(heads, rank - 1) != kv_heads)
+
     def query_heads(self, heads: HeadShape, rank: int) -> range:
         """Query heads of this rank's attention: those of its KV heads, or its share of a shared group.
 

@@ -115,6 +115,8 @@ def test_kv_heads_are_owned_once_over_tpa_or_duplicated_one_to_a_rank(heads):
                 assert set(owned) == set(range(heads.num_kv_heads))
             else:
                 assert owned == list(range(heads.num_kv_heads))
+            first = [rank for rank in group if layout.keeps_kv_first(heads, rank)]
+            assert flat(layout.kv_heads(heads, rank) for rank in first) == list(range(heads.num_kv_heads))
     assert (True in seen) == (heads.num_query_heads > heads.num_kv_heads)
 
 

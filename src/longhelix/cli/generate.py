@@ -6,10 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from longhelix.cli.measurements import fullest, measurements
-from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, stderr
+from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, contexts_folder, stderr
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
 from longhelix.engine.llm import LLM
+from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Result
 from longhelix.errors import RequestError, UserError
 
@@ -21,6 +22,7 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
+    context: str | None = None,
     chat: Flag = False,
     json: Flag = False,
 ) -> None:
@@ -32,18 +34,24 @@ def generate(
         The prompt, fed as it is.
     prompt_file
         A UTF-8 file to read the prompt from, its last newline included.
+    context
+        A saved context that comes before the prompt, whose KV is not computed again (longhelix context).
     chat
         Apply the model's chat template: the prompt is what the user says.
     json
         Print one JSON object in place of the streamed text.
     """
     text = _prompt(prompt, prompt_file)
-    params = sampling.params()
-    with model.start(engine) as llm:
-        prompt_ids = (
-            llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
+    if chat and context is not None:
+        raise UserError(
+            "a context comes before the prompt as it is, and no chat template: leave out --chat or --context"
         )
-        result = _run(llm, prompt_ids, params, echo=not json)
+    params = sampling.params()
+    if context is not None:
+        contexts_folder(engine).at(context)
+    with model.start(engine) as llm:
+        given = llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else text
+        result = _run(llm, given, params, context, echo=not json)
         load = llm.expert_load()
     if json:
         print(json_module.dumps(_as_json(result) | ({} if load is None else {"expert_load": load})))
@@ -60,8 +68,8 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return prompt if prompt is not None else read_text(prompt_file)
 
 
-def _run(llm: LLM, prompt_ids: list[int], params, echo: bool) -> Result:
-    for delta in llm.stream(prompt_ids, params):
+def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> Result:
+    for delta in llm.stream(prompt, params, context=context):
         if echo:
             sys.stdout.write(delta.text)
             sys.stdout.flush()

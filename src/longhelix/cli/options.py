@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from longhelix.cache.context_folder import ContextFolder
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
@@ -72,6 +73,9 @@ _SIMULATED = (
     "prefix_cache",
 )
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
+ContextsFlags = _flags(
+    "ContextsFlags", (setting for setting in fields(EngineOptions) if setting.name == "contexts_dir")
+)
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
 SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOptions) if setting.name in _SIMULATED))
 
@@ -83,6 +87,11 @@ def given(flags: Any) -> dict[str, Any]:
         if name in settings:
             settings[name] = _parsed(name, settings[name], example)
     return settings
+
+
+def contexts_folder(flags: Any) -> ContextFolder:
+    """The folder of saved contexts, as flags say."""
+    return ContextFolder(given(flags).get("contexts_dir"))
 
 
 @Parameter(name="*", group="Model and layout")

@@ -4,7 +4,9 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -15,10 +17,12 @@ from longhelix.models.rope import inverse_frequencies
 from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
+from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
+from longhelix.workers.transport import LoadBlocks, SaveBlocks
 
 
 @dataclass
@@ -63,8 +67,8 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
-        self._loop = Loop(scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
+        self._scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -90,8 +94,15 @@ class TokenCore:
         if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel = ANY_SERVICE) -> Request:
-        """Queue a prompt of token ids, whose events `poll` gives. Raises UserError if it can never run."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        service: ServiceLevel = ANY_SERVICE,
+        arrival_s: float | None = None,
+    ) -> Request:
+        """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
+        just now. Raises UserError if it can never run."""
         self.check_running()
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
@@ -108,7 +119,7 @@ class TokenCore:
             sampling,
             frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
             secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            time.monotonic(),
+            time.monotonic() if arrival_s is None else arrival_s,
             service,
         )
         self._loop.add(request)
@@ -121,7 +132,7 @@ class TokenCore:
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
-        return self._loop.scheduler.prefilled_tokens(request_id)
+        return self._scheduler.prefilled_tokens(request_id)
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
         """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
@@ -137,6 +148,36 @@ class TokenCore:
             self.fail(error)
             raise
         return events
+
+    def hold(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see
+        `Scheduler.hold`."""
+        sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
+        service = ServiceLevel(cache_salt=cache_salt)
+        return self._scheduler.hold(Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, service))
+
+    @contextmanager
+    def releasing(self, held: HeldPrefix) -> Iterator[None]:
+        """Give the blocks back at the end."""
+        try:
+            yield
+        finally:
+            held.release(self._scheduler.pool)
+
+    def publish(self, held: HeldPrefix) -> None:
+        """The ranks have filled blocks that are held: let requests find them."""
+        held.publish(self._scheduler.pool)
+
+    def carry(self, message: SaveBlocks | LoadBlocks) -> None:
+        """Have all ranks save or load KV blocks. Raises UserError, and goes on, if a file or a disk does not serve."""
+        self.check_running()
+        try:
+            self._pool.carry(message)
+        except UserError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """End, and keep the reason. An error may leave a step half done, after which ranks and engine no longer

@@ -9,6 +9,9 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
+from longhelix.cache.context_folder import ContextFolder
+from longhelix.cache.saved_context import SavedContext
+from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
@@ -74,6 +77,7 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
+        self._contexts = Contexts(self._core, str(model), checkpoint, ContextFolder(options.contexts_dir))
 
     def __enter__(self) -> Self:
         return self
@@ -105,12 +109,40 @@ class LLM:
         """Whether `step` has something to run or to give."""
         return bool(self._deltas) or self._core.has_work
 
-    def add(self, prompt: Prompt, sampling: SamplingParams | None = None, service: ServiceLevel = ANY_SERVICE) -> int:
-        """Queue a prompt, as text or as token ids. Returns the request's id; `step` gives its deltas.
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
+        *,
+        context: str | None = None,
+    ) -> int:
+        """Queue a prompt, as text or as token ids; it goes on after the saved context of that name. Returns the
+        request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, service, self._deltas)
+        return self._queue(prompt, sampling, service, self._deltas, context)
+
+    def save_context(
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+    ) -> SavedContext:
+        """Compute a prompt's KV, after whatever else runs, and keep it on disk under a name. `replace`: also in place
+        of the context that has it. Raises UserError if that cannot be; then nothing on the disk has changed."""
+        prompt_ids = self._contexts.check_new(name, self._token_ids(prompt), replace)
+        for _ in range(self._contexts.most_attempts):
+            self._run([prompt_ids], SamplingParams(max_new_tokens=1, ignore_eos=True), service, None)
+            saved = self._contexts.save(name, prompt_ids, service.cache_salt, replace)
+            if saved is not None:
+                return saved
+        raise self._contexts.displaced(name)
+
+    def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
+        """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with: from here on
+        requests with that salt that begin with its tokens begin with its KV, until others need the room. Raises
+        UserError if it is damaged or does not fit."""
+        self._core.check_running()
+        return self._contexts.load(name, cache_salt)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
@@ -133,16 +165,31 @@ class LLM:
         return deltas
 
     def _queue(
-        self, prompt: Prompt, sampling: SamplingParams | None, service: ServiceLevel, deltas: deque[Delta]
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        service: ServiceLevel,
+        deltas: deque[Delta],
+        context: str | None,
     ) -> int:
         self._core.check_running()
+        arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
-        # A tokenizer may make a token of nothing, its BOS.
-        given = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else prompt
+        given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
-        request = self._core.add(given, sampling, service)
+        request = self._core.add(given, sampling, service, arrival_s)
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
+            return self.tokenizer.encode(prompt) if prompt else []
+        return prompt
+
+    def _after(self, context: str, prompt: Prompt, sampling: SamplingParams, service: ServiceLevel) -> Sequence[int]:
+        """The tokens of a context, which the ranks take up, and of a prompt behind it."""
+        more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
+        return self._contexts.before(context, more, sampling, service)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
@@ -213,15 +260,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | None = None,
         service: ServiceLevel = ANY_SERVICE,
+        *,
+        context: str | None = None,
     ) -> list[Result]:
-        """Run prompts together to their ends. Returns one result per prompt, in order. If one prompt is refused, all
-        are."""
+        """Run prompts together to their ends, each after the saved context of that name. Returns one result per prompt,
+        in order. If one prompt is refused, all are."""
+        return self._run(as_prompts(prompts), sampling, service, context)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None,
+        service: ServiceLevel,
+        context: str | None,
+    ) -> list[Result]:
         ids: list[int] = []
         deltas: deque[Delta] = deque()
         results: dict[int, Result] = {}
         try:
-            for prompt in as_prompts(prompts):
-                ids.append(self._queue(prompt, sampling, service, deltas))
+            for prompt in prompts:
+                ids.append(self._queue(prompt, sampling, service, deltas, context))
             while len(results) < len(ids):
                 delta = self._next_delta(deltas)
                 if delta.result is not None:
@@ -233,11 +291,17 @@ class LLM:
         return [results[request_id] for request_id in ids]
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, service: ServiceLevel = ANY_SERVICE
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        service: ServiceLevel = ANY_SERVICE,
+        *,
+        context: str | None = None,
     ) -> Stream:
-        """Run one prompt, giving its text as it comes; the last delta has the result."""
+        """Run one prompt, after the saved context of that name, giving its text as it comes; the last delta has the
+        result."""
         deltas: deque[Delta] = deque()
-        request_id = self._queue(prompt, sampling, service, deltas)
+        request_id = self._queue(prompt, sampling, service, deltas, context)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 

@@ -65,7 +65,7 @@ def rope_settings(name: str, value: object) -> dict[str, Any]:
 
 def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise refused(name, value, "the path of a file")
+        raise refused(name, value, "a path")
     return Path(value)
 
 
@@ -181,6 +181,9 @@ class EngineOptions:
         Count(tokens=False),
         "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for "
         "each step as many as take the fewest seconds by the performance model]",
+    )
+    contexts_dir: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
+        None, path, "The folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
     )
     trace: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
         None,

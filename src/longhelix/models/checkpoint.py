@@ -36,6 +36,11 @@ class Checkpoint(Protocol):
     path: Path
     tensors: Mapping[str, TensorInfo]
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that hold the tensors, in order."""
+        ...
+
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """One tensor cut by one `slice(start, stop)` per dim, inside its shape, in the stored dtype.
 

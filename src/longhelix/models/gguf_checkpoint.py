@@ -76,6 +76,11 @@ class GgufCheckpoint:
             for name, tensor in self._stored.items()
         }
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `Checkpoint.files`."""
+        return (self.path,)
+
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`; rows of q_proj and k_proj are cut at whole heads."""
         stored = self._stored[name]

@@ -38,6 +38,11 @@ class SafetensorsCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = _read_shards(path, self._weight_map)
         self._shards: dict[str, _MappedShard] = {}
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `Checkpoint.files`."""
+        return tuple(self.path / shard for shard in sorted(set(self._weight_map.values())))
+
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`."""
         shard = self._weight_map[name]

@@ -10,6 +10,7 @@ from longhelix.kv.placement import Continued, Local, Placement
 from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
@@ -109,6 +110,12 @@ class Admission:
             if len(begun) == room:
                 break
         return begun
+
+    def hold(self, request: Request) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
+        where the prompt would have them new ones. None if these are not free now."""
+        assert self._cache is not None
+        return HeldPrefix.take(self._pool, self._cache.hashes(request), self._place(request, self._start(request)))
 
     def _begin(self, job: Job, *, alone: bool) -> Begun | None:
         """A request that begins to run. None: there is no room for it now.

@@ -116,15 +116,25 @@ class BlockPool:
         for block, digest in named:
             self.allocators[block.owner].set_hash(block.id, digest)
 
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Add a holder, who calls `unshare`, to blocks that have one or are cached."""
+        for block in blocks:
+            self.allocators[block.owner].share([block.id])
+
+    def unshare(self, blocks: Items[Block]) -> None:
+        """Take a holder from blocks, each once, in position order."""
+        for rank, allocator in enumerate(self.allocators):
+            allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
+
     def borrow(self, block: Block) -> None:
         """Keep a block, which is copied in the next step, until that is made."""
-        self.allocators[block.owner].share([block.id])
+        self.share([block])
         self._borrowed.append(block)
 
     def give_back(self) -> None:
         """What was borrowed."""
-        for block in self._borrowed:
-            self.allocators[block.owner].release(array("q", [block.id]), 0)
+        for block in self._borrowed:  # one may have been borrowed more than once
+            self.unshare([block])
         self._borrowed.clear()
 
     def forget(self) -> None:

@@ -80,6 +80,13 @@ class PrefixCache:
             blocks.append(block)
         return Prefix(len(blocks) * block_tokens, tuple(blocks))
 
+    def hashes(self, request: Request) -> list[bytes]:
+        """Those of the blocks that a request's prompt fills, in position order."""
+        chain, block_tokens, tokens = [self._first(request)], self._block_tokens, request.prompt_token_ids
+        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+            chain.append(_hash(chain[-1], tokens[start : start + block_tokens].tobytes()))
+        return chain[1:]
+
     def forget(self, request_id: int) -> None:
         """It waits no longer."""
         self._chains.pop(request_id, None)

@@ -21,6 +21,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
@@ -124,6 +125,10 @@ class Scheduler:
         if ttft_s is None:
             ttft_s = max(_LEAST_TTFT_S, self.config.slo_scale * prefill_s)
         return Job(request, request.arrival_s + ttft_s, prefill_s)
+
+    def hold(self, request: Request) -> HeldPrefix | None:
+        """See `Admission.hold`."""
+        return self._waiting.hold(request)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""

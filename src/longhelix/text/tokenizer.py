@@ -52,6 +52,10 @@ class Tokenizer:
         """The ids of a plain prompt, with a BOS if this tokenizer adds one."""
         return self._encode(text, add_special_tokens=True)
 
+    def encode_more(self, text: str) -> list[int]:
+        """The ids of text that comes behind other tokens."""
+        return self._encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks; UserError without a chat template."""
         if self._chat_template is None:

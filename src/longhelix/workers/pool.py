@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import zmq
 
@@ -18,22 +19,26 @@ from longhelix.workers.ranks import Ranks, await_prepared
 from longhelix.workers.step_cost import step_cost
 from longhelix.workers.transport import (
     Alive,
+    Carried,
     CountRows,
     Done,
     EngineSocket,
     Execute,
     Failed,
     Joined,
+    LoadBlocks,
     Loaded,
     Ready,
     RowCounts,
+    SaveBlocks,
     Start,
     Stop,
     ToEngine,
+    ToWorker,
     Traced,
     Warmed,
 )
-from longhelix.workers.watchdog import Watchdog
+from longhelix.workers.watchdog import DISK_S, GRACE_S, Watchdog
 
 # A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
 # or reading may hold its interpreter, and the heart with it, for longer.
@@ -41,6 +46,8 @@ SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
 _POLL_S = 0.1
 _STOP_S = 3.0
+
+_Answer = TypeVar("_Answer")
 
 
 class WorkerPool:
@@ -136,20 +143,35 @@ class WorkerPool:
     def expert_rows(self, ranks: range) -> list[list[list[int]]]:
         """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
         self._check_open()
-        self._socket.send(ranks, CountRows())
-        counted: dict[int, list[list[int]]] = {}
+        counted = self._ask(ranks, CountRows(), RowCounts, GRACE_S)
+        return [counted[rank].rows for rank in ranks]
+
+    def carry(self, message: SaveBlocks | LoadBlocks) -> None:
+        """Have all ranks save or load KV blocks, between two steps. Raises UserError, which one of them gave, if that
+        cannot be."""
+        self._check_open()
+        answers = self._ask(self._ranks, message, Carried, DISK_S)
+        for answer in answers.values():
+            if answer.refusal:
+                raise UserError(answer.refusal, answer.code)
+
+    def _ask(self, ranks: range, message: ToWorker, kind: type[_Answer], patience_s: float) -> dict[int, _Answer]:
+        """What ranks answer to a message, with no step waiting for it. Ends the engine if one of them does not, for so
+        long."""
+        self._socket.send(ranks, message)
+        answers: dict[int, _Answer] = {}
         try:
-            while len(counted) < len(ranks):
-                match self._receive():
-                    case rank, RowCounts(rows):
-                        counted[rank] = rows
-                    case rank, message:
-                        self._take(rank, message)
-                self._watchdog.check_answer(set(ranks) - counted.keys())
+            while len(answers) < len(ranks):
+                rank, received = self._receive()
+                if isinstance(received, kind):
+                    answers[rank] = received
+                else:
+                    self._take(rank, received)
+                self._watchdog.check_answer(set(ranks) - answers.keys(), patience_s)
         except BaseException:
             self.close(grace_s=0)
             raise
-        return [counted[rank] for rank in ranks]
+        return answers
 
     def _take(self, rank: int, message: ToEngine) -> None:
         """Keep what a rank reports of its steps."""

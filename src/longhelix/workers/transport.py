@@ -12,7 +12,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from longhelix.cache.saved_context import SavedFile
 from longhelix.errors import EngineError, UserError
+from longhelix.kv.blocks import Block
 from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution
@@ -38,6 +40,32 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
 
 class CountRows(msgspec.Struct, tag=True, frozen=True):
     """Engine: say how many rows your experts have had."""
+
+
+class SaveBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Engine: write those of a context's KV blocks that you keep to your file in `folder`.
+
+    blocks: the context's, from the one with index `first` on. before, totals: how many of those before them, and of all
+    of the context, each KVP rank keeps.
+    """
+
+    folder: str
+    first: int
+    blocks: tuple[Block, ...]
+    before: tuple[int, ...]
+    totals: tuple[int, ...]
+
+
+class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Engine: fill those of a context's KV blocks that are yours from `files` in `folder`. Nobody reads them yet.
+
+    blocks: what the context's become here, from the one with index `first` on.
+    """
+
+    folder: str
+    files: tuple[SavedFile, ...]
+    first: int
+    blocks: tuple[Block, ...]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -93,6 +121,14 @@ class RowCounts(msgspec.Struct, tag=True, frozen=True):
     rows: list[list[int]]
 
 
+class Carried(msgspec.Struct, tag=True, frozen=True):
+    """Worker: I have saved or loaded what I was asked to; or I have not, for a reason in words, with a UserError's
+    code."""
+
+    refusal: str = ""
+    code: str = ""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank failed first.
 
@@ -104,8 +140,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Execute | CountRows | Stop
-ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Failed
+ToWorker = Start | Execute | CountRows | SaveBlocks | LoadBlocks | Stop
+ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Carried | Failed
 
 # Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)

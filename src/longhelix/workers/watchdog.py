@@ -7,6 +7,7 @@ from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
 
 FACTOR, GRACE_S = 10.0, 5.0
+DISK_S = 120.0  # what an answer may take that waits for a slow disk
 # What may pass between two signs that a start gets on: a slow disk, a compiler at work on all layers.
 START_S = 600.0
 # What steps may take beside their prediction: the compiler at work for a shape that is new to it; reference kernels.
@@ -68,12 +69,12 @@ class Watchdog:
         if self._still_s > GRACE_S and self._still_s > (limit_s := self._limit_s(step_id)):
             raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", done, limit_s))
 
-    def check_answer(self, missing: set[int]) -> None:
-        """Raise EngineError if the `missing` ranks, which were asked something, do not answer once their steps are
-        done."""
-        if self._still_s <= GRACE_S:
+    def check_answer(self, missing: set[int], patience_s: float = GRACE_S) -> None:
+        """Raise EngineError if the `missing` ranks, which were asked something, do not answer within `patience_s` once
+        their steps are done."""
+        if self._still_s <= patience_s:
             return
-        limit_s = max(map(self._limit_s, self._in_flight), default=GRACE_S)
+        limit_s = max([patience_s, *map(self._limit_s, self._in_flight)])
         if self._still_s > limit_s:
             places = (f"rank {rank} is {_where(progress)}" for rank, progress in self._progress.items())
             raise EngineError("; ".join([f"ranks {sorted(missing)} do not answer: {self._for_s(limit_s)}", *places]))

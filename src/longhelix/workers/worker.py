@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from longhelix.cache.context_folder import disk_error
 from longhelix.errors import UserError
 from longhelix.kv.splits import length_buckets
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
 from longhelix.runner.rank import device_of, join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
+from longhelix.runner.saved_blocks import SavedBlocks
 from longhelix.runner.tracer import Tracer
 from longhelix.runner.warm_up import warm_up_steps
 from longhelix.spans import UNTRACED, Spans
@@ -18,13 +20,16 @@ from longhelix.workers.failure import failure
 from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.transport import (
     Alive,
+    Carried,
     CountRows,
     Done,
     Execute,
     Joined,
+    LoadBlocks,
     Loaded,
     Ready,
     RowCounts,
+    SaveBlocks,
     Start,
     Stop,
     Traced,
@@ -65,6 +70,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             return
     if tracer is not None:
         tracer.take()  # what the warm-up did
+    saved = SavedBlocks.of(config, rank, runner.pool)
     socket.send(Ready(runner.execution))
     while True:
         match socket.receive():
@@ -75,8 +81,27 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 socket.send(Done(result))
             case CountRows():
                 socket.send(RowCounts(runner.model.expert_rows()))
+            case SaveBlocks() | LoadBlocks() as message:
+                socket.send(_carry(saved, message))
             case Stop():
                 return
+
+
+def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
+    """Save or load KV blocks. A disk or a file that does not serve ends nothing."""
+    try:
+        match message:
+            case SaveBlocks(folder, first, blocks, before, totals):
+                saved.save(Path(folder), first, blocks, before, totals)
+            case LoadBlocks(folder, files, first, blocks):
+                saved.load(Path(folder), files, first, blocks)
+    except OSError as error:
+        refusal = disk_error("the KV cannot be written", error)
+    except UserError as error:
+        refusal = error
+    else:
+        return Carried()
+    return Carried(str(refusal), refusal.code)
 
 
 def _load(

@@ -167,7 +167,7 @@ def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
     [
         ({"model": 5}, 'model is 5: set it to "builtin", or the path'),
         ({"model": "builtin", "layout": 2}, "layout is 2: set it to a Layout"),
-        ({"model": "builtin", "trace": 7}, "trace is 7: set it to the path of a file"),
+        ({"model": "builtin", "trace": 7}, "trace is 7: set it to a path"),
     ],
 )
 def test_an_engine_of_nonsense_is_refused_before_anything_starts(arguments, words):

@@ -124,6 +124,16 @@ def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
         watchdog.check_answer({1})
 
 
+def test_an_answer_that_waits_for_a_disk_has_longer(config):
+    watchdog = started(config)
+    watchdog.finished(7)
+    watchdog.waited(20.0)
+    watchdog.check_answer({1}, patience_s=60.0)
+    watchdog.waited(45.0)
+    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 65.0 s, and 60.0 s"):
+        watchdog.check_answer({1}, patience_s=60.0)
+
+
 def test_compilers_and_reference_kernels_have_more_time(config):
     compiled_s, _ = silent_s(started(config, compiles=True), turn_s=5)
     assert 605 <= compiled_s < 650

@@ -1,0 +1,211 @@
+"""The folder of saved contexts: each a folder of its own, there with all of its files or not at all."""
+
+import errno
+import hashlib
+import os
+import shutil
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+
+import msgspec
+
+from longhelix.cache.rank_file import damaged
+from longhelix.cache.saved_context import VERSION, SavedContext
+from longhelix.errors import UserError
+from longhelix.values import refused, text
+
+_LONGEST_NAME = 100
+_MANIFEST, _TOKENS = "context.json", "token_ids.int32"
+_UNFINISHED = ".unfinished-"  # no context's name begins with a dot
+
+
+class _Manifest(msgspec.Struct):
+    """checksum: SHA-256 of `context`, as it is written."""
+
+    version: int
+    checksum: str
+    context: msgspec.Raw
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def context_name(value: object) -> str:
+    """A name that can be that of a folder."""
+    name = text("a context's name", value)
+    if not name.strip() or name.startswith((".", "-")) or len(name.encode()) > _LONGEST_NAME or not name.isprintable():
+        allowed = f"1 to {_LONGEST_NAME} printable bytes that do not begin with a dot or a hyphen"
+        raise refused("a context's name", value, allowed)
+    if "/" in name or "\\" in name:
+        raise refused("a context's name", value, "one without / and \\")
+    return name
+
+
+class ContextFolder:
+    """Saved contexts by name. Raises UserError for what is not there, is damaged, or cannot be written.
+
+    asked: the folder, or None: that of the user's data, as the XDG base directory specification has it.
+    """
+
+    def __init__(self, asked: Path | None) -> None:
+        self._asked = asked
+
+    @cached_property
+    def path(self) -> Path:
+        """Absolute: ranks may have another working directory."""
+        if self._asked is not None:
+            return self._asked.absolute()
+        try:
+            data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+        except RuntimeError as error:  # there is no home
+            raise UserError("this user has no home for contexts: set XDG_DATA_HOME, or --contexts-dir") from error
+        return data.absolute() / "longhelix" / "contexts"
+
+    def names(self) -> list[str]:
+        """Of all that are there, damaged ones as well."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir() and entry.name[0] != ".")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"the folder of contexts {self.path} cannot be read: {error.strerror}") from error
+
+    def at(self, name: str) -> Path:
+        """The folder of a context that is there."""
+        if context_name(name) not in self.names():
+            known = f"known are {', '.join(self.names())}" if self.names() else "there is none"
+            raise UserError(f"there is no context {name!r} in {self.path}: {known}", "unknown_context")
+        return self.path / name
+
+    def manifest(self, name: str) -> SavedContext:
+        path = self.at(name) / _MANIFEST
+        found = _read(path)
+        try:
+            version = msgspec.json.decode(found, type=_Version).version
+        except msgspec.MsgspecError as error:
+            raise damaged(path, "it is no manifest") from error
+        if version != VERSION:
+            raise UserError(
+                f"context {name!r} has version {version} of the format, and this longhelix reads {VERSION}: save it "
+                "again",
+                "invalid_context",
+            )
+        try:
+            manifest = msgspec.json.decode(found, type=_Manifest)
+            context = msgspec.json.decode(manifest.context, type=SavedContext)
+        except msgspec.MsgspecError as error:
+            raise damaged(path, "it is no manifest") from error
+        if _sha256(bytes(manifest.context)) != manifest.checksum:
+            raise damaged(path, "it has changed since it was saved")
+        return msgspec.structs.replace(context, name=name)  # a folder may be renamed
+
+    def token_ids(self, context: SavedContext) -> "array[int]":
+        path = self.at(context.name) / _TOKENS
+        found = _read(path)
+        if len(found) != 4 * context.num_tokens or _sha256(found) != context.tokens_checksum:
+            raise damaged(path, "it has changed since it was saved")
+        return array("i", found)
+
+    def remove(self, name: str) -> None:
+        with _in_words(f"context {name!r} cannot be removed"), self._without(self.at(name)):
+            pass
+
+    @contextmanager
+    def _without(self, path: Path) -> Iterator[None]:
+        """A context is gone at once, and its files then; it is back if what is done meanwhile fails."""
+        gone = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+        try:
+            os.rename(path, gone)
+            try:
+                yield
+            except BaseException:
+                os.rename(gone, path)
+                raise
+        finally:
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def check_free(self, name: str, replace: bool) -> None:
+        if context_name(name) in self.names() and not replace:
+            raise UserError(
+                f"there is a context {name!r} in {self.path} already: choose another name, or set replace",
+                "context_exists",
+            )
+
+    @contextmanager
+    def new(self, name: str, replace: bool) -> Iterator[Path]:
+        """A folder for files of a context, which is the context's if `finish` was called, and gone otherwise."""
+        self.check_free(name, replace)
+        with _in_words(f"context {name!r} cannot be saved in {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            folder = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def finish(self, folder: Path, context: SavedContext, token_ids: "array[int]", replace: bool) -> None:
+        """Make a folder with the files of ranks the context of that name, in one step. Raises OSError."""
+        encoded = msgspec.json.encode(context)
+        _write(folder / _TOKENS, token_ids.tobytes())
+        _write(folder / _MANIFEST, msgspec.json.encode(_Manifest(VERSION, _sha256(encoded), msgspec.Raw(encoded))))
+        _sync(folder)
+        self.check_free(context.name, replace)
+        path = self.path / context.name
+        with self._without(path) if context.name in self.names() else nullcontext():
+            os.rename(folder, path)
+        _sync(self.path)
+
+
+def tokens_checksum(token_ids: "array[int]") -> str:
+    return _sha256(token_ids.tobytes())
+
+
+def disk_error(what: str, error: OSError) -> UserError:
+    """What went wrong with a disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"{what}: the disk is full, or files may not be that large; make room, or choose another --contexts-dir",
+            "disk_full",
+        )
+    return UserError(f"{what}: {error.strerror or error}", "disk_error")
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(what, error) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise damaged(path, "it is missing") from None
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({error.strerror})") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,90 @@
+"""What a saved context is: the prompt whose KV was kept, what that KV depends on, and the files that it is in."""
+
+import msgspec
+
+from longhelix.errors import UserError
+
+VERSION = 1  # of the manifest and of the files
+
+
+def file_name(rank: int) -> str:
+    """The file that a rank saves to."""
+    return f"rank-{rank}.safetensors"
+
+
+class SavedFile(msgspec.Struct, frozen=True):
+    """What one rank has written: some of the model's layers and KV heads, from the first to before the last.
+
+    checksum: SHA-256 of its index, which has a checksum of everything else.
+    """
+
+    name: str
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    num_bytes: int
+    checksum: str
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """What the KV of a prompt depends on beside its tokens.
+
+    model: a fingerprint of its configuration and weights. frequencies: one of the RoPE frequencies of a request of that
+    capacity, on which those of dynamic and longrope depend.
+    """
+
+    model: str
+    dtype: str
+    weight_dtype: str
+    kv_dtype: str
+    attention_dtype: str | None
+    block_tokens: int
+    frequencies: str
+
+
+class SavedContext(msgspec.Struct, frozen=True):
+    """A manifest. Of `num_tokens` tokens those that fill KV blocks have their KV in `files`.
+
+    model: the name by which it was opened; saved_at: UTC. capacity_tokens: of the request that computed it.
+    tokens_checksum: SHA-256 of the token ids, int32.
+    """
+
+    name: str
+    origin: Origin
+    model: str
+    saved_at: str
+    num_tokens: int
+    capacity_tokens: int
+    tokens_checksum: str
+    files: tuple[SavedFile, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_tokens // self.origin.block_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def check(self, origin: Origin) -> None:
+        """Raise UserError unless requests of `origin` have the same KV."""
+        if origin.model != self.origin.model:
+            raise _mismatch(
+                f"context {self.name!r} is of another model ({self.model}): give that one, or save it again"
+            )
+        for name in ("dtype", "weight_dtype", "kv_dtype", "attention_dtype", "block_tokens"):
+            saved, own = getattr(self.origin, name), getattr(origin, name)
+            if saved != own:
+                change = f"leave {name} out" if saved is None else f"set {name} to {saved}"
+                raise _mismatch(
+                    f"context {self.name!r} was saved with {name} {saved}, and here it is {own}: {change}, or save the "
+                    "context again"
+                )
+        if origin.frequencies != self.origin.frequencies:
+            raise _mismatch(
+                f"context {self.name!r} has keys rotated by other RoPE frequencies than this request's, as they depend "
+                f"on its length: let prompt and new tokens be {self.capacity_tokens} together, or leave it out"
+            )
+
+
+def _mismatch(message: str) -> UserError:
+    return UserError(message, "context_mismatch")

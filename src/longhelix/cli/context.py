@@ -1,0 +1,152 @@
+"""`longhelix context`: the KV of long prompts, computed once and kept on disk."""
+
+import json as json_module
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from longhelix.cache.saved_context import SavedContext
+from longhelix.cli.options import ContextsFlags, EngineFlags, ModelOptions, contexts_folder, stderr
+from longhelix.cli.text_file import read_text
+from longhelix.cli.values import Flag
+from longhelix.errors import UserError
+
+app = App(name="context")
+
+
+@app.command
+def save(
+    model: ModelOptions,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    *,
+    name: str,
+    prompt_file: Path,
+    replace: Flag = False,
+    json: Flag = False,
+) -> None:
+    """Compute the KV of a text and keep it under a name.
+
+    Parameters
+    ----------
+    name
+        What the context is called from here on.
+    prompt_file
+        A UTF-8 file with the text, its last newline included.
+    replace
+        Put it in place of the context of that name, if there is one.
+    json
+        Print one JSON object in place of words.
+    """
+    text = read_text(prompt_file)
+    contexts_folder(engine).check_free(name, replace)
+    with model.start(engine) as llm:
+        start_s = time.monotonic()
+        saved = llm.save_context(name, text, replace=replace)
+        seconds = time.monotonic() - start_s
+    if json:
+        print(json_module.dumps(_as_json(saved) | {"save_s": seconds}))
+    else:
+        stderr.print(f"saved {saved.num_tokens} tokens, {saved.num_bytes} bytes, in {seconds:.1f} s", highlight=False)
+
+
+@app.command(name="list")
+def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> None:  # noqa: B008 - frozen
+    """Show what is saved.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object in place of a table.
+    """
+    folder = contexts_folder(contexts)
+    sound, damaged = [], []
+    for name in folder.names():
+        try:
+            sound.append(folder.manifest(name))
+        except UserError as error:
+            damaged.append({"name": name, "error": str(error)})
+    if json:
+        print(json_module.dumps({"contexts": [_as_json(saved) for saved in sound] + damaged}))
+        return
+    table = Table("name", "tokens", "model", "KV", "bytes", "saved at", box=None, pad_edge=False)
+    for saved in sound:
+        origin = saved.origin
+        table.add_row(
+            saved.name, f"{saved.num_tokens}", saved.model, origin.kv_dtype, f"{saved.num_bytes}", saved.saved_at
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for found in damaged:
+        print(f"warning: {found['error']}", file=sys.stderr)
+
+
+@app.command
+def load(
+    model: ModelOptions,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    *,
+    name: str,
+    json: Flag = False,
+) -> None:
+    """Load a context into the ranks of a layout, which checks all of it, and say how long that took.
+
+    Parameters
+    ----------
+    name
+        The context's name.
+    json
+        Print one JSON object in place of words.
+    """
+    contexts_folder(engine).manifest(name)
+    with model.start(engine) as llm:
+        start_s = time.monotonic()
+        loaded = llm.load_context(name)
+        seconds = time.monotonic() - start_s
+    if json:
+        print(json_module.dumps(_as_json(loaded.saved) | {"load_s": seconds}))
+    else:
+        stderr.print(f"loaded {loaded.saved.num_tokens} tokens in {1e3 * seconds:.0f} ms", highlight=False)
+
+
+@app.command
+def rm(
+    *names: Annotated[str, Parameter(negative=())],
+    contexts: ContextsFlags = ContextsFlags(),  # noqa: B008 - frozen
+    json: Flag = False,
+) -> None:
+    """Remove contexts.
+
+    Parameters
+    ----------
+    names
+        Their names.
+    json
+        Print one JSON object.
+    """
+    if not names:
+        raise UserError("give the name of a context to remove")
+    folder = contexts_folder(contexts)
+    for name in names:
+        folder.at(name)
+    for name in names:
+        folder.remove(name)
+    if json:
+        print(json_module.dumps({"removed": names}))
+
+
+def _as_json(saved: SavedContext) -> dict[str, Any]:
+    origin = saved.origin
+    return {
+        "name": saved.name,
+        "model": saved.model,
+        "tokens": saved.num_tokens,
+        "bytes": saved.num_bytes,
+        "files": len(saved.files),
+        "dtype": origin.dtype,
+        "kv_dtype": origin.kv_dtype,
+        "saved_at": saved.saved_at,
+    }

@@ -1,0 +1,175 @@
+"""Saved contexts of an engine: the KV of long prompts, kept on disk and taken up again by any layout."""
+
+import hashlib
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from longhelix.cache.context_folder import ContextFolder, tokens_checksum
+from longhelix.cache.rank_file import RankFile
+from longhelix.cache.saved_context import Origin, SavedContext, SavedFile, file_name
+from longhelix.engine.core import TokenCore
+from longhelix.engine.prompt import token_ids
+from longhelix.errors import UserError
+from longhelix.kv.blocks import Block
+from longhelix.models.checkpoint import Checkpoint
+from longhelix.models.fingerprint import fingerprint
+from longhelix.models.rope import inverse_frequencies
+from longhelix.request import MOST_PRIORITY, SamplingParams, ServiceLevel
+from longhelix.runner.config import EngineConfig
+from longhelix.workers.transport import LoadBlocks, SaveBlocks
+
+# That a rank writes or reads at a time.
+_PART_BYTES = 2**27
+_MOST_ATTEMPTS = 3  # to compute KV that others then displace
+LOWEST = ServiceLevel(priority=-MOST_PRIORITY)
+
+
+@dataclass(frozen=True)
+class LoadedContext:
+    """A saved context whose KV the ranks have. token_ids: int32. loaded_blocks: KV blocks that were read just now, and
+    not there already."""
+
+    saved: SavedContext
+    token_ids: "array[int]"
+    loaded_blocks: int
+
+
+class Contexts:
+    """The saved contexts in a folder, as one engine may use them. Raises UserError for what cannot be.
+
+    Their KV is among what the prefix cache has: it is saved from there and loaded to there, where a request finds it by
+    its tokens. If others need the room before that, the request computes it.
+    """
+
+    most_attempts = _MOST_ATTEMPTS
+
+    def __init__(self, core: TokenCore, model: str, checkpoint: Checkpoint, folder: ContextFolder) -> None:
+        """`model`: what users call the checkpoint."""
+        self._core, self._model, self._checkpoint, self._folder = core, model, checkpoint, folder
+        self._config = core.config
+        self._fingerprint = ""  # once it was asked for
+
+    def check_new(self, name: str, prompt: Sequence[int], replace: bool) -> "array[int]":
+        """The ids of a prompt to be saved. Refuses what could not be, before anything is computed."""
+        self._check_cache()
+        self._folder.check_free(name, replace)
+        ids = token_ids(prompt, self._config.spec.vocab_size, self._config.scheduler.max_model_len)
+        block_tokens = self._config.scheduler.block_tokens
+        if len(ids) < block_tokens:
+            raise UserError(
+                f"the context has {len(ids)} tokens, which do not fill one KV block of {block_tokens}: nothing is "
+                "there to save, give it with each prompt"
+            )
+        return ids
+
+    def save(self, name: str, prompt_ids: "array[int]", cache_salt: str, replace: bool) -> SavedContext | None:
+        """Keep the KV of a prompt that was computed. None if some of it is gone already."""
+        capacity_tokens = len(prompt_ids) + 1
+        held = self._core.hold(prompt_ids, capacity_tokens, cache_salt)
+        if held is None:
+            return None
+        with self._core.releasing(held):
+            if held.num_cached < len(held.blocks):
+                return None
+            with self._folder.new(name, replace) as folder:
+                context = SavedContext(
+                    name=name,
+                    origin=self._origin(capacity_tokens),
+                    model=self._model,
+                    saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                    num_tokens=len(prompt_ids),
+                    capacity_tokens=capacity_tokens,
+                    tokens_checksum=tokens_checksum(prompt_ids),
+                    files=self._write(held.blocks, folder),
+                )
+                self._folder.finish(folder, context, prompt_ids, replace)
+        return context
+
+    def displaced(self, name: str) -> UserError:
+        return UserError(
+            f"context {name!r} was computed {_MOST_ATTEMPTS} times, and each time other requests needed its room "
+            "before it was saved: save it when fewer run, or set --kv-cache-tokens to more",
+            "kv_cache_exceeded",
+        )
+
+    def load(self, name: str, cache_salt: str = "") -> LoadedContext:
+        """Have the ranks take up what they do not have of a context."""
+        self._check_cache()
+        saved = self._folder.manifest(name)
+        saved.check(self._origin(saved.capacity_tokens))
+        prompt_ids = self._folder.token_ids(saved)
+        held = self._core.hold(prompt_ids, saved.capacity_tokens, cache_salt)
+        if held is None:
+            raise UserError(
+                f"context {name!r} of {saved.num_tokens} tokens does not fit into what is free of the KV cache: set "
+                "--kv-cache-tokens to more, or wait until other requests have ended",
+                "kv_cache_exceeded",
+            )
+        with self._core.releasing(held):
+            for first, part in _parts(held.blocks, held.num_cached, self._config):
+                self._core.carry(LoadBlocks(str(self._folder.at(name)), saved.files, first, part))
+            self._core.publish(held)
+        return LoadedContext(saved, prompt_ids, len(held.blocks) - held.num_cached)
+
+    def before(self, name: str, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel) -> "array[int]":
+        """The ids of a context, which the ranks take up, and of a prompt behind it."""
+        loaded = self.load(name, service.cache_salt)
+        most = self._config.scheduler.max_model_len
+        given = loaded.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
+        # Refuses keys that are rotated by other angles than the request's.
+        loaded.saved.check(self._origin(len(given) + sampling.max_new_tokens))
+        return given
+
+    def _check_cache(self) -> None:
+        if not self._config.scheduler.prefix_cache:
+            raise UserError("saved contexts are taken up through the prefix cache: set prefix_cache to True")
+
+    def _write(self, blocks: tuple[Block, ...], folder: Path) -> tuple[SavedFile, ...]:
+        """Have the ranks write KV blocks to files of a folder."""
+        config = self._config
+        totals, before = Counter(block.owner for block in blocks), Counter[int]()
+        for first, part in _parts(blocks, 0, config):
+            counts = (tuple(count[rank] for rank in range(config.layout.kvp)) for count in (before, totals))
+            self._core.carry(SaveBlocks(str(folder), first, part, *counts))
+            before.update(block.owner for block in part)
+        return tuple(
+            _described(folder, rank, config)
+            for rank in range(config.layout.world_size)
+            if config.layout.keeps_kv_first(config.heads, rank) and totals[config.layout.kvp_rank(rank)]
+        )
+
+    def _origin(self, capacity_tokens: int) -> Origin:
+        """What the KV of requests of this engine depends on."""
+        config = self._config
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(config.spec, self._checkpoint)
+        frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, capacity_tokens)
+        return Origin(
+            model=self._fingerprint,
+            dtype=config.dtype,
+            weight_dtype=config.weight_dtype,
+            kv_dtype=config.kv_dtype,
+            attention_dtype=config.attention_dtype,
+            block_tokens=config.scheduler.block_tokens,
+            frequencies=hashlib.sha256(struct.pack(f"<{len(frequencies)}d", *frequencies)).hexdigest(),
+        )
+
+
+def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:
+    """What a rank has written."""
+    layers, heads = config.layout.layers(config.spec.num_layers, rank), config.layout.kv_heads(config.heads, rank)
+    file = RankFile(folder / file_name(rank))
+    bounds = (layers.start, layers.stop), (heads.start, heads.stop)
+    return SavedFile(file_name(rank), *bounds, file.num_bytes, file.checksum)
+
+
+def _parts(blocks: tuple[Block, ...], start: int, config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
+    """KV blocks from `start` on, some after others, each with the index of its first one."""
+    block_bytes = config.kv_bytes_per_token(0) * config.scheduler.block_tokens
+    count = max(_PART_BYTES // max(block_bytes, 1), 1) * config.layout.kvp
+    return ((first, blocks[first : first + count]) for first in range(start, len(blocks), count))

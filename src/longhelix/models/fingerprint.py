@@ -1,0 +1,29 @@
+"""A fingerprint of a model: its configuration, and samples of the files that hold its weights."""
+
+import hashlib
+
+import msgspec
+
+from longhelix.errors import UserError
+from longhelix.models.checkpoint import Checkpoint
+from longhelix.spec import ModelSpec
+
+# Of each file, evenly spread: whoever trains a model on changes nearly all of its numbers.
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+
+def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
+    """The same for copies of a model wherever they lie, another one for another model: SHA-256 over its configuration
+    and, of each file of weights, its size and some thousands of bytes. Raises UserError if one cannot be read."""
+    sha = hashlib.sha256(msgspec.json.encode(spec))
+    for path in checkpoint.files:
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                sha.update(size.to_bytes(8, "little"))
+                for sample in range(_SAMPLES):
+                    file.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+                    sha.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}", "invalid_checkpoint") from error
+    return sha.hexdigest()

@@ -1,0 +1,52 @@
+"""A prompt's full KV blocks, held by somebody who is no request: who fills them from elsewhere, or reads them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from longhelix.kv.blocks import Block
+from longhelix.kv.placement import Continued, Placement
+from longhelix.scheduler.block_pool import BlockPool
+
+
+@dataclass(frozen=True)
+class HeldPrefix:
+    """blocks: in position order, of which the first `num_cached` have their KV, and hashes: of all of them.
+
+    Whoever has one gives it back with `release`. Then blocks that can be found keep their content until others need
+    the room, those that were released the longest ago first.
+    """
+
+    blocks: tuple[Block, ...]
+    num_cached: int
+    hashes: tuple[bytes, ...]
+
+    @classmethod
+    def take(cls, pool: BlockPool, hashes: Sequence[bytes], placement: Placement) -> Self | None:
+        """Those that are cached, and new ones behind them, where `placement` has them. None if they are not free."""
+        cached: list[Block] = []
+        for digest in hashes:
+            block = pool.index.get(digest)
+            if block is None:
+                break
+            cached.append(block)
+        owners = tuple(block.owner for block in cached)
+        continued = Continued(placement, owners) if owners else placement
+        wanted = [continued.owner(index * placement.block_tokens) for index in range(len(cached), len(hashes))]
+        pool.share(cached)  # or a new block could be one of them
+        counts = Counter(wanted)
+        if any(count > pool.allocators[rank].available for rank, count in counts.items()):
+            pool.unshare(cached)
+            return None
+        # In the order of memory, where they are copied to in one go as far as they follow each other.
+        taken = {rank: iter(sorted(pool.allocators[rank].take() for _ in range(counts[rank]))) for rank in counts}
+        new = (Block(owner, next(taken[owner])) for owner in wanted)
+        return cls((*cached, *new), len(cached), tuple(hashes))
+
+    def publish(self, pool: BlockPool) -> None:
+        """All blocks have their KV, or will have before the next step runs: let them be found."""
+        pool.name(zip(self.blocks[self.num_cached :], self.hashes[self.num_cached :], strict=True))
+
+    def release(self, pool: BlockPool) -> None:
+        pool.unshare(self.blocks)
