@@ -2,13 +2,15 @@
 
 Sequences are of different lengths, so that every step needs KV blocks for some. Processor time, medians and means.
 
-    python benchmarks/scheduling.py [--decodes 8 64 256]
+    python benchmarks/scheduling.py [--decodes 8 64 256] [--cached 10000000]
 """
 
 import argparse
+import random
 import statistics
 import time
 from array import array
+from types import SimpleNamespace
 
 import msgspec
 
@@ -17,7 +19,8 @@ from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
-from longhelix.request import Request, SampledToken, SamplingParams, StepResult, Work
+from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult, Work
+from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 
@@ -25,21 +28,83 @@ STEPS, WARM_UP, PRICES = 1000, 20, 10_000
 MODELS = ("llama-3-8b", "deepseek-r1")
 
 
-def planned(decodes: int) -> tuple[list[float], list[int]]:
-    """Microseconds of `schedule`, and bytes of its messages, of steps in which all decode."""
+def planned(decodes: int) -> tuple[list[float], list[float], list[int]]:
+    """Microseconds of `schedule` and of `complete`, and bytes of its messages, of steps in which all decode."""
     scheduler = Scheduler(SchedulerConfig(4, 100_000, 100_000, max_running=decodes, chunk_tokens=100_000))
     sampling = SamplingParams(max_new_tokens=STEPS + 2 * WARM_UP)
     for id in range(decodes):
         scheduler.add(Request(id, array("i", [1] * (50 + id)), sampling, frozenset(), 0, 0.0))
-    spent_us, sizes = [], []
+    return _run(scheduler, decodes)
+
+
+def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], list[int]]:
+    """The same with lars, adaptive chunks of a long prompt beside, and a prefix cache that holds `cached_tokens`."""
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    cost = StepCost(setting, Layout(kvp=4, tpa=2))
+    blocks = cached_tokens // 16
+    long_tokens = 4_000_000
+    config = SchedulerConfig(
+        4,
+        blocks,
+        2 * long_tokens,
+        max_running=decodes + 1,
+        chunk_tokens=2048,
+        policy="lars",
+        adaptive=True,
+        prefix_cache=True,
+    )
+    scheduler = Scheduler(config, cost)
+    chance = random.Random(0)
+    document = array("i", (chance.randrange(100_000) for _ in range(cached_tokens)))
+    for part in range(2):
+        tokens = document[part * cached_tokens // 2 : (part + 1) * cached_tokens // 2]
+        scheduler.add(Request(-1 - part, tokens, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+        while scheduler.has_work and (step := scheduler.schedule(0.0)) is not None:
+            ends = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
+            scheduler.complete(StepResult(step.id, ends, 0, 0))
+    assert sum(allocator.num_cached for allocator in scheduler.pool.allocators) >= 0.99 * blocks
+    sampling = SamplingParams(max_new_tokens=4 * STEPS)
+    for id in range(decodes):
+        scheduler.add(Request(id, document[id : id + 50 + id], sampling, frozenset(), 0, 0.0))
+    for _ in range(40):
+        step = scheduler.schedule(0.0)
+        scheduler.complete(_result(scheduler, step, decodes))
+    long = array("i", (chance.randrange(100_000) for _ in range(long_tokens)))
+    scheduler.add(Request(decodes, long, sampling, frozenset(), 0, 0.0))
+    return _run(scheduler, decodes)
+
+
+def _result(scheduler: Scheduler, step: Step, decodes: int) -> StepResult:
+    ends = [chunk.id for chunk in step.chunks if chunk.sample]
+    ids = range(decodes) if step.work.decode_rows == decodes else ends
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in ids), step.work.rows, 0)
+
+
+def _run(scheduler: Scheduler, decodes: int) -> tuple[list[float], list[float], list[int]]:
+    spent_us, completed_us, sizes = [], [], []
     for _ in range(STEPS + WARM_UP):
         start = time.process_time_ns()
         step = scheduler.schedule(0.0)
         spent_us.append((time.process_time_ns() - start) / 1e3)
         sizes.append(len(msgspec.msgpack.encode(step)))
-        sampled = tuple(SampledToken(id, 1) for id in range(decodes))
-        scheduler.complete(StepResult(step.id, sampled, step.work.rows, 0))
-    return spent_us[WARM_UP:], sizes[WARM_UP:]
+        result = _result(scheduler, step, decodes)
+        start = time.process_time_ns()
+        scheduler.complete(result)
+        completed_us.append((time.process_time_ns() - start) / 1e3)
+    return spent_us[WARM_UP:], completed_us[WARM_UP:], sizes[WARM_UP:]
+
+
+def chunk_us(prompts: int) -> float:
+    """Microseconds of the choice of chunks for so many prompts."""
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    rule = AdaptiveChunks(StepCost(setting, Layout(kvp=4, tpa=2)), 2048)
+    waiting = [
+        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None) for index in range(prompts)
+    ]
+    beside, start = Work.decode(64, 100_000), time.process_time_ns()
+    for _ in range(STEPS):
+        rule.sizes(waiting, beside, 0.03)
+    return (time.process_time_ns() - start) / 1e3 / STEPS
 
 
 def price_us(model: str) -> float:
@@ -55,20 +120,30 @@ def price_us(model: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--decodes", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--cached", type=int, default=10_000_000, help="tokens in the prefix cache")
     arguments = parser.parse_args()
     conditions = environment("")
     print(
         f"{conditions['cpu']}, Python {conditions['python']}, commit {conditions['commit']}, load averages before "
         f"{conditions['load_average']}; {STEPS} steps.\n"
     )
-    print("| decodes | schedule, us, median | mean | message, bytes, median |")
-    print("|--:|--:|--:|--:|")
+    print("| decodes | schedule, us, median | mean | complete, median | mean | message, bytes, median |")
+    print("|---|--:|--:|--:|--:|--:|")
     for decodes in arguments.decodes:
-        spent_us, sizes = planned(decodes)
-        medians = statistics.median(spent_us), statistics.mean(spent_us), statistics.median(sizes)
-        print(f"| {decodes} | {medians[0]:.1f} | {medians[1]:.1f} | {medians[2]:.0f} |", flush=True)
+        print(_row(f"{decodes}", *planned(decodes)), flush=True)
+    for decodes in arguments.decodes:
+        name = f"{decodes}, lars, adaptive chunks of 4M tokens, {arguments.cached:,} cached"
+        print(_row(name, *busy(decodes, arguments.cached)), flush=True)
     prices = ", ".join(f"{price_us(model):.2f} us for {model}" for model in MODELS)
     print(f"\nOne price of a mixed step: {prices}.")
+    print(f"The choice of a chunk: {chunk_us(1):.0f} us for one prompt, {chunk_us(10):.0f} us for ten.")
+
+
+def _row(name: str, spent_us: list[float], completed_us: list[float], sizes: list[int]) -> str:
+    times = [
+        f"{each(found):.1f}" for found in (spent_us, completed_us) for each in (statistics.median, statistics.mean)
+    ]
+    return f"| {name} | {' | '.join(times)} | {statistics.median(sizes):.0f} |"
 
 
 if __name__ == "__main__":

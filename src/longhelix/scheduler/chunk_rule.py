@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from longhelix.request import Cost, Work
@@ -64,6 +65,8 @@ class AdaptiveChunks:
     def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: Work) -> float:
         rows, kv_tokens, pairs, sampled = beside.chunk_rows, beside.chunk_kv_tokens, beside.chunk_pairs, 0
         for seq, size in zip(prompts, _shared(budget_tokens, prompts), strict=False):
+            if not size:
+                continue
             prefix = seq.length
             rows += size
             kv_tokens += prefix + size
@@ -74,6 +77,7 @@ class AdaptiveChunks:
         )
 
 
+@lru_cache
 def _budgets(least: int, most: int) -> list[int]:
     """Sizes to choose from: by an eighth of themselves apart, and multiples of 16, because kernels like them."""
     found = [least]
@@ -86,8 +90,9 @@ def _budgets(least: int, most: int) -> list[int]:
 def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
     """An even share of the budget to each rank that has prompts to itself, one to all spread prompts together, and what
     these leave over to the first."""
-    if len(prompts) == 1:
-        return [min(prompts[0].prompt_left, budget_tokens)]
+    first = prompts[0].prompt_left
+    if first >= budget_tokens and len({seq.home for seq in prompts}) == 1:
+        return [budget_tokens] + [0] * (len(prompts) - 1)
     sharers = {seq.home for seq in prompts}
     left = dict.fromkeys(sharers, budget_tokens // len(sharers))
     sizes = []
