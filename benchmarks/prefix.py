@@ -1,4 +1,4 @@
-"""Questions about one document: the time to the first token of the first, and of those that find it in the prefix cache.
+"""Questions about one document: the time to the first token of the first, and of those that find it in the cache.
 
 python benchmarks/prefix.py [--document 4000] [--questions 5] [--kvp 1]
 """

@@ -52,11 +52,12 @@ def generate(
     with model.start(engine) as llm:
         given = llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else text
         result = _run(llm, given, params, context, echo=not json)
-        load = llm.expert_load()
+        load, factors = llm.expert_load(), llm.cost_factors
     if json:
         print(json_module.dumps(_as_json(result) | ({} if load is None else {"expert_load": load})))
     else:
         table = measurements(result, llm.config)
+        table.add_row("predictions", "corrected by {:.2f} for decodes, {:.2f} for chunks of prompts".format(*factors))
         if load is not None:
             table.add_row("fullest expert", fullest(load))
         stderr.print(table)

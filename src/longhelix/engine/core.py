@@ -130,6 +130,13 @@ class TokenCore:
         """End a request in any phase. Returns what it held and took, or None if it had already ended."""
         return self._loop.abort(request_id)
 
+    @property
+    def cost_factors(self) -> tuple[float, float]:
+        """What steps of decodes alone, and those with chunks of prompts, take beside what was predicted."""
+        cost = self._loop.scheduler.cost
+        assert cost is not None
+        return cost.decode_factor, cost.chunk_factor
+
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
         return self._scheduler.prefilled_tokens(request_id)

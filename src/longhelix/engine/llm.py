@@ -144,6 +144,12 @@ class LLM:
         self._core.check_running()
         return self._contexts.load(name, cache_salt)
 
+    @property
+    def cost_factors(self) -> tuple[float, float]:
+        """What steps of decodes alone, and those with chunks of prompts, take beside what was predicted: what the
+        choice of chunks corrects predictions by."""
+        return self._core.cost_factors
+
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
         return self._core.prefilled_tokens(request_id)
