@@ -258,14 +258,17 @@ class Scheduler:
         return tuple(chunks), beside
 
     def _target_s(self, beside: Work, first: Sequence, now_s: float) -> float:
-        """What the step may take, where `first` is the prompt that goes first."""
+        """What the step may take, where `first` is the prompt that goes first.
+
+        A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
+        would otherwise leave nothing to prompts that have slack.
+        """
+        decodes_s = self.cost.seconds(beside) if self.cost is not None and beside.decode_rows else 0.0
         target_s = self.config.tbt_target_s
         if target_s is None:
-            target_s = _TBT_S
-            if self.cost is not None and beside.decode_rows:
-                target_s = max(target_s, _TBT_FACTOR * self.cost.seconds(beside))
-        target_s = min(target_s, self._decodes.tbt_slo_s)
-        return _MARGIN * target_s * (1 - self._order.spared(first, now_s))
+            target_s = max(_TBT_S, _TBT_FACTOR * decodes_s)
+        target_s = _MARGIN * min(target_s, self._decodes.tbt_slo_s)
+        return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         start, client = seq.length, seq.request.service.client
