@@ -16,6 +16,7 @@ from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
+from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
@@ -52,9 +53,11 @@ class TokenCore:
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
+        hear: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """`on_load` and `on_warm_up` are called with the share of the weights, then of the warm-up, that is done.
-        `on_traced` is called with a rank and its events of one step, where steps are traced."""
+        `on_traced` is called with a rank and its events of one step, where steps are traced. `hear` is that of the
+        loop: a list's `append` records it for a replay."""
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why it ended, once it has
@@ -64,7 +67,7 @@ class TokenCore:
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
-        self._loop = Loop(scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
+        self._loop = Loop(scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, is_short, hear)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""

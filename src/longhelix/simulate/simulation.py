@@ -1,4 +1,4 @@
-"""A simulation: the engine's loop and scheduler, over a predicted runner."""
+"""A simulation: the engine's loop and scheduler, over a runner that computes nothing."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,7 +7,6 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
-from longhelix.request import Cost
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
@@ -15,7 +14,7 @@ from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.histogram import Histogram
 from longhelix.simulate.ledger import Account, Ledger
-from longhelix.simulate.runner import PredictedRunner, RanStep
+from longhelix.simulate.runner import PredictedRunner, RanStep, SimulatedRunner
 from longhelix.simulate.timeline import Sample, Timeline
 
 
@@ -88,7 +87,8 @@ class Outcome:
 
 def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
     """Serve a workload to its end."""
-    simulation = Simulation(server.make_scheduler(), server.cost, server.layout.pp, workload, observer)
+    runner = PredictedRunner(server.cost, server.layout.pp)
+    simulation = Simulation(server.make_scheduler(), runner, workload, observer)
     simulation.run()
     return simulation.outcome(server.layout.world_size)
 
@@ -100,11 +100,11 @@ class Simulation:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cost: Cost, stages: int, workload: Workload, observer: Observer | None = None
+        self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
     ) -> None:
-        self._runner = PredictedRunner(cost, stages)
-        depth, leads = (STEPS_IN_FLIGHT, is_short) if stages == 1 else (stages + 1, _any_step)
-        self._loop = Loop(scheduler, self._runner, lambda: self._runner.now_s, depth, leads)
+        depth, leads = (STEPS_IN_FLIGHT, is_short) if runner.stages == 1 else (runner.stages + 1, _any_step)
+        self._runner = runner
+        self._loop = Loop(scheduler, runner, lambda: runner.now_s, depth, leads)
         self._arrivals = iter(workload)
         self._next = next(self._arrivals, None)
         self._first_s = self._next.arrival_s if self._next else 0.0
@@ -126,6 +126,10 @@ class Simulation:
         if stepped is not None:
             self._note(stepped[1])
             return True
+        return self._wait()
+
+    def _wait(self) -> bool:
+        """Let time pass until the next request arrives; False if none does."""
         assert not self._loop.has_work, "requests wait, and nothing runs"
         if self._next is None:
             return False
@@ -166,7 +170,7 @@ class Simulation:
             self._refused += 1
             self._refusal = self._refusal or str(error)
             return
-        self._ledger.open(self._next_id, arrival)
+        self._ledger.open(self._next_id, arrival.arrival_s, arrival.service)
         self._next_id += 1
 
     def _note(self, events: list[TokenEvent]) -> None:
