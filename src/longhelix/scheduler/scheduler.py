@@ -97,6 +97,7 @@ class Scheduler:
         self._ended: list[int] = []
         self._copies: list[tuple[Block, Block]] = []
         self._next_step_id = 0
+        self._step_s = 0.0  # what the last step with chunks took
         self._in_flight: deque[Step] = deque()
 
     @property
@@ -241,7 +242,9 @@ class Scheduler:
             return (), beside
         prompts = list(self._prompts.values())
         if len(prompts) > 1:
-            prompts.sort(key=lambda seq: self._order.prompt(seq, now_s))
+            # Who is not in this step is in the next one, and has its token when that ends.
+            later_s = now_s + 2 * self._step_s
+            prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
         sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
@@ -281,6 +284,8 @@ class Scheduler:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
         step = self._in_flight.popleft()
         assert step.id == result.step_id
+        if step.chunks:
+            self._step_s = result.taken_s
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
         events, running = [], self._running
