@@ -65,8 +65,9 @@ class Replay(Simulation):
         """Add and abort what was added and aborted here."""
         while isinstance(event := self._measured.next, Added | Aborted):
             if isinstance(event, Added):
-                self._loop.add(event.request)
-                self._ledger.open(event.request.id, event.request.arrival_s, event.request.service)
+                request = event.request
+                self._loop.add(request)
+                self._ledger.open(request.id, request.arrival_s, len(request.prompt_token_ids), request.service)
             else:
                 self._loop.abort(event.request_id)
                 self._ledger.drop(event.request_id)

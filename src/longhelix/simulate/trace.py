@@ -22,7 +22,7 @@ _REQUIRED = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "mooncake": ("timestamp", "input_length", "output_length"),
 }
-_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s")
+_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s", "session", "think_s")
 
 Record = Mapping[str, Any]
 
@@ -118,7 +118,11 @@ def _arrival(kind: str, record: Record, service: ServiceLevel) -> Arrival:
             raise UserError(f"{shown(name)} is not known: use {', '.join((*_REQUIRED[kind], *_OPTIONAL))}")
     pieces, piece_tokens = _prefix(record, prompt_tokens)
     arrival_s = _seconds(arrival, record[arrival])
-    return Arrival(arrival_s, prompt_tokens, output_tokens, _service(record, service), pieces, piece_tokens)
+    session, think_s = str(record.get("session", "")), _seconds("think_s", record.get("think_s", 0.0))
+    if think_s and not session:
+        raise UserError("think_s is of a session: give it one")
+    level = _service(record, service)
+    return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
 
 
 def _prefix(record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
