@@ -65,6 +65,10 @@ def above_zero(name: str, value: object) -> float:
     return real(name, value, lambda number: 0 < number < math.inf, "a number above 0")
 
 
+def weight(name: str, value: object) -> float:
+    return real(name, value, lambda number: 1e-6 <= number <= 1e6, "a number from 1e-6 to 1e6")
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise refused(name, value, "True or False")

@@ -26,7 +26,8 @@ class WorkloadOptions:
 
     trace: Path | None = None
     """A .csv or .jsonl file of requests: arrival_s, prompt_tokens, output_tokens, and where wanted prefix_id,
-    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s; or one in Azure's or Mooncake's columns."""
+    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s, session, think_s; or one in Azure's or Mooncake's
+    columns."""
     synthetic: Flag = False
     "Draw requests in place of a trace."
     requests: Size = 1000

@@ -19,6 +19,7 @@ from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
+from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
@@ -56,9 +57,11 @@ class TokenCore:
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
+        hear: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """`on_load` and `on_warm_up` are called with the share of the weights, then of the warm-up, that is done.
-        `on_traced` is called with a rank and its events of one step, where steps are traced."""
+        `on_traced` is called with a rank and its events of one step, where steps are traced. `hear` is that of the
+        loop: a list's `append` records it for a replay."""
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why it ended, once it has
@@ -68,7 +71,7 @@ class TokenCore:
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         self._scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
-        self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, leads=is_short)
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, is_short, hear)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -104,10 +107,7 @@ class TokenCore:
         """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
         just now. Raises UserError if it can never run."""
         self.check_running()
-        if not isinstance(sampling, SamplingParams):
-            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
-        if not isinstance(service, ServiceLevel):
-            raise UserError(f"service is {shown(service)}: give a ServiceLevel")
+        self.check_asked(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
@@ -125,6 +125,13 @@ class TokenCore:
         self._loop.add(request)
         self._next_id += 1
         return request
+
+    def check_asked(self, sampling: SamplingParams, service: ServiceLevel) -> None:
+        """Raise UserError for what is of another type."""
+        if not isinstance(sampling, SamplingParams):
+            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
+        if not isinstance(service, ServiceLevel):
+            raise UserError(f"service is {shown(service)}: give a ServiceLevel")
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Returns what it held and took, or None if it had already ended."""

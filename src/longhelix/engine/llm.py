@@ -181,6 +181,7 @@ class LLM:
         self._core.check_running()
         arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
+        self._core.check_asked(sampling, service)
         given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
         request = self._core.add(given, sampling, service, arrival_s)

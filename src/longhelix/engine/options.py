@@ -15,7 +15,7 @@ from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
-from longhelix.values import above_zero, flag, one_of, refused, seconds, text, whole
+from longhelix.values import above_zero, flag, one_of, refused, seconds, text, weight, whole
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
 _MOST_RUNNING = 2**16
@@ -54,7 +54,7 @@ def chunk(name: str, value: object) -> int | str:
 def weights(name: str, value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise refused(name, value, 'numbers by client, such as {"batch": 0.5}')
-    return {text("a client", client): above_zero(f"the weight of {client!r}", each) for client, each in value.items()}
+    return {text("a client", client): weight(f"the weight of {client!r}", each) for client, each in value.items()}
 
 
 def rope_settings(name: str, value: object) -> dict[str, Any]:

@@ -122,16 +122,17 @@ class Admission:
 
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
-        request, block_tokens = job.request, self._config.block_tokens
+        request = job.request
         placement, prefix = self._placed(request)
-        room = self._blocks_needed(placement, request.capacity_tokens - 1)
-        bound = job.preemptions >= MOST_PREEMPTIONS
-        wanted = room if bound else self._blocks_needed(placement, len(request.prompt_token_ids))
-        full_blocks = prefix.full_blocks(block_tokens)
-        shared = Counter(block.owner for block in full_blocks)
-        promised = [count - shared[rank] for rank, count in enumerate(wanted)]
+        room, promised = self._room(job, placement, prefix)
         if not self._pool.fits(room, promised, prefix.blocks, alone=alone):
-            return None
+            # A block that is copied takes the room of two, which a request that fills the pool does not have.
+            prefix = self._whole(prefix)
+            placement = self._placement_behind(prefix, request)
+            room, promised = self._room(job, placement, prefix)
+            if not self._pool.fits(room, promised, prefix.blocks, alone=alone):
+                return None
+        full_blocks = prefix.full_blocks(self._config.block_tokens)
         self._waiting.pop(request.id)
         seq = Sequence(job, placement, room, promised, [array("q") for _ in room])
         if job.preemptions:
@@ -153,6 +154,24 @@ class Admission:
             prefix.seen_token_ids(request),
         )
         return Begun(seq, new, copies)
+
+    def _room(self, job: Job, placement: Placement, prefix: Prefix) -> tuple[list[int], list[int]]:
+        """The blocks that a request may come to have of each rank, and those that it is promised when it begins."""
+        room = self._blocks_needed(placement, job.request.capacity_tokens - 1)
+        bound = job.preemptions >= MOST_PREEMPTIONS
+        wanted = room if bound else self._blocks_needed(placement, len(job.request.prompt_token_ids))
+        shared = Counter(block.owner for block in prefix.full_blocks(self._config.block_tokens))
+        return room, [count - shared[rank] for rank, count in enumerate(wanted)]
+
+    def _whole(self, prefix: Prefix) -> Prefix:
+        """The prefix without a block that it does not fill."""
+        block_tokens = self._config.block_tokens
+        return prefix.cut(prefix.num_tokens // block_tokens * block_tokens, block_tokens)
+
+    def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
+        """The request's own placement, which goes on after the blocks of a prefix."""
+        placement = self._place(request, self._start(request))
+        return Continued(placement, tuple(block.owner for block in prefix.blocks)) if prefix.blocks else placement
 
     def _placed(self, request: Request) -> tuple[Placement, Prefix]:
         """A request's placement, and the prefix that it begins with.

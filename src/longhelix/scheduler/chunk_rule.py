@@ -52,7 +52,8 @@ class AdaptiveChunks:
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
         left = sum(seq.prompt_left for seq in prompts)
         target_s *= 1.0 if beside.decode_rows else _ALONE
-        budgets = _budgets(min(self.least_tokens, left), min(self.most_tokens, left))
+        most = min(self.most_tokens, left)
+        budgets = _budgets(min(self.least_tokens, most), most)
         fits, beyond = 0, len(budgets)
         while beyond - fits > 1:
             middle = (fits + beyond) // 2

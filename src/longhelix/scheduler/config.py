@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.policy import POLICIES
-from longhelix.values import above_zero, flag, one_of, seconds, whole
+from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class SchedulerConfig:
         if self.tbt_target_s is not None:
             object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))
         object.__setattr__(self, "slo_scale", above_zero("slo_scale", self.slo_scale))
-        weights = {
-            name: above_zero(f"the weight of client {name!r}", each) for name, each in self.client_weights.items()
-        }
+        weights = {name: weight(f"the weight of client {name!r}", each) for name, each in self.client_weights.items()}
         object.__setattr__(self, "client_weights", weights)
         self.place(1, 1, start=0)  # refuses a placement that cannot be
 

@@ -23,7 +23,9 @@ class CorrectedCost:
         return self._cost.seconds(work) * (self.chunk_factor if work.chunk_rows else self.decode_factor)
 
     def observe(self, work: Work, taken_s: float) -> None:
-        """A step took so long."""
+        """A step took so long. One without rows says nothing."""
+        if not work.rows:
+            return
         predicted_s = self._cost.seconds(work)
         if not 0 < taken_s < _ODD * _FARTHEST * predicted_s:
             return

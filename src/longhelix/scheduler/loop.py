@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from longhelix.request import Request, Step, StepResult
+from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 
 # Ranks begin the next step while the scheduler takes the tokens of the last one.
@@ -30,7 +31,8 @@ class Runner(Protocol):
 class Loop:
     """One scheduler over one runner, with at most `depth` steps in flight. `clock` gives the time in seconds.
 
-    leads: whether the next step may be sent before this one has ended (default: any step).
+    leads: whether the next step may be sent before this one has ended (default: any step). hear: is told all that the
+    loop says to the scheduler and hears from it, in order; a list's `append` records it.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Loop:
         clock: Callable[[], float],
         depth: int = 1,
         leads: Callable[[Step], bool] = lambda step: True,
+        hear: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.scheduler = scheduler
+        self.hear = hear
         self._runner = runner
         self._clock = clock
         self._depth = depth
@@ -56,19 +60,23 @@ class Loop:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
         self.scheduler.add(request)
+        self.hear(Added(request))
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.
 
         Returns what it held and took, or None if it has already ended.
         """
+        self.hear(Aborted(request_id))
         return self.scheduler.end(request_id)
 
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
         """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or the step takes longer than
         `timeout_s`."""
         while self._in_flight < (self._depth if self._is_led else 1):
-            step = self.scheduler.schedule(self._clock())
+            now_s = self._clock()
+            step = self.scheduler.schedule(now_s)
+            self.hear(Scheduled(now_s, step))
             if step is None:
                 break
             self._runner.submit(step)
@@ -80,4 +88,5 @@ class Loop:
         if result is None:
             return None
         self._in_flight -= 1
+        self.hear(Completed(result))
         return result, self.scheduler.complete(result)

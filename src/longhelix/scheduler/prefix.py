@@ -109,7 +109,9 @@ class PrefixCache:
             yield seq.unnamed.popleft(), seq.digest
 
     def _first(self, request: Request) -> bytes:
-        return _hash(self._root(request), request.service.cache_salt.encode())
+        # Of one length and by a word apart, so that no salt is what blocks are hashed from.
+        salt = hashlib.sha256(request.service.cache_salt.encode()).digest()
+        return _hash(b"root" + hashlib.sha256(self._root(request)).digest(), salt)
 
 
 def _hash(before: bytes, more: bytes | memoryview) -> bytes:

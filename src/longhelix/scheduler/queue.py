@@ -6,6 +6,7 @@ from typing import Any
 
 from longhelix.scheduler.sequence import Job
 
+_MOST_GONE = 1000  # that are kept beside as many as wait
 _FRESH_S = 0.1  # so long an order holds: to look at all that wait takes time
 
 Key = Callable[[Job, float], tuple[Any, ...]]
@@ -30,16 +31,17 @@ class WaitingQueue:
         bisect.insort(self._order, (self._key(job, now_s), job), key=_first)
 
     def pop(self, request_id: int) -> Job | None:
-        """Take a request out. None: it is not here. Looks at no other."""
-        return self._jobs.pop(request_id, None)
+        """Take a request out. None: it is not here. Looks at no other, but for once in a while."""
+        job = self._jobs.pop(request_id, None)
+        if len(self._order) > 2 * len(self._jobs) + _MOST_GONE:
+            self._order = [entry for entry in self._order if self._waits(entry[1])]
+        return job
 
     def in_order(self, now_s: float) -> Iterator[Job]:
         """Those that wait, the first to be served first; what is yielded may be taken out meanwhile."""
         if self._changes() or now_s - self._ordered_s >= _FRESH_S:
             self._order = sorted(((self._key(job, now_s), job) for job in self._jobs.values()), key=_first)
             self._ordered_s = now_s
-        elif len(self._order) > 2 * len(self._jobs):
-            self._order = [entry for entry in self._order if self._waits(entry[1])]
         for _, job in self._order:
             if self._waits(job):
                 yield job

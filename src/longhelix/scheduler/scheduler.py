@@ -99,6 +99,7 @@ class Scheduler:
         self._ended: list[int] = []
         self._copies: list[tuple[Block, Block]] = []
         self._next_step_id = 0
+        self._step_s = 0.0  # what the last step with chunks took
         self._in_flight: deque[Step] = deque()
 
     @property
@@ -133,7 +134,7 @@ class Scheduler:
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""
         seq = self._running.get(request_id)
-        return 0 if seq is None else min(seq.length, seq.num_prompt)
+        return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step: one row of every decode, and chunks of prompts. None if there is nothing to run."""
@@ -187,19 +188,20 @@ class Scheduler:
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
             while seq in self._decodes and not self.pool.can_take(seq):
-                self._preempt(self._cheapest(self.pool.next_owner(seq)) or seq)
+                self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
             if seq in self._decodes:
                 grown.append((seq, self.pool.take(seq)))
         grown = [(seq, block) for seq, block in grown if seq in self._decodes]
         self._decodes.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
 
-    def _cheapest(self, rank: int) -> Sequence | None:
-        """Of the sequences with blocks on a KVP rank, the one whose preemption loses least, of the lowest priority."""
+    def _cheapest(self, rank: int, growing: Sequence) -> Sequence:
+        """Of `growing` and the sequences that have blocks on a KVP rank or are promised some, the one whose preemption
+        loses least, of the lowest priority."""
+        others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
         return min(
-            (seq for seq in self._running.values() if seq.block_ids[rank] and self._may_be_preempted(seq)),
-            key=lambda seq: (seq.request.service.priority, self._times.until(seq.length), -seq.request.arrival_s),
-            default=None,
+            (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
+            key=lambda seq: (seq.request.service.priority, self._times.until(seq.known_length), -seq.request.arrival_s),
         )
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
@@ -247,7 +249,9 @@ class Scheduler:
             return (), beside
         prompts = list(self._prompts.values())
         if len(prompts) > 1:
-            prompts.sort(key=lambda seq: self._order.prompt(seq, now_s))
+            # Who is not in this step is in the next one, and has its token when that ends.
+            later_s = now_s + 2 * self._step_s
+            prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
         sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
@@ -290,6 +294,8 @@ class Scheduler:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
         step = self._in_flight.popleft()
         assert step.id == result.step_id
+        if step.chunks:
+            self._step_s = result.taken_s
         if self.cost is not None:
             self.cost.observe(step.work, result.taken_s)
         events, running = [], self._running

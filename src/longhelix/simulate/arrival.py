@@ -16,7 +16,8 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request that arrives `arrival_s` after the clock's zero.
 
     pieces: ids of the pieces of `piece_tokens` tokens that its prompt begins with: prompts are alike where these are.
-    What follows the pieces no other prompt has.
+    What follows the pieces no other prompt has. A session has one request at a time: each is sent `think_s` after the
+    end of the one before, at `arrival_s` at the earliest.
     """
 
     arrival_s: float
@@ -25,6 +26,8 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     service: ServiceLevel = ANY_SERVICE
     pieces: tuple[int, ...] = ()
     piece_tokens: int = 1
+    session: str = ""
+    think_s: float = 0.0
 
     def request(self, id: int) -> Request:
         """What the scheduler gets of it. No token ends the answer before its length."""
@@ -34,7 +37,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
 
     def sooner(self, factor: float) -> "Arrival":
         """The same request where all arrive at `factor` times the rate."""
-        return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor)
+        return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor, think_s=self.think_s / factor)
 
 
 class Workload(Protocol):

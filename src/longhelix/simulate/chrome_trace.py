@@ -29,8 +29,9 @@ class ChromeTrace(Observer):
         assert account.first_s is not None
         assert account.end_s is not None
         times_s = (account.arrival_s, account.begin_s, account.first_s, account.end_s)
+        details = {"request": id, "prompt tokens": account.prompt_tokens}
         events = [
-            TraceEvent(f"request {id}", kind, 1e6 * start_s, 1e6 * end_s, {"request": id})
+            TraceEvent(f"request {id}", kind, 1e6 * start_s, 1e6 * end_s, details)
             for kind, start_s, end_s in zip(("waiting", "prefill", "decode"), times_s, times_s[1:], strict=False)
         ]
         self._file.write(_REQUESTS, events)

@@ -7,7 +7,6 @@ import numpy as np
 
 from longhelix.request import SampledToken, ServiceLevel
 from longhelix.scheduler.scheduler import TokenEvent
-from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.histogram import Histogram, rank
 from longhelix.simulate.runner import RanStep
 
@@ -18,11 +17,23 @@ _SPARE = 4096
 class Account:
     """One request that has not ended. Times in seconds, None until they are known."""
 
-    __slots__ = ("arrival_s", "begin_s", "end_s", "first_s", "gaps", "met", "output", "service", "since")
+    __slots__ = (
+        "arrival_s",
+        "begin_s",
+        "end_s",
+        "first_s",
+        "gaps",
+        "met",
+        "output",
+        "prompt_tokens",
+        "service",
+        "since",
+    )
 
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival_s = arrival.arrival_s
-        self.service: ServiceLevel = arrival.service
+    def __init__(self, arrival_s: float, prompt_tokens: int, service: ServiceLevel) -> None:
+        self.arrival_s = arrival_s
+        self.prompt_tokens = prompt_tokens
+        self.service = service
         self.begin_s: float | None = None  # of its first chunk's step
         self.first_s: float | None = None
         self.end_s: float | None = None
@@ -50,9 +61,14 @@ class Ledger:
         self._ends_s = array("d")  # of the last steps that gave tokens
         self._forgotten = 0  # how many such steps were before
 
-    def open(self, id: int, arrival: Arrival) -> None:
+    def open(self, id: int, arrival_s: float, prompt_tokens: int, service: ServiceLevel) -> None:
+        """A request came."""
         self.requests += 1
-        self._accounts[id] = Account(arrival)
+        self._accounts[id] = Account(arrival_s, prompt_tokens, service)
+
+    def drop(self, id: int) -> None:
+        """A request ended before its last token, or had ended."""
+        self._accounts.pop(id, None)
 
     def refuse(self) -> None:
         """A request that could never run."""

@@ -51,9 +51,9 @@ def _object(run: Run) -> dict[str, Any]:
         "refused": outcome.refused,
         "duration_s": outcome.duration_s,
         "steps": outcome.steps,
-        "ttft_s": percentiles(outcome.ttft),
-        "tbt_s": percentiles(outcome.tbt),
-        "head_of_line_wait_s": percentiles(outcome.wait),
+        "ttft_s": _times(outcome.ttft),
+        "tbt_s": _times(outcome.tbt),
+        "head_of_line_wait_s": _times(outcome.wait),
         "percentile_relative_error": RELATIVE_ERROR,
         "tokens_per_s": outcome.tokens_per_s,
         "goodput_rps": outcome.goodput_rps,
@@ -75,6 +75,10 @@ def _object(run: Run) -> dict[str, Any]:
             "trials": [vars(trial) for trial in capacity.trials],
         }
     return found
+
+
+def _times(histogram: Histogram) -> dict[str, float | None]:
+    return percentiles(histogram) | {"max": histogram.most_s if histogram.count else None}
 
 
 def percentiles(histogram: Histogram) -> dict[str, float | None]:

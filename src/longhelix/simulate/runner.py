@@ -1,5 +1,6 @@
-"""The predicted runner: steps take the time that a cost gives, and nothing is computed."""
+"""Runners that compute nothing: steps take the time that they are said to, and a clock moves by that."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import NamedTuple
 
@@ -15,36 +16,33 @@ class RanStep(NamedTuple):
     end_s: float
 
 
-class PredictedRunner:
+class SimulatedRunner(ABC):
     """A `Runner` with a clock of its own, which is moved by results and by `wait_until`.
 
     A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
     when its predecessor has left that; with decodes when its predecessor has ended, which sampled their last tokens.
-    A step without rows takes no time. Every token of a sequence has the same id.
     """
 
-    def __init__(self, cost: Cost, stages: int = 1) -> None:
+    def __init__(self, stages: int = 1) -> None:
         self.now_s = 0.0
-        self._cost = cost
+        self.stages = stages
         self._left_s = [0.0] * stages  # when the last step left each stage
         self._in_flight: deque[RanStep] = deque()
-        self._tokens: dict[int, SampledToken] = {}
-        self._decoding: dict[int, SampledToken] = {}
-        self._decoded: tuple[SampledToken, ...] | None = ()
         self.last: RanStep | None = None
 
+    @abstractmethod
+    def _result(self, step: Step) -> StepResult:
+        """What a step gives, and how long it takes."""
+
     def submit(self, step: Step) -> None:
-        sampled = self._sampled(step)
-        rows = step.work.rows
-        seconds = self._cost.seconds(step.work) if rows else 0.0
+        result = self._result(step)
         begin_s = max(self.now_s, self._left_s[-1] if step.work.decode_rows else self._left_s[0])
-        end_s, stage_s = begin_s, seconds / len(self._left_s)
+        end_s, stage_s = begin_s, result.taken_s / self.stages
         for stage, left_s in enumerate(self._left_s):
             end_s = self._left_s[stage] = max(end_s, left_s) + stage_s
-        result = StepResult(step.id, sampled, rows, 0, step.work.parts, taken_s=seconds)
         self._in_flight.append(RanStep(step, result, begin_s, end_s))
 
-    def collect(self, timeout_s: float) -> StepResult:
+    def collect(self, timeout_s: float) -> StepResult | None:
         """The oldest step's result, at the time of its end; the clock does not know a timeout."""
         self.last = self._in_flight.popleft()
         self.now_s = max(self.now_s, self.last.end_s)
@@ -54,6 +52,23 @@ class PredictedRunner:
         """Let time pass with nothing to run."""
         assert not self._in_flight
         self.now_s = max(self.now_s, time_s)
+
+
+class PredictedRunner(SimulatedRunner):
+    """Steps take the time that a cost gives; a step without rows takes none. Every token of a sequence has the same
+    id."""
+
+    def __init__(self, cost: Cost, stages: int = 1) -> None:
+        super().__init__(stages)
+        self._cost = cost
+        self._tokens: dict[int, SampledToken] = {}
+        self._decoding: dict[int, SampledToken] = {}
+        self._decoded: tuple[SampledToken, ...] | None = ()
+
+    def _result(self, step: Step) -> StepResult:
+        sampled, work = self._sampled(step), step.work
+        seconds = self._cost.seconds(work) if work.rows else 0.0
+        return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds)
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
         """A token of every sequence that decodes, then of those whose prompts end; and follow what the step changes."""

@@ -1,4 +1,4 @@
-"""A simulation: the engine's loop and scheduler, over a predicted runner."""
+"""A simulation: the engine's loop and scheduler, over a runner that computes nothing."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,15 +7,15 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
-from longhelix.request import Cost
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 from longhelix.simulate.arrival import Arrival, Workload
+from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.histogram import Histogram
 from longhelix.simulate.ledger import Account, Ledger
-from longhelix.simulate.runner import PredictedRunner, RanStep
+from longhelix.simulate.runner import PredictedRunner, RanStep, SimulatedRunner
 from longhelix.simulate.timeline import Sample, Timeline
 
 
@@ -88,7 +88,8 @@ class Outcome:
 
 def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
     """Serve a workload to its end."""
-    simulation = Simulation(server.make_scheduler(), server.cost, server.layout.pp, workload, observer)
+    runner = PredictedRunner(server.cost, server.layout.pp)
+    simulation = Simulation(server.make_scheduler(), runner, workload, observer)
     simulation.run()
     return simulation.outcome(server.layout.world_size)
 
@@ -100,18 +101,18 @@ class Simulation:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cost: Cost, stages: int, workload: Workload, observer: Observer | None = None
+        self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
     ) -> None:
-        self._runner = PredictedRunner(cost, stages)
-        depth, leads = (STEPS_IN_FLIGHT, is_short) if stages == 1 else (stages + 1, _any_step)
-        self._loop = Loop(scheduler, self._runner, lambda: self._runner.now_s, depth, leads)
-        self._arrivals = iter(workload)
-        self._next = next(self._arrivals, None)
-        self._first_s = self._next.arrival_s if self._next else 0.0
+        depth, leads = (STEPS_IN_FLIGHT, is_short) if runner.stages == 1 else (runner.stages + 1, _any_step)
+        self._runner = runner
+        self._loop = Loop(scheduler, runner, lambda: runner.now_s, depth, leads)
+        self._arrivals = Arrivals(workload)
+        self._first_s = self._arrivals.next_s or 0.0
         self._observer = observer
         self._ledger = Ledger()
         self._timeline = Timeline(scheduler.config.block_tokens)
         self._next_id = 0
+        self._in_sessions: dict[int, Arrival] = {}
         self._refused, self._refusal = 0, ""
         self._steps, self._busy_s, self._busy_until_s = 0, 0.0, 0.0
 
@@ -126,11 +127,16 @@ class Simulation:
         if stepped is not None:
             self._note(stepped[1])
             return True
+        return self._wait()
+
+    def _wait(self) -> bool:
+        """Let time pass until the next request arrives; False if none does."""
         assert not self._loop.has_work, "requests wait, and nothing runs"
-        if self._next is None:
+        next_s = self._arrivals.next_s
+        if next_s is None:
             return False
         self._sample()
-        self._runner.wait_until(self._next.arrival_s)
+        self._runner.wait_until(next_s)
         return True
 
     def outcome(self, num_gpus: int) -> Outcome:
@@ -154,9 +160,8 @@ class Simulation:
 
     def _arrive(self) -> None:
         """Queue what has arrived by now."""
-        while self._next is not None and self._next.arrival_s <= self._runner.now_s:
-            self._add(self._next)
-            self._next = next(self._arrivals, None)
+        while (arrival := self._arrivals.take(self._runner.now_s)) is not None:
+            self._add(arrival)
 
     def _add(self, arrival: Arrival) -> None:
         try:
@@ -165,8 +170,11 @@ class Simulation:
             self._ledger.refuse()
             self._refused += 1
             self._refusal = self._refusal or str(error)
+            self._arrivals.ended(arrival, self._runner.now_s)
             return
-        self._ledger.open(self._next_id, arrival)
+        self._ledger.open(self._next_id, arrival.arrival_s, arrival.prompt_tokens, arrival.service)
+        if arrival.session:
+            self._in_sessions[self._next_id] = arrival
         self._next_id += 1
 
     def _note(self, events: list[TokenEvent]) -> None:
@@ -177,6 +185,9 @@ class Simulation:
             self._busy_s += ran.end_s - max(ran.begin_s, self._busy_until_s)
             self._busy_until_s = ran.end_s
         ended = self._ledger.add(ran, events)
+        for id, _ in ended:
+            if id in self._in_sessions:
+                self._arrivals.ended(self._in_sessions.pop(id), self._runner.now_s)
         if self._runner.now_s >= self._timeline.next_s:
             self._sample()
         if self._observer is not None:

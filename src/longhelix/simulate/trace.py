@@ -22,7 +22,7 @@ _REQUIRED = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "mooncake": ("timestamp", "input_length", "output_length"),
 }
-_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s")
+_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s", "session", "think_s")
 
 Record = Mapping[str, Any]
 
@@ -118,12 +118,18 @@ def _arrival(kind: str, record: Record, service: ServiceLevel) -> Arrival:
             raise UserError(f"{shown(name)} is not known: use {', '.join((*_REQUIRED[kind], *_OPTIONAL))}")
     pieces, piece_tokens = _prefix(record, prompt_tokens)
     arrival_s = _seconds(arrival, record[arrival])
-    return Arrival(arrival_s, prompt_tokens, output_tokens, _service(record, service), pieces, piece_tokens)
+    session, think_s = str(record.get("session", "")), _seconds("think_s", record.get("think_s", 0.0))
+    if think_s and not session:
+        raise UserError("think_s is of a session: give it one")
+    level = _service(record, service)
+    return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
 
 
 def _prefix(record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
     """The one piece that prompts of a prefix id share: their first `prefix_tokens`, or all of the shorter prompt."""
     if record.get("prefix_id") is None:
+        if record.get("prefix_tokens") is not None:
+            raise UserError("prefix_tokens is given without a prefix_id: give both, or leave it out")
         return (), 1
     tokens = whole("prefix_tokens", _number(record.get("prefix_tokens", prompt_tokens)), 1, prompt_tokens)
     return (crc32(str(record["prefix_id"]).encode("utf-8", "surrogatepass")),), tokens
@@ -136,7 +142,7 @@ def _pieces(hash_ids: object) -> tuple[int, ...]:
 
 def _service(record: Record, service: ServiceLevel) -> ServiceLevel:
     said = {name: _number(record[name]) for name in ("priority", "ttft_slo_s", "tbt_slo_s") if name in record}
-    if "client" in record:
+    if record.get("client") is not None:
         said["client"] = str(record["client"])
     return replace(service, **said) if said else service
 

@@ -98,4 +98,5 @@ def test_a_cost_follows_what_steps_take_slowly_and_within_bounds():
     before = cost.decode_factor
     for odd_s in (0.0, 5.0):  # not measured; a machine that stood still
         cost.observe(DECODES, odd_s)
+    cost.observe(Work(), 1e-5)  # a step that only says what has ended
     assert cost.decode_factor == before

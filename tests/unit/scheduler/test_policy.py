@@ -78,7 +78,7 @@ def test_medhas_example():
     """A long prefill of 10 s, due after 16; short ones of 0.5 s, due after 1 s, come from 5 s on."""
     long = request(0, 10_000, ttft_slo_s=16)
     shorts = [request(1 + index, 500, arrival_s=5 + 2 * index, ttft_slo_s=1) for index in range(5)]
-    found = {policy: served([long, *shorts], policy=policy) for policy in POLICIES}
+    found = {policy: served([long, *shorts], policy=policy, chunk_tokens=20) for policy in POLICIES}
     late = {
         policy: [one.id for one in [long, *shorts] if first_s[one.id] > one.arrival_s + one.service.ttft_slo_s + 1e-3]
         for policy, first_s in found.items()
@@ -87,8 +87,18 @@ def test_medhas_example():
     assert late["fcfs"] == [1, 2, 3]
     assert late["lars"] == late["edf"] == late["srpt"] == []
     # The long one gives way only when a short one has less to spare than its own 0.6 prefills: 0.2 s after it came.
-    assert found["lars"][1] == pytest.approx(5 + 0.2 + 0.5, abs=0.11)
-    assert found["edf"][1] == found["srpt"][1] == pytest.approx(5.5, abs=0.11)
+    assert found["lars"][1] == pytest.approx(5 + 0.2 + 0.5, abs=0.05)
+    assert found["edf"][1] == found["srpt"][1] == pytest.approx(5.5, abs=0.05)
+
+
+@pytest.mark.parametrize("step_tokens", [20, 150, 300])
+def test_lars_knows_that_a_step_takes_its_time(step_tokens):
+    """A short prompt beside a long one that has time waits for its own deadline, and not until a step later."""
+    long = request(0, 20_000, ttft_slo_s=100)
+    shorts = [request(1 + index, 10, arrival_s=0.37 * index, ttft_slo_s=1) for index in range(50)]
+    first_s = served([long, *shorts], policy="lars", chunk_tokens=step_tokens)
+    waits_s = [first_s[one.id] - one.arrival_s for one in shorts]
+    assert 0.35 < max(waits_s) <= 1
 
 
 def test_under_load_lars_shares_the_lateness_where_edf_makes_a_convoy():
@@ -180,6 +190,16 @@ def test_who_comes_back_has_saved_no_share():
     first_s = served([*a, *b])
     done = [sum(first_s[one.id] <= 25.0 for one in one_client) for one_client in (a, b)]
     assert done[1] == pytest.approx(10, abs=1)  # half of what was computed since it came
+
+
+def test_a_prompt_that_its_priority_holds_up_saves_no_share_and_changes_no_others():
+    a = [request(index, 500, client="a") for index in range(40)]
+    b = [request(100 + index, 500, arrival_s=10.0, client="b") for index in range(40)]
+    parked = request(200, 500, client="c", priority=-1)
+    first_s = served([*a, *b, parked])
+    done = [sum(10.5 < first_s[one.id] <= 20.0 for one in one_client) for one_client in (a, b)]
+    assert abs(done[0] - done[1]) <= 1
+    assert first_s[200] == max(first_s.values())
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():

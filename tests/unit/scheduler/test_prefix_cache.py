@@ -77,7 +77,7 @@ def test_another_salt_or_another_root_finds_nothing():
 def test_hashes_are_a_chain_of_sha256():
     engine = Pressed(config(num_blocks=60))
     ran(engine, request(0, LONG[:9], 1, cache_salt="salt"))
-    root = hashlib.sha256(b"salt").digest()
+    root = hashlib.sha256(b"root" + hashlib.sha256(b"").digest() + hashlib.sha256(b"salt").digest()).digest()
     first = hashlib.sha256(root + struct.pack("4i", *LONG[:4])).digest()
     second = hashlib.sha256(first + struct.pack("4i", *LONG[4:8])).digest()
     assert set(engine.scheduler.pool.index) == {first, second}

@@ -249,3 +249,52 @@ def test_what_fits_may_pass_what_does_not_but_not_forever():
         passed += 3 not in engine.runner.new
     assert 8 < passed < 120
     engine.drain()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("kvp", "num_blocks"), [(1, 4), (2, 2), (4, 1)])
+def test_a_prompt_that_fills_the_pool_runs_again_and_again(kvp, num_blocks, batch_invariant):
+    """All of it is there, and one token is computed: with a copy of its last block it would not fit."""
+    engine = Pressed(config(kvp=kvp, num_blocks=num_blocks, batch_invariant=batch_invariant))
+    asked = [request(id, LONG[:16], 1) for id in range(3)]
+    for one in asked:
+        engine.add(one)
+        for _ in range(10):
+            engine.step()
+        assert engine.outcomes[one.id].token_ids == expected_output(one)
+    assert engine.usages[2].cached_tokens == 12
+
+
+def test_what_is_promised_counts_when_a_request_is_to_be_preempted():
+    """A prompt whose turn has not come loses nothing; a running one of higher priority would."""
+    engine = Pressed(config(kvp=1, num_blocks=12, chunk_tokens=4, prefix_cache=False))
+    engine.add(request(0, LONG[:8], 30, priority=1))
+    for _ in range(4):
+        engine.step()
+    engine.add(request(1, LONG[40:48], 4, priority=2), request(2, LONG[60:80], 1))
+    outcomes = engine.drain()
+    assert [engine.usages[id].preemptions for id in (0, 1)] == [0, 0]
+    assert all(outcomes[id].token_ids for id in range(3))
+
+
+def test_a_growing_request_takes_no_block_from_one_of_higher_priority():
+    """It has none of its own on the rank that it grows onto."""
+    engine = Pressed(config(placement="growing", growth_limit_tokens=8, num_blocks=2, prefix_cache=False))
+    high, low = request(0, LONG[:15], 2, priority=5), request(1, LONG[30:34], 10)
+    engine.add(low)
+    for _ in range(3):
+        engine.step()
+    engine.add(high)
+    engine.drain()
+    assert engine.usages[0].preemptions == 0
+
+
+def test_requests_that_are_cancelled_while_none_can_begin_leave_nothing():
+    engine = Pressed(config(max_running=1))
+    engine.add(request(0, LONG[:8], 60))
+    engine.step()
+    for id in range(1, 5000):
+        engine.add(request(id, [1] * 4, 1))
+        engine.abort(id)
+    assert len(engine.scheduler._waiting._waiting._order) < 1100
+    engine.drain()

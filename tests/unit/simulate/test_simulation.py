@@ -66,7 +66,9 @@ def config(**more):
 
 def run(arrivals, cost=None, settings=None, stages=1):
     seen = Steps()
-    simulation = Simulation(Scheduler(settings or config()), cost or Constant(1.0), stages, arrivals, seen)
+    simulation = Simulation(
+        Scheduler(settings or config()), PredictedRunner(cost or Constant(1.0), stages), arrivals, seen
+    )
     simulation.run()
     return simulation.outcome(4), seen
 
@@ -243,7 +245,7 @@ def test_memory_does_not_grow_with_the_run(monkeypatch):
     def peak_bytes(requests):
         workload = Synthetic(requests, 1.0, parse_mix("1:8:20-60"), level)
         tracemalloc.start()
-        simulation = Simulation(Scheduler(config(max_running=1)), Constant(0.01), 1, workload)
+        simulation = Simulation(Scheduler(config(max_running=1)), PredictedRunner(Constant(0.01)), workload)
         simulation.run()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

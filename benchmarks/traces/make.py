@@ -1,0 +1,77 @@
+"""Traces of what was seen in production in 2026, drawn from the numbers in public threads.
+
+python benchmarks/traces/make.py
+"""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+SEED = 1
+HEADER = ("arrival_s", "prompt_tokens", "output_tokens", "session", "think_s")
+
+Row = tuple[float, int, int, str, float | str]
+
+
+def main() -> None:
+    folder = Path(__file__).parent
+    for name, rows in (
+        ("long-clients", [*ordinary(2.0, 3000), *long_clients(22, 0)]),
+        ("long-clients-apart", [*ordinary(2.0, 3000), *long_clients(12, 300)]),
+        ("decode-starvation", steady(360, 600)),
+        ("long-medians", medians(0.1, 3600)),
+    ):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(HEADER)
+            writer.writerows(sorted(rows, key=lambda row: row[0]))
+
+
+def poisson(random: np.random.Generator, rate_rps: float, until_s: float) -> Iterator[float]:
+    now_s = random.exponential(1 / rate_rps)
+    while now_s < until_s:
+        yield round(now_s, 3)
+        now_s += random.exponential(1 / rate_rps)
+
+
+def between(random: np.random.Generator, least: int, most: int) -> int:
+    """Of even density over the logarithm."""
+    return round(float(np.exp(random.uniform(np.log(least), np.log(most)))))
+
+
+def ordinary(rate_rps: float, until_s: float) -> Iterator[Row]:
+    """Assumed: prompts of 500 to 32K tokens, answers of 50 to 500."""
+    random = np.random.default_rng(SEED)
+    for arrival_s in poisson(random, rate_rps, until_s):
+        yield arrival_s, between(random, 500, 32_000), between(random, 50, 500), "", ""
+
+
+def long_clients(count: int, think_s: float) -> Iterator[Row]:
+    """SGLang pull requests 34554 and 34623: two clients, prompts of 642K to 912K tokens 90 s apart, of which one is
+    always in flight for 50 minutes. Each client sends the next one `think_s` after its last is done."""
+    random = np.random.default_rng(SEED)
+    for index in range(count):
+        yield 90.0 * index, int(random.integers(642_000, 912_001)), 200, f"long-{index % 2}", think_s
+
+
+def steady(per_minute: float, until_s: float) -> Iterator[Row]:
+    """SGLang issue 32549: 360 requests a minute of 3K to 6K tokens. Assumed: answers of 100 to 600."""
+    random = np.random.default_rng(SEED)
+    for arrival_s in poisson(random, per_minute / 60, until_s):
+        yield arrival_s, int(random.integers(3000, 6001)), between(random, 100, 600), "", ""
+
+
+def medians(rate_rps: float, until_s: float) -> Iterator[Row]:
+    """vLLM issue 57413: median prompts of 100K to 180K tokens. Assumed: log-normal, one in four of them chat."""
+    random = np.random.default_rng(SEED)
+    for arrival_s in poisson(random, rate_rps, until_s):
+        short = random.random() < 0.25
+        median = 1020 if short else random.uniform(100_000, 180_000)
+        drawn = median * np.exp(0.5 * random.normal())
+        yield arrival_s, min(max(round(float(drawn)), 100), 1_000_000), between(random, 50, 500), "", ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What a loop and its scheduler told each other: enough to go through all of it again."""
+
+from typing import NamedTuple
+
+from longhelix.request import Request, Step, StepResult
+
+
+class Added(NamedTuple):
+    """A request was queued."""
+
+    request: Request
+
+
+class Aborted(NamedTuple):
+    """A request was ended from outside."""
+
+    request_id: int
+
+
+class Scheduled(NamedTuple):
+    """The scheduler was asked for a step, at `now_s` of the loop's clock. None: there was nothing to run."""
+
+    now_s: float
+    step: Step | None
+
+
+class Completed(NamedTuple):
+    """The oldest step in flight came back."""
+
+    result: StepResult
+
+
+Event = Added | Aborted | Scheduled | Completed

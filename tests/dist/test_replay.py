@@ -1,0 +1,131 @@
+"""The simulator takes the recording of a live engine, with the times that steps took, through the same Steps."""
+
+import random
+from collections import Counter
+from contextlib import closing
+
+import pytest
+from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
+
+from longhelix import Layout, SamplingParams, ServiceLevel
+from longhelix.engine.core import TokenCore
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
+from longhelix.models.model_files import open_checkpoint
+from longhelix.scheduler.corrected_cost import CorrectedCost
+from longhelix.scheduler.recording import Aborted, Added, Completed, Scheduled
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.simulate.replay import Replay
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
+
+REQUESTS, MOST_TOKENS = 24, 96
+DOCUMENT = [(7 * index + index // 9) % VOCAB for index in range(60)]
+OPTIONS = EngineOptions(
+    device="cpu",
+    policy="lars",
+    block_tokens=4,
+    max_model_len=MOST_TOKENS,
+    kv_cache_tokens=144,
+    tbt_target_s=0.004,
+    max_running=8,
+)
+
+
+def config_of(folder):
+    made = make_oracle(FAMILIES["llama"], folder)
+    save_tokenizer_files(made.path)
+    return resolve(open_checkpoint(str(made.path)), Layout(kvp=2), OPTIONS)
+
+
+def serve(core):
+    """Random traffic while steps run: some polls wait for a step, some do not. What each request held and took at its
+    end, and why it ended."""
+    chance, ids, usages, reasons = random.Random(5), [], {}, {}
+    while len(ids) < REQUESTS or core.has_work:
+        if len(ids) < REQUESTS and chance.random() < 0.4:
+            own = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 8))]
+            prompt = DOCUMENT[: chance.choice([0, 5, 16, 24, 40])] + own
+            new_tokens = chance.randint(1, MOST_TOKENS - len(prompt) - 10)
+            stops = tuple(chance.sample(range(VOCAB), 2))
+            service = ServiceLevel(ttft_slo_s=chance.choice([None, 0.01, 5.0]), client=chance.choice("ab"))
+            ids.append(core.add(prompt, SamplingParams(new_tokens, stop_token_ids=stops), service).id)
+        if ids and chance.random() < 0.02:
+            aborted = chance.choice(ids)
+            usage = core.abort(aborted)
+            if usage is not None:
+                usages[aborted], reasons[aborted] = usage, "abort"
+        for event in core.poll(chance.choice([0.0, 0.001, 1.0])):
+            if event.finish_reason is not None:
+                usages[event.request_id], reasons[event.request_id] = event.usage, event.finish_reason
+    return usages, reasons
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """What was recorded, and what makes another scheduler of that engine."""
+    heard = []
+    with closing(TokenCore(config_of(tmp_path_factory.mktemp("llama")), hear=heard.append)) as core:
+        usages, reasons = serve(core)
+        config, cost, cut = core.config.scheduler, core._pool.cost, core._pool.cut
+    assert config.adaptive
+    assert config.prefix_cache
+    return heard, usages, reasons, lambda: Scheduler(config, cost, cut=cut)
+
+
+def most_in_flight(events):
+    in_flight = most = 0
+    for event in events:
+        in_flight += isinstance(event, Scheduled) and event.step is not None
+        in_flight -= isinstance(event, Completed)
+        most = max(most, in_flight)
+    return most
+
+
+def first_difference(replay, heard):
+    """What was heard and what was recorded, where the two part; None if they never do."""
+    seen = 0
+    while replay.step():
+        for again in replay.heard[seen:]:
+            if again != heard[seen]:
+                return again, heard[seen]
+            seen += 1
+    return None
+
+
+def test_the_recording_has_what_makes_a_replay_hard(recorded):
+    heard, usages, reasons, _ = recorded
+    assert most_in_flight(heard) == 2
+    assert any(usage.preemptions for usage in usages.values())
+    assert any(usage.cached_tokens for usage in usages.values())
+    assert Counter(reasons.values()).keys() == {"abort", "length", "stop"}
+    kinds = Counter(type(event) for event in heard)
+    assert kinds[Added] == len(usages) == REQUESTS
+    assert kinds[Aborted]
+    sizes = {
+        chunk.num_tokens
+        for event in heard
+        if isinstance(event, Scheduled) and event.step
+        for chunk in event.step.chunks
+    }
+    assert len(sizes) > 3
+
+
+def test_the_simulator_makes_the_same_steps_one_by_one(recorded):
+    heard, _, reasons, make_scheduler = recorded
+    replay = Replay(make_scheduler(), heard)
+    assert first_difference(replay, heard) is None
+    assert len(replay.heard) == len(heard)
+    outcome = replay.outcome(2)
+    assert outcome.requests == REQUESTS
+    assert outcome.finished == REQUESTS - Counter(reasons.values())["abort"]
+    results = [event.result for event in heard if isinstance(event, Completed)]
+    assert outcome.tokens >= sum(len(result.sampled) for result in results) - 2 * REQUESTS  # past their ends
+    assert 0 < outcome.busy_s <= sum(result.taken_s for result in results) + 1e-6
+
+
+def test_steps_that_took_other_times_are_other_steps(recorded, monkeypatch):
+    """A replay hangs on what was measured: with times that the scheduler does not hear of, it goes another way."""
+    heard, _, _, make_scheduler = recorded
+    monkeypatch.setattr(CorrectedCost, "observe", lambda cost, work, taken_s: None)
+    assert first_difference(Replay(make_scheduler(), heard), heard) is not None
