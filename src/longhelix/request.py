@@ -274,7 +274,9 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
     KV blocks that their new rows need.
     copies: KV blocks to copy, (source, target) each, all layers, before anything else is computed: from sources that
-    earlier steps have filled to targets that nobody reads yet, so that none is both, or a target twice.
+    earlier steps or swaps have filled to targets that nobody reads yet, so that none is both, or a target twice.
+    swapped_out, swapped_in: KV blocks and their owner's slots, outside of its pool: before copies, first blocks that
+    earlier steps have filled go to slots, then slots to blocks that nobody reads yet.
     most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
     work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
     for each other forever if they disagreed.
@@ -290,6 +292,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     most_tokens: int = 0
     work: Work = NO_WORK
     copies: tuple[tuple[Block, Block], ...] = ()
+    swapped_out: tuple[tuple[Block, int], ...] = ()
+    swapped_in: tuple[tuple[int, Block], ...] = ()
 
 
 @dataclass(frozen=True)

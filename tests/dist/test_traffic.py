@@ -48,18 +48,19 @@ def assert_same(found, expected):
 
 
 CASES = [
-    (Layout(), "striped", "fcfs"),
-    (Layout(kvp=2), "striped", "lars"),
-    (Layout(kvp=3), "growing", "srpt"),
-    (Layout(kvp=2), "local", "edf"),
-    (Layout(kvp=2), "auto", "lars"),
+    (Layout(), "striped", "fcfs", 0),
+    (Layout(kvp=2), "striped", "lars", 0),
+    (Layout(kvp=3), "growing", "srpt", 0),
+    (Layout(kvp=2), "local", "edf", 0),
+    (Layout(kvp=2), "auto", "lars", 0),
+    (Layout(kvp=2), "striped", "fcfs", 256),
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "placement", "policy"), CASES, ids=lambda case: str(case) if isinstance(case, str) else ""
+    ("layout", "placement", "policy", "swap_tokens"), CASES, ids=lambda case: case if isinstance(case, str) else ""
 )
-def test_each_request_has_its_own_tokens(path, alone, layout, placement, policy):
+def test_each_request_has_its_own_tokens(path, alone, layout, placement, policy, swap_tokens):
     chance = random.Random(f"{placement} {policy} {layout.kvp}")
     more = {"kvp_threshold_tokens": 40} if placement == "auto" else {"growth_limit_tokens": 16}
     settings = more | {
@@ -70,6 +71,7 @@ def test_each_request_has_its_own_tokens(path, alone, layout, placement, policy)
         "max_model_len": MOST_TOKENS,
         "kv_cache_tokens": layout.kvp * (72 if placement in ("striped", "growing") and layout.kvp > 1 else 112),
         "tbt_target_s": 0.004,
+        "swap_tokens": swap_tokens,
         "max_running": 8,
     }
     with LLM(path, layout, **settings) as llm:
@@ -95,3 +97,4 @@ def test_each_request_has_its_own_tokens(path, alone, layout, placement, policy)
         assert_same(result.token_ids, expected)
     assert sum(result.cached_tokens for result in results.values()) > 0
     assert sum(result.preemptions for result in results.values()) > 0
+    assert (sum(result.swapped_tokens for result in results.values()) > 0) == (swap_tokens > 0)

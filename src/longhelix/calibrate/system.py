@@ -64,6 +64,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
         "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),
+        "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: that of the preset {preset.name}"),
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
         "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),

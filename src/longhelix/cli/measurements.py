@@ -31,6 +31,8 @@ def measurements(result: Result, config: EngineConfig) -> Table:
         row("TTFT", f"{result.ttft_s:.3f} s ({result.prompt_tokens / result.ttft_s:.0f} prompt tokens/s)")
     if result.preemptions:
         row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens computed again")
+    if result.swapped_tokens:
+        row("swapped in", f"{result.swapped_tokens} tokens")
     if result.tbt_s:
         ttl_s = statistics.median(result.tbt_s)
         p95_s = sorted(result.tbt_s)[int(0.95 * (len(result.tbt_s) - 1))]

@@ -70,7 +70,13 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        self._scheduler = Scheduler(config.scheduler, self._pool.cost, cut=self._pool.cut, root=_root(config))
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self._pool.cost,
+            cut=self._pool.cut,
+            root=_root(config),
+            swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
+        )
         self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, is_short, hear)
 
     def close(self) -> None:

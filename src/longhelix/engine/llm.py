@@ -360,6 +360,7 @@ class LLM:
             cached_tokens=usage.cached_tokens,
             preemptions=usage.preemptions,
             recomputed_tokens=usage.recomputed_tokens,
+            swapped_tokens=usage.swapped_tokens,
             exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,

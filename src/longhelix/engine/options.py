@@ -138,6 +138,12 @@ class EngineOptions:
     prefix_cache: bool = _setting(
         True, flag, "Keep the KV of what has run, for requests that begin alike.", negative="no-prefix-cache"
     )
+    swap_tokens: int = _setting(
+        0,
+        Count(least=0, most=_MOST_POOL_TOKENS),
+        "Tokens over all KVP ranks whose KV the prefix cache keeps elsewhere once others need its room, where that is "
+        "predicted to cost less than computing it again: in pinned memory for GPUs, else in temporary files.",
+    )
     max_running: int = _setting(
         64, Count(most=_MOST_RUNNING, tokens=False), "Requests that run at once; others wait for one of them to end."
     )

@@ -13,7 +13,8 @@ class Result:
     token_ids: the new tokens, without the end-of-sequence or stop token that ended them. ttft_s: from `add` to the
     first token. tbt_s: between tokens, one entry fewer than tokens. kv_tokens_per_rank: this request's tokens on
     each KVP rank at its end. cached_tokens: of its prompt, those whose KV was there already. preemptions: how often
-    others took its room; recomputed_tokens: those whose KV it lost by that and that ran again.
+    others took its room; recomputed_tokens: those whose KV it lost by that and that ran again. swapped_tokens: those
+    whose KV had been swapped and came back.
     exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of prompt and output that ran.
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
     for). error: why the request failed, where finish_reason is "error": this request alone.
@@ -30,6 +31,7 @@ class Result:
     cached_tokens: int
     preemptions: int
     recomputed_tokens: int
+    swapped_tokens: int
     exchanged_bytes_per_token: float
     hop_b: HopB
     logprobs: list[dict[int, float]] | None

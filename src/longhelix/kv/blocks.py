@@ -18,6 +18,13 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
 
 
+class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a KVP rank keeps a KV block's content outside of its pool."""
+
+    owner: int
+    id: int
+
+
 @dataclass
 class _FreeIds:
     """Ids that were freed together, in the order in which they are handed out; the first `taken` are handed out."""
@@ -38,12 +45,14 @@ class BlockAllocator:
     blocks are handed out and it is the one released the longest ago. Only blocks that are shared or have a hash take
     memory of their own here.
 
-    index: blocks by content hash, of all ranks whose allocators have the same one.
+    index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
+    noted when they are handed out, with their hashes; None: nobody wants to know.
     """
 
     num_blocks: int
     rank: int = 0
     index: dict[bytes, Block] = field(default_factory=dict)
+    evicted: list[tuple[Block, bytes]] | None = None
     reserved: int = 0
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
@@ -102,7 +111,10 @@ class BlockAllocator:
     def _take(self) -> int:
         if not self._num_free:
             block_id, _ = self._cached.popitem(last=False)
-            del self.index[self._hashes.pop(block_id)]
+            content_hash = self._hashes.pop(block_id)
+            del self.index[content_hash]
+            if self.evicted is not None:
+                self.evicted.append((Block(self.rank, block_id), content_hash))
             return block_id
         self._num_free -= 1
         free = self._free[-1]

@@ -2,6 +2,7 @@
 
 from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import kv_bytes
 from longhelix.perf.scalar import scalar
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
@@ -16,7 +17,16 @@ class StepCost:
 
     def __init__(self, setting: Setting, layout: Layout, *, local: bool = False) -> None:
         layouts = Layouts.of([layout], local=local, hop_b=False)
+        self._setting, self._layout = setting, layout
         self._seconds = scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), Work._fields)
 
     def seconds(self, work: Work) -> float:
         return self._seconds(*work)
+
+    def swap_seconds(self, tokens: int) -> float:
+        """What it takes to swap the KV of `tokens` that one rank keeps, out and in again; while others do so too, where
+        ranks share a machine's disk."""
+        system, layout = self._setting.system, self._layout
+        token_bytes = float(kv_bytes(self._setting, Layouts.of([layout]), 1.0, float(layout.kvp))[0])
+        sharers = layout.world_size if system.shared else 1
+        return 2 * tokens * token_bytes * sharers / system.swap_bytes_per_s

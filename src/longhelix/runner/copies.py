@@ -1,10 +1,12 @@
-"""Copies of KV blocks, within a rank and between the ranks of a KVP group."""
+"""Copies of KV blocks, within a rank and between the ranks of a KVP group, and out of the pool and back."""
 
 from collections.abc import Sequence
 
 from longhelix.cache.pool import KVPool
+from longhelix.cache.swap_space import SwapSpace
 from longhelix.kv.blocks import Block
 from longhelix.parallel.collectives import RankGroup
+from longhelix.request import Step
 
 
 def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
@@ -35,3 +37,14 @@ def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: Rank
         receive_sizes=[len(blocks) * pool.block_bytes for blocks in received],
     )
     pool.write([block for blocks in received for block in blocks], bytes_X)
+
+
+def swap_blocks(step: Step, space: SwapSpace, kvp_rank: int) -> None:
+    """Swap this KVP rank's KV blocks, first out, then in. What a block had may go to a slot, and another slot's content
+    come into it, or the same slot's into another block."""
+    for block, slot in step.swapped_out:
+        if block.owner == kvp_rank:
+            space.swap_out(block.id, slot)
+    for slot, block in step.swapped_in:
+        if block.owner == kvp_rank:
+            space.swap_in(slot, block.id)

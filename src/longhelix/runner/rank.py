@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longhelix.cache.pool import KVPool
+from longhelix.cache.swap_space import SwapSpace
 from longhelix.errors import UserError
 from longhelix.kernels import PANELS, KVFormat, flashinfer, native
 from longhelix.kernels.flashinfer import PageLists
@@ -109,10 +110,13 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 
 
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
-    """The runner of this rank's steps. `spans`: those of the model."""
+    """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
+    KV blocks."""
     whole = config.attention == "flashinfer"
     execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
-    return ModelRunner(config.spec, mesh, model, pool, execution, new_page_lists(config, mesh.rank, pool), spans)
+    page_lists, num_slots = new_page_lists(config, mesh.rank, pool), config.scheduler.swap_blocks
+    swap_space = SwapSpace(pool, num_slots) if num_slots else None
+    return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:

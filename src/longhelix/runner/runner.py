@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
+from longhelix.cache.swap_space import SwapSpace
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.models.batch import Batch
@@ -19,7 +20,7 @@ from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
-from longhelix.runner.copies import copy_blocks
+from longhelix.runner.copies import copy_blocks, swap_blocks
 from longhelix.runner.execution import Execution
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
@@ -39,7 +40,10 @@ class _Rows(NamedTuple):
 
 
 class ModelRunner:
-    """Executes steps on one rank, in order. Every rank of the stage executes every step."""
+    """Executes steps on one rank, in order. Every rank of the stage executes every step.
+
+    swap_space: where swapped KV blocks go (None: no step swaps).
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class ModelRunner:
         execution: Execution,
         page_lists: PageLists | None = None,
         spans: Spans = UNTRACED,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.spec = spec
         self.mesh = mesh
@@ -58,6 +63,7 @@ class ModelRunner:
         self.layers = make_layers(execution, model, pool, page_lists, spans)
         self.sampling = Sampling(mesh, spec.vocab_size, pool.device)
         self.pool = pool
+        self.swap_space = swap_space
         self.block_tokens = pool.block_tokens
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
@@ -73,6 +79,8 @@ class ModelRunner:
         kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
         self._step_id = step.id
         self.admit(step)
+        if self.swap_space is not None:
+            swap_blocks(step, self.swap_space, self.kvp_rank)
         if step.copies:
             copy_blocks(step.copies, self.pool, kvp)
         sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
@@ -94,7 +102,8 @@ class ModelRunner:
 
     def progress(self) -> Progress:
         """How far it has come. Any thread may ask."""
-        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun)
+        swapped = 0 if self.swap_space is None else self.swap_space.swapped_blocks
+        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun, swapped)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block
+from longhelix.kv.blocks import Block, Slot
 from longhelix.kv.placement import Continued, Local, Placement
 from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
@@ -125,12 +125,12 @@ class Admission:
         request = job.request
         placement, prefix = self._placed(request)
         room, promised = self._room(job, placement, prefix)
-        if not self._pool.fits(room, promised, prefix.blocks, alone=alone):
+        if not self._pool.fits(room, promised, prefix.kept, alone=alone):
             # A block that is copied takes the room of two, which a request that fills the pool does not have.
             prefix = self._whole(prefix)
             placement = self._placement_behind(prefix, request)
             room, promised = self._room(job, placement, prefix)
-            if not self._pool.fits(room, promised, prefix.blocks, alone=alone):
+            if not self._pool.fits(room, promised, prefix.kept, alone=alone):
                 return None
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         self._waiting.pop(request.id)
@@ -139,9 +139,10 @@ class Admission:
             job.recomputed_tokens += max(job.lost_tokens - prefix.num_tokens, 0)
         else:
             job.cached_tokens = prefix.num_tokens
+        job.swapped_tokens += prefix.swapped_tokens(self._config.block_tokens)
         if self._cache is not None:
             self._cache.begin(seq, len(full_blocks))
-        copies = self._take_over(prefix, seq)
+        blocks, copies = self._take_over(prefix, seq)
         new = NewSequence(
             request.id,
             request.sampling,
@@ -150,7 +151,7 @@ class Admission:
             tuple(room),
             placement.spread,
             prefix.num_tokens,
-            full_blocks + tuple(target for _, target in copies),
+            blocks,
             prefix.seen_token_ids(request),
         )
         return Begun(seq, new, copies)
@@ -160,7 +161,8 @@ class Admission:
         room = self._blocks_needed(placement, job.request.capacity_tokens - 1)
         bound = job.preemptions >= MOST_PREEMPTIONS
         wanted = room if bound else self._blocks_needed(placement, len(job.request.prompt_token_ids))
-        shared = Counter(block.owner for block in prefix.full_blocks(self._config.block_tokens))
+        full_blocks = prefix.full_blocks(self._config.block_tokens)
+        shared = Counter(block.owner for block in full_blocks if isinstance(block, Block))
         return room, [count - shared[rank] for rank, count in enumerate(wanted)]
 
     def _whole(self, prefix: Prefix) -> Prefix:
@@ -197,16 +199,20 @@ class Admission:
             return placement, NO_PREFIX
         return continued, prefix
 
-    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, Block], ...]:
+    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
         """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
-        copied."""
+        copied, and what is swapped is swapped in. Returns its blocks and the copies."""
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         rest = prefix.blocks[len(full_blocks) :]
-        for block in rest:
+        copied = [block for block in rest if isinstance(block, Block)]
+        swapped = [block for block in rest if isinstance(block, Slot)]
+        for block in copied:
             self._pool.borrow(block)
-        self._pool.begin(seq, full_blocks)
+        blocks = self._pool.begin(seq, full_blocks)
         seq.length = prefix.num_tokens
-        return tuple(zip(rest, self._pool.take_needed(seq), strict=True))
+        own = self._pool.take_needed(seq)
+        self._pool.swaps.swap_in(swapped, own[: len(swapped)])
+        return blocks + own, tuple(zip(copied, own, strict=False))
 
     def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
         """Blocks on each KVP rank for the first tokens of a request."""

@@ -2,26 +2,34 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.swaps import Swaps
 
 
 class BlockPool:
-    """An allocator for each KVP rank, over one index of what is cached."""
+    """An allocator for each KVP rank, over one index of what is cached, and what is swapped of it.
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._block_tokens = config.block_tokens
+    swap_pays: whether a block whose first token is at that position is worth to be swapped.
+    """
+
+    def __init__(self, config: SchedulerConfig, swap_pays: Callable[[int], bool] = lambda start: True) -> None:
+        self.block_tokens = config.block_tokens
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
         self._names = config.prefix_cache
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
         self.index: dict[bytes, Block] = {}
-        self.allocators = [BlockAllocator(config.num_blocks, rank, self.index) for rank in range(config.kvp)]
+        self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays)
+        evicted = self.swaps.evicted if config.swap_blocks else None
+        self.allocators = [
+            BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted) for rank in range(config.kvp)
+        ]
 
     def roomiest(self) -> int:
         """The KVP rank with the most blocks that are neither held nor promised."""
@@ -41,16 +49,34 @@ class BlockPool:
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
         )
 
-    def begin(self, seq: Sequence, shared: Items[Block]) -> None:
-        """A sequence holds the full blocks `shared` from now on, and is promised others."""
-        for block in shared:
-            seq.block_ids[block.owner].append(block.id)
+    def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
+        """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
+        that are swapped in."""
+        self.share(block for block in full_blocks if isinstance(block, Block))
         for rank, allocator in enumerate(self.allocators):
-            allocator.share(seq.block_ids[rank])
             allocator.reserve(seq.promised[rank])
             self._listed[rank] += seq.room[rank]
-        seq.num_blocks, seq.most_blocks = len(shared), max(map(len, seq.block_ids))
-        seq.last_owner = shared[-1].owner if shared else 0
+        blocks = self._swapped_in(seq, full_blocks)
+        for block in blocks:
+            seq.block_ids[block.owner].append(block.id)
+        seq.num_blocks, seq.most_blocks = len(blocks), max(map(len, seq.block_ids))
+        seq.last_owner = blocks[-1].owner if blocks else 0
+        return blocks
+
+    def _swapped_in(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
+        """The full blocks of a prefix, where those that are swapped have become new ones, which can be found."""
+        blocks, slots, targets = list[Block](), list[Slot](), list[Block]()
+        for index, block in enumerate(full_blocks):
+            if isinstance(block, Slot):
+                seq.promised[block.owner] -= 1
+                target = Block(block.owner, self.allocators[block.owner].take_reserved())
+                self.name([(target, self.swaps.hash_of(block), index * self.block_tokens)])
+                slots.append(block)
+                targets.append(target)
+                block = target
+            blocks.append(block)
+        self.swaps.swap_in(slots, targets)
+        return tuple(blocks)
 
     def next_owner(self, seq: Sequence) -> int:
         """The KVP rank of the sequence's next block."""
@@ -82,7 +108,7 @@ class BlockPool:
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
         owners, owner, next_owner = [], seq.last_owner, seq.placement.next_owner
-        for index in range(seq.num_blocks, -(-seq.length // self._block_tokens)):
+        for index in range(seq.num_blocks, -(-seq.length // self.block_tokens)):
             owner = next_owner(owner, index)
             owners.append(owner)
         ids = {rank: iter(self._take_of(seq, rank, owners.count(rank))) for rank in set(owners)}
@@ -111,10 +137,12 @@ class BlockPool:
             allocator.release(seq.block_ids[rank], seq.promised[rank])
         seq.unnamed.clear()
 
-    def name(self, named: Iterable[tuple[Block, bytes]]) -> None:
-        """Let blocks be found by their hashes."""
-        for block, digest in named:
+    def name(self, named: Iterable[tuple[Block, bytes, int]]) -> None:
+        """Let blocks be found by their hashes, each given with the position of its first token."""
+        for block, digest, start in named:
             self.allocators[block.owner].set_hash(block.id, digest)
+            if self.swaps.num_slots:
+                self.swaps.name(digest, start)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder, who calls `unshare`, to blocks that have one or are cached."""

@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from longhelix.errors import UserError
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.policy import POLICIES
@@ -17,7 +18,8 @@ class SchedulerConfig:
     policy: which request goes first. adaptive: a step has as many prompt tokens as it can compute within
     `tbt_target_s`, or, where that is None, within 80 ms or twice what its decodes take alone. slo_scale: the deadline
     of a request that has none of its own, in predicted prefills of it alone, but at least 1 s. client_weights: of
-    clients' shares, where they are not 1. prefix_cache: requests share KV blocks with what has run before.
+    clients' shares, where they are not 1. prefix_cache: requests share KV blocks with what has run before;
+    swap_blocks: of those whose room is needed, each KVP rank keeps so many elsewhere.
 
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
     by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
@@ -40,14 +42,19 @@ class SchedulerConfig:
     slo_scale: float = 2.0
     client_weights: Mapping[str, float] = field(default_factory=dict)
     prefix_cache: bool = False
+    swap_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
-        for name in ("growth_limit_tokens", "kvp_threshold_tokens"):
+        for name in ("growth_limit_tokens", "kvp_threshold_tokens", "swap_blocks"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
         for name in ("batch_invariant", "adaptive", "prefix_cache"):
             flag(name, getattr(self, name))
+        if self.swap_blocks and not self.prefix_cache:
+            raise UserError(
+                "swapped KV is found through the prefix cache: set prefix_cache to True, or leave swap_tokens out"
+            )
         one_of("policy", self.policy, POLICIES)
         if self.tbt_target_s is not None:
             object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))

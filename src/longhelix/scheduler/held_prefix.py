@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
 from longhelix.kv.blocks import Block
@@ -34,19 +35,21 @@ class HeldPrefix:
         owners = tuple(block.owner for block in cached)
         continued = Continued(placement, owners) if owners else placement
         wanted = [continued.owner(index * placement.block_tokens) for index in range(len(cached), len(hashes))]
-        pool.share(cached)  # or a new block could be one of them
         counts = Counter(wanted)
-        if any(count > pool.allocators[rank].available for rank, count in counts.items()):
-            pool.unshare(cached)
+        revived = Counter(block.owner for block in cached if pool.allocators[block.owner].is_cached(block.id))
+        if any(count > pool.allocators[rank].available for rank, count in (counts + revived).items()):
             return None
+        pool.share(cached)  # or a new block could be one of them
         # In the order of memory, where they are copied to in one go as far as they follow each other.
         taken = {rank: iter(sorted(pool.allocators[rank].take() for _ in range(counts[rank]))) for rank in counts}
+        pool.swaps.lose()
         new = (Block(owner, next(taken[owner])) for owner in wanted)
         return cls((*cached, *new), len(cached), tuple(hashes))
 
     def publish(self, pool: BlockPool) -> None:
         """All blocks have their KV, or will have before the next step runs: let them be found."""
-        pool.name(zip(self.blocks[self.num_cached :], self.hashes[self.num_cached :], strict=True))
+        starts = range(0, len(self.blocks) * pool.block_tokens, pool.block_tokens)
+        pool.name(islice(zip(self.blocks, self.hashes, starts, strict=True), self.num_cached, None))
 
     def release(self, pool: BlockPool) -> None:
         pool.unshare(self.blocks)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.kv.blocks import Block
+from longhelix.kv.blocks import Block, Slot
 from longhelix.request import Request
 from longhelix.scheduler.sequence import Sequence
 
@@ -15,16 +15,30 @@ from longhelix.scheduler.sequence import Sequence
 class Prefix:
     """The first `num_tokens` of a request, whose KV all earlier steps together have filled.
 
-    blocks: their KV blocks, in position order. Each has a holder at least until the next step is made. The last block
-    need not be full, and tokens in it beyond `num_tokens` need not be those of the request.
+    blocks: their KV blocks, in position order, or where these are swapped, their slots. Each has a holder, or keeps its
+    content, at least until the next step is made. The last block need not be full, and tokens in it beyond `num_tokens`
+    need not be those of the request.
     """
 
     num_tokens: int = 0
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block | Slot, ...] = ()
 
-    def full_blocks(self, block_tokens: int) -> tuple[Block, ...]:
+    def full_blocks(self, block_tokens: int) -> tuple[Block | Slot, ...]:
         """The blocks that the prefix fills: all of them, or all but the last."""
         return self.blocks[: self.num_tokens // block_tokens]
+
+    @property
+    def kept(self) -> tuple[Block, ...]:
+        """Those of its blocks that are not swapped."""
+        return tuple(block for block in self.blocks if isinstance(block, Block))
+
+    def swapped_tokens(self, block_tokens: int) -> int:
+        """Those of its tokens whose KV is swapped."""
+        return sum(
+            min(block_tokens, self.num_tokens - index * block_tokens)
+            for index, block in enumerate(self.blocks)
+            if isinstance(block, Slot)
+        )
 
     def seen_token_ids(self, request: Request) -> bytes:
         """`seen_token_ids` of the `NewSequence`."""
@@ -54,14 +68,19 @@ class PrefixCache:
     """Prefixes of full KV blocks, by what is in them and before them: each block's hash is the SHA-256 of the hash
     before it and its tokens, and a request's first one is that of its root and its salt.
 
-    index: blocks by hash, as the allocators have them. root: of all that a request's KV depends on beside its tokens,
-    which may differ between requests; its hash begins the chain.
+    index: blocks by hash, as the allocators have them; swapped: slots by hash. root: of all that a request's KV depends
+    on beside its tokens, which may differ between requests; its hash begins the chain.
     """
 
     def __init__(
-        self, index: Mapping[bytes, Block], block_tokens: int, root: Callable[[Request], bytes] = lambda request: b""
+        self,
+        index: Mapping[bytes, Block],
+        swapped: Mapping[bytes, Slot],
+        block_tokens: int,
+        root: Callable[[Request], bytes] = lambda request: b"",
     ) -> None:
         self._index = index
+        self._swapped = swapped
         self._block_tokens = block_tokens
         self._root = root
         self._chains: dict[int, list[bytes]] = {}  # of requests that were looked for, as far as they were found
@@ -70,11 +89,12 @@ class PrefixCache:
         chain = self._chains.setdefault(request.id, [])
         if not chain:
             chain.append(self._first(request))
-        block_tokens, blocks = self._block_tokens, list[Block]()
+        block_tokens, blocks = self._block_tokens, list[Block | Slot]()
         for start in range(0, len(request.prompt_token_ids) - block_tokens + 1, block_tokens):
             if len(chain) == len(blocks) + 1:
                 chain.append(_hash(chain[-1], request.prompt_token_ids[start : start + block_tokens].tobytes()))
-            block = self._index.get(chain[len(blocks) + 1])
+            digest = chain[len(blocks) + 1]
+            block = self._index.get(digest) or self._swapped.get(digest)
             if block is None:
                 break
             blocks.append(block)
@@ -96,17 +116,18 @@ class PrefixCache:
         chain = self._chains.pop(seq.id, None) or [self._first(seq.request)]
         seq.digest = chain[num_blocks]
 
-    def named(self, seq: Sequence) -> Iterator[tuple[Block, bytes]]:
-        """The blocks of a sequence that are full by now and have no hash yet, each with its hash."""
+    def named(self, seq: Sequence) -> Iterator[tuple[Block, bytes, int]]:
+        """The blocks of a sequence that are full by now and have no hash yet, each with its hash and the position of
+        its first token."""
         start = (seq.num_blocks - len(seq.unnamed)) * self._block_tokens
         full = min((seq.known_length - start) // self._block_tokens, len(seq.unnamed))
         if full < 1:
             return
         token_bytes = memoryview(seq.token_bytes(start, start + full * self._block_tokens))
         size = len(token_bytes) // full
-        for begin in range(0, len(token_bytes), size):
-            seq.digest = _hash(seq.digest, token_bytes[begin : begin + size])
-            yield seq.unnamed.popleft(), seq.digest
+        for index in range(full):
+            seq.digest = _hash(seq.digest, token_bytes[index * size : (index + 1) * size])
+            yield seq.unnamed.popleft(), seq.digest, start + index * self._block_tokens
 
     def _first(self, request: Request) -> bytes:
         # Of one length and by a word apart, so that no salt is what blocks are hashed from.

@@ -43,6 +43,7 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swapped_tokens: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -64,7 +65,8 @@ class Scheduler:
     cost: what time steps take; without it, deadlines count tokens, and chunks cannot adapt. policy: which request goes
     next, where it is none of those by name. chunk_rule: how many prompt tokens a step computes. cut: in how many parts
     a step attends; None where exchanges do not travel while ranks compute. prefixes: KV that requests need not compute
-    (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens.
+    (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens. swap_s: what
+    a KV block's way out of its pool and back takes; it is computed again where that is predicted to take less.
     """
 
     def __init__(
@@ -76,18 +78,22 @@ class Scheduler:
         cut: Cut | None = None,
         prefixes: Prefixes | None = None,
         root: Callable[[Request], bytes] = lambda request: b"",
+        swap_s: float = 0.0,
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config)
+        self._times = PrefillTimes(cost)
+        self._swap_s = swap_s
+        self.pool = BlockPool(config, self._swap_pays)
         self.cost = None if cost is None else CorrectedCost(cost)
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
         self._cut = cut
-        self._times = PrefillTimes(cost)
         self._shares = Shares(config.client_weights)
         self._order = Order(make_policy(config.policy) if policy is None else policy, self._shares, self._times)
         self._cache: PrefixCache | None = None
         if config.prefix_cache and prefixes is None:
-            prefixes = self._cache = PrefixCache(self.pool.index, config.block_tokens, _root(config, root))
+            prefixes = self._cache = PrefixCache(
+                self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
+            )
         self._waiting = Admission(config, self.pool, self._order, prefixes, self._cache)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
@@ -160,9 +166,25 @@ class Scheduler:
         self._leaving, self._ended, self._copies = [], [], []
         self._next_step_id += 1
         most_tokens = most_blocks * self.config.block_tokens
-        step = Step(self._next_step_id, new, joining, leaving, grown, chunks, ended, most_tokens, work, copies)
+        step = Step(
+            self._next_step_id,
+            new,
+            joining,
+            leaving,
+            grown,
+            chunks,
+            ended,
+            most_tokens,
+            work,
+            copies,
+            *self.pool.swaps.of_step(),
+        )
         self._in_flight.append(step)
         return step
+
+    def _swap_pays(self, start: int) -> bool:
+        """Whether the KV block whose first token is at `start` is swapped rather than computed again."""
+        return self._swap_s < self._times.between(start, start + self.config.block_tokens)
 
     def _still_running(self, sequences: Items[Sequence]) -> tuple[int, ...]:
         return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
@@ -359,4 +381,4 @@ def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable
 
 
 def _usage(job: Job, held: tuple[int, ...]) -> Usage:
-    return Usage(held, job.cached_tokens, job.preemptions, job.recomputed_tokens)
+    return Usage(held, job.cached_tokens, job.preemptions, job.recomputed_tokens, job.swapped_tokens)

@@ -15,8 +15,9 @@ class Job:
 
     deadline_s: when its first token is due. prefill_s: the predicted seconds of its prefill, if it runs alone.
     cached_tokens: of its prompt, those whose KV was there when it began. preemptions: how often it was preempted;
-    lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. overtaken:
-    requests that were admitted before it, although it came first, because they fit and it did not.
+    lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. swapped_tokens:
+    those whose KV was swapped and came back when it began, all times. overtaken: requests that were admitted before it,
+    although it came first, because they fit and it did not.
     """
 
     request: Request
@@ -25,6 +26,7 @@ class Job:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swapped_tokens: int = 0
     lost_tokens: int = 0
     overtaken: int = 0
 

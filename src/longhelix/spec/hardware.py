@@ -31,6 +31,7 @@ class HardwareSpec:
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
+    swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk.
     prefetch: while an all-reduce runs, the next product's weights are read into the cache.
     shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
@@ -52,6 +53,7 @@ class HardwareSpec:
     attention_efficiency: float
     part_fixed_share: float
     part_s: float
+    swap_bytes_per_s: float
     prefetch: bool
     shared: bool
     sources: Mapping[str, str] = field(compare=False, repr=False)
@@ -164,7 +166,7 @@ _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) a
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
 # What files that are older than a constant do not say.
-_ASSUMED: Mapping[str, float] = {"part_s": 0.0}
+_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9}
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,
@@ -179,6 +181,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step_s": _TIME,
     "part_fixed_share": _SHARE,
     "part_s": _TIME,
+    "swap_bytes_per_s": _RATE,
     "in_switch_reduction": _FLAG,
     "prefetch": _FLAG,
     "shared": _FLAG,

@@ -406,6 +406,15 @@ def test_a_step_costs_what_its_own_number_of_parts_takes():
     assert min(seconds.values()) == best <= seconds[1]
 
 
+def test_a_swap_takes_its_bytes_both_ways():
+    """On a GPU of its own at its own bandwidth; on one machine, of whose disk each of two ranks has half."""
+    block_bytes = 16 * 2 * 8 * 128 * 2 * 32  # tokens, K and V, heads, channels, bytes, layers
+    for kvp, name, share in ((1, "h100", 1), (2, "h100", 1), (1, "cpu", 1), (2, "cpu", 2)):
+        system = load_system(name)
+        cost = StepCost(setting("llama-3-8b", system, "bfloat16"), Layout(kvp=kvp))
+        assert cost.swap_seconds(16) == pytest.approx(2 * share * block_bytes / system.swap_bytes_per_s)
+
+
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])
 @pytest.mark.parametrize("kvp", [2, 4])
 def test_the_threshold_is_where_a_request_alone_loses_a_twentieth(model, kvp):

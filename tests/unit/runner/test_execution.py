@@ -90,7 +90,8 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
     monkeypatch.setattr(rank, "ModelRunner", lambda spec, mesh, model, pool, execution, *more: execution)
 
     def parts(attention):
-        config = SimpleNamespace(attention=attention, compile=False, replay=True, spec=None)
+        scheduler = SimpleNamespace(swap_blocks=0)
+        config = SimpleNamespace(attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler)
         return rank.new_runner(config, SimpleNamespace(rank=0), model=None, pool=None).parts
 
     assert (parts("own"), parts("flashinfer")) == (True, False)

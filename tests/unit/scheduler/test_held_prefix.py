@@ -90,6 +90,19 @@ def test_new_blocks_go_on_behind_those_that_are_there():
     assert cached(engine) == 25
 
 
+def test_blocks_that_are_promised_are_not_held():
+    """Those that are cached may be needed by a prompt that has begun."""
+    engine = Engine(config(num_blocks=13, chunk_tokens=4))
+    held = engine.scheduler.hold(request(-1, LONG[:60], 1))
+    held.publish(engine.scheduler.pool)
+    held.release(engine.scheduler.pool)
+    other = request(0, LONG[::-1][:80], 1)
+    engine.add(other)
+    engine.step()
+    assert engine.scheduler.hold(request(-1, LONG[:60], 1)) is None
+    assert engine.drain()[0].token_ids == expected_output(other)
+
+
 def test_requests_that_need_the_room_have_it():
     """A context that was loaded waits for nobody, and nobody waits for it."""
     engine = Engine(config(num_blocks=14))

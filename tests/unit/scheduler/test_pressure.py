@@ -32,8 +32,8 @@ class ByWork:
 class Pressed(Engine):
     """An engine with a cost, over a clock that the test moves."""
 
-    def __init__(self, config, depth=1):
-        self.scheduler = Scheduler(config, ByWork())
+    def __init__(self, config, depth=1, swap_s=0.0):
+        self.scheduler = Scheduler(config, ByWork(), swap_s=swap_s)
         self.runner = FakeRunner(config, in_turn=False)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
@@ -90,6 +90,20 @@ def check_blocks(scheduler):
     )
     named = sum(len(allocator._hashes) for allocator in scheduler.pool.allocators)
     assert len(scheduler.pool.index) == named
+    check_slots(scheduler)
+
+
+def check_slots(scheduler):
+    """Each has one content, under which it is found; nothing is left over between steps."""
+    swaps = scheduler.pool.swaps
+    assert not swaps.evicted
+    assert not swaps._in
+    for rank, used in enumerate(swaps._used):
+        assert {slot.owner for slot in used} <= {rank}
+        assert sorted(slot.id for slot in used) == list(range(len(used)))
+        assert len(used) <= swaps.num_slots
+    assert swaps.index == {content_hash: slot for used in swaps._used for slot, content_hash in used.items()}
+    assert swaps._starts.keys() == (scheduler.pool.index.keys() if swaps.num_slots else set())
 
 
 class Traffic(RuleBasedStateMachine):
@@ -113,11 +127,14 @@ class Traffic(RuleBasedStateMachine):
             policy=draw(st.sampled_from(POLICIES)),
             adaptive=draw(st.booleans()),
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
-            prefix_cache=draw(st.booleans()),
+            prefix_cache=(prefix_cache := draw(st.booleans())),
+            swap_blocks=draw(st.integers(0, 20)) if prefix_cache else 0,
         )
         least = -(-made.longest_local_tokens // block_tokens)
         made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(st.integers(0, 8))})
-        self.engine = Pressed(made, draw(st.integers(1, 3)))
+        # A token takes 100 us, after others up to a few more.
+        swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
+        self.engine = Pressed(made, draw(st.integers(1, 3)), swap_s)
         self.asked = []
 
     @precondition(lambda self: len(self.asked) < 12)
@@ -144,6 +161,16 @@ class Traffic(RuleBasedStateMachine):
     def run(self, count):
         for _ in range(count):
             self.engine.step()
+
+    @precondition(lambda self: self.engine.scheduler.config.prefix_cache)
+    @rule(num_tokens=st.integers(1, 40))
+    def load(self, num_tokens):
+        """Fill blocks from elsewhere between two steps, as a saved context does."""
+        held = self.engine.scheduler.hold(request(-1, LONG[:num_tokens], 1))
+        if held is not None:
+            self.engine.runner.load(held.blocks, held.num_cached, LONG)
+            held.publish(self.engine.scheduler.pool)
+            held.release(self.engine.scheduler.pool)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())

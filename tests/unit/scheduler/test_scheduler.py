@@ -70,6 +70,7 @@ class FakeRunner:
         self.replicas: dict[int, Replica] = {}
         self.decoding: dict[int, Replica] = {}
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
+        self.slots: dict[tuple[int, int], list] = {}  # by owner and slot, what a swapped block had
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
@@ -91,6 +92,7 @@ class FakeRunner:
             self.decoding.pop(sequence_id, None)
         for sequence_id in step.leaving:
             del self.decoding[sequence_id]
+        self.swap(step)
         self.copy(step)
         for new in step.new:
             assert new.id not in self.replicas
@@ -123,6 +125,23 @@ class FakeRunner:
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
         return StepResult(step.id, tuple(sampled), len(self.decoding) + sum(c.num_tokens for c in step.chunks), 0)
 
+    def swap(self, step) -> None:
+        """Before copies: out to slots that the step does not read, then in to blocks that nobody has."""
+        block_tokens, held = self.config.block_tokens, self.held()
+        out, back = step.swapped_out, step.swapped_in
+        assert len({(block.owner, slot) for block, slot in out}) == len(out)
+        assert len({block for _, block in back}) == len(back)
+        assert {(block.owner, slot) for block, slot in out}.isdisjoint((block.owner, slot) for slot, block in back)
+        assert held.isdisjoint(block for block, _ in out)
+        assert held.isdisjoint(block for _, block in back)
+        for block, slot in out:
+            assert 0 <= slot < self.config.swap_blocks
+            pool, first = self.pools[block.owner], block.id * block_tokens
+            self.slots[block.owner, slot] = [pool[first + offset] for offset in range(block_tokens)]
+        for slot, block in back:
+            first = block.id * block_tokens
+            self.pools[block.owner] |= dict(enumerate(self.slots[block.owner, slot], first))
+
     def copy(self, step) -> None:
         """Before anything else: from blocks that somebody has to blocks that nobody has."""
         block_tokens, held = self.config.block_tokens, self.held()
@@ -134,6 +153,14 @@ class FakeRunner:
             for offset in range(block_tokens):
                 copied = self.pools[source.owner].get(source.id * block_tokens + offset)
                 self.pools[target.owner][target.id * block_tokens + offset] = copied
+
+    def load(self, blocks, first: int, token_ids) -> None:
+        """Fill the blocks of a prompt from that with index `first` on, between two steps."""
+        block_tokens = self.config.block_tokens
+        for position in range(first * block_tokens, len(blocks) * block_tokens):
+            block = blocks[position // block_tokens]
+            slot = block.id * block_tokens + position % block_tokens
+            self.pools[block.owner][slot] = (-1, position, token_ids[position])
 
     def held(self) -> set[Block]:
         return {block for seq in self.replicas.values() for block in seq.blocks} | self.kept

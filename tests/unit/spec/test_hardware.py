@@ -26,6 +26,7 @@ SYSTEM = {
     "step_s": constant(0.0),
     "part_fixed_share": constant(0),
     "part_s": constant(1e-6),
+    "swap_bytes_per_s": constant(5e10),
     "in_switch_reduction": constant(True),
     "prefetch": constant(False),
     "shared": constant(False),
@@ -64,13 +65,14 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 14 + 2 + 3 + 3
+    assert len(spec.sources) == 15 + 2 + 3 + 3
 
 
 def test_a_file_that_is_older_than_a_constant_is_read():
-    older = {key: value for key, value in SYSTEM.items() if key != "part_s"}
+    older = {key: value for key, value in SYSTEM.items() if key not in ("part_s", "swap_bytes_per_s")}
     spec = HardwareSpec.from_mapping("mine", older)
     assert (spec.part_s, spec.sources["part_s"]) == (0.0, "assumed: the file does not say")
+    assert spec.swap_bytes_per_s == 1e9
 
 
 def test_a_spec_is_a_key_of_caches():
@@ -107,7 +109,10 @@ def test_an_unknown_key_is_refused_with_the_known_ones(path):
     refused(SYSTEM | {top: entry}, repr(path), "memory_bytes_per_s, ")
 
 
-@pytest.mark.parametrize("path", [key for key in SYSTEM if key not in ("flops_per_s", "part_s")] + ["scale_up.ranks"])
+OPTIONAL = ("flops_per_s", "part_s", "swap_bytes_per_s")
+
+
+@pytest.mark.parametrize("path", [key for key in SYSTEM if key not in OPTIONAL] + ["scale_up.ranks"])
 def test_a_missing_key_is_refused_by_name(path):
     refused(changed(path, None), f"has no {path}", "{ value = ...")
 

@@ -1,0 +1,83 @@
+"""Swapped KV blocks: what the prefix cache keeps outside of the pools of blocks whose room was needed."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+
+from longhelix.kv.blocks import Block, Slot
+
+
+class Swaps:
+    """The slots of all KVP ranks, `num_slots` each, for the content of blocks that were evicted.
+
+    A slot keeps its content when it is swapped in again, since full blocks never change; where all are in use, the one
+    used the longest ago is written next. A step swaps out before it swaps in, so what it reads is not written in it.
+
+    found: the blocks in the pools, by content hash. pays: whether a block whose first token is at that position is
+    worth a slot, or had better be computed again. index: slots by content hash. evicted: blocks whose content goes with
+    the next step, and its hash, the first to go first.
+    """
+
+    def __init__(self, kvp: int, num_slots: int, found: Mapping[bytes, Block], pays: Callable[[int], bool]) -> None:
+        self.num_slots = num_slots
+        self.index: dict[bytes, Slot] = {}
+        self.evicted: list[tuple[Block, bytes]] = []
+        self._found = found
+        self._pays = pays
+        self._starts: dict[bytes, int] = {}  # of what is found in the pools, by hash
+        self._used: list[OrderedDict[Slot, bytes]] = [OrderedDict() for _ in range(kvp)]  # the next to be written first
+        self._in: list[tuple[Slot, Block]] = []  # with the next step
+
+    def name(self, content_hash: bytes, start: int) -> None:
+        """A block is found in its pool from now on. start: the position of its first token."""
+        self._starts[content_hash] = start
+
+    def hash_of(self, slot: Slot) -> bytes:
+        """Of its content."""
+        return self._used[slot.owner][slot]
+
+    def swap_in(self, slots: Items[Slot], blocks: Items[Block]) -> None:
+        """Fill blocks on the owners of slots, in position order, with the next step."""
+        self._in += zip(slots, blocks, strict=True)
+        for slot in reversed(slots):  # a block is found only where all before it are
+            self._used[slot.owner].move_to_end(slot)
+
+    def lose(self) -> None:
+        """Blocks that were evicted are written to before the next step."""
+        for _, content_hash in self.evicted:
+            self._start(content_hash)
+        self.evicted.clear()
+
+    def of_step(self) -> tuple[tuple[tuple[Block, int], ...], tuple[tuple[int, Block], ...]]:
+        """What the step that is made swaps out and in."""
+        read, out = {slot for slot, _ in self._in}, dict[Slot, Block]()
+        for block, content_hash in self.evicted:
+            start = self._start(content_hash)
+            if content_hash in self.index:
+                slot = self.index[content_hash]
+                self._used[slot.owner].move_to_end(slot)
+            elif start is not None and self._pays(start):
+                new = self._slot(block.owner, read)
+                if new is not None:
+                    self._used[block.owner][new] = content_hash
+                    self.index[content_hash] = new
+                    out[new] = block
+        swapped = tuple((block, slot.id) for slot, block in out.items()), tuple((slot.id, to) for slot, to in self._in)
+        self.evicted.clear()
+        self._in.clear()
+        return swapped
+
+    def _start(self, content_hash: bytes) -> int | None:
+        """The first position of a block that was evicted. None: another block has its content by now."""
+        return None if content_hash in self._found else self._starts.pop(content_hash, None)
+
+    def _slot(self, rank: int, read: set[Slot]) -> Slot | None:
+        """One that may be written: not `read` in the same step."""
+        used = self._used[rank]
+        if len(used) < self.num_slots:
+            return Slot(rank, len(used))
+        slot = next(iter(used))
+        if slot in read:  # and so are all others, which were used later
+            return None
+        del self.index[used.pop(slot)]
+        return slot
