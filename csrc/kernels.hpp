@@ -164,7 +164,7 @@ struct Penalty {
     std::int64_t stride;  // from one row to the next
     std::int64_t num_rows;
     std::int64_t num_logits;
-    const std::int64_t* seen;  // (S): where a bit for each logit says whether it is penalised, in words of 256; or 0
+    const std::int64_t* seen;  // (S): where a bit for each logit says whether it is penalised, in words of 512; or 0
     const float* penalties;    // (S)
 };
 

@@ -576,8 +576,8 @@ std::vector<int> sorted_ids(const Matrix& logits, std::int64_t row) {
 }
 
 void test_candidates(const Kernels& kernels, Random& random) {
-    int size = random.of({0, 1, 16, 255, 256, 300, 512, 3000}), count = random.of({1, 3, 64, 400});
-    std::int64_t rows = random.of({0, 1, 4}), words = (size + 255) / 256 * 8;
+    int size = random.of({0, 1, 16, 255, 511, 512, 513, 3000}), count = random.of({1, 3, 64, 400});
+    std::int64_t rows = random.of({0, 1, 4}), words = (size + 511) / 512 * 16;
     Matrix logits(Number::float32, rows, size, 3), seen(Number::int32, rows, words);
     Matrix penalties(Number::float32, 1, rows), inverse(Number::float32, 1, rows), marks(Number::int64, 1, rows);
     Matrix values(Number::float32, rows, count), ids(Number::int64, rows, count);

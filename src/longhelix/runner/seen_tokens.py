@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-_WORDS_BITS = 256  # kernels look at so many bits at once
+_WORDS_BITS = 512  # kernels look at so many bits at once
 
 
 class SeenTokens:

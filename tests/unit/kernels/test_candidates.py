@@ -37,7 +37,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.skipif(native.module is None, reason="the native kernels were not built")
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 255, 256, 257, 300, 5000, 70_000])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 255, 256, 257, 300, 511, 512, 513, 5000, 70_000])
 @pytest.mark.parametrize("count", [1, 2, 64, 300])
 def test_native_candidates_are_those_of_the_reference(size, count):
     for seed in range(6):
