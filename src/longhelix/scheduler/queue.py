@@ -6,7 +6,7 @@ from typing import Any
 
 from longhelix.scheduler.sequence import Job
 
-_MOST_GONE = 1000  # that are kept beside as many as wait
+_MOST_GONE = 64  # that are kept beside as many as wait
 _FRESH_S = 0.1  # so long an order holds: to look at all that wait takes time
 
 Key = Callable[[Job, float], tuple[Any, ...]]

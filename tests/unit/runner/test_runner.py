@@ -329,7 +329,7 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
 def test_the_penalty_sees_tokens_that_are_cached():
     donor, fork = make_request(0, 40), make_request(1, 41, repetition_penalty=1.7)
     (runner,), _ = run_forked(1, 40, donor, fork)
-    assert runner.sequences[1].seen.words_W.tolist() == [2**VOCAB - 1, *[0] * 7]
+    assert runner.sequences[1].seen.words_W.tolist() == [2**VOCAB - 1, *[0] * 15]
 
 
 def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypatch):
