@@ -293,27 +293,27 @@ def test_a_prompt_that_fills_the_pool_runs_again_and_again(kvp, num_blocks, batc
 
 
 def test_what_is_promised_counts_when_a_request_is_to_be_preempted():
-    """A prompt whose turn has not come loses nothing; a running one of higher priority would."""
-    engine = Pressed(config(kvp=1, num_blocks=12, chunk_tokens=4, prefix_cache=False))
-    engine.add(request(0, LONG[:8], 30, priority=1))
-    for _ in range(4):
+    """A prompt whose turn has not come holds no block and loses nothing; those that run have a higher priority."""
+    engine = Pressed(config(kvp=1, num_blocks=12, chunk_tokens=1, prefix_cache=False))
+    engine.add(request(0, LONG[:8], 20, priority=1))
+    while not engine.outcomes[0].token_ids:
         engine.step()
-    engine.add(request(1, LONG[40:48], 4, priority=2), request(2, LONG[60:80], 1))
+    engine.add(request(1, LONG[40:48], 2, priority=1), request(2, LONG[60:88], 1))
     outcomes = engine.drain()
     assert [engine.usages[id].preemptions for id in (0, 1)] == [0, 0]
-    assert all(outcomes[id].token_ids for id in range(3))
+    assert engine.usages[2].preemptions > 0
+    assert [len(outcomes[id].token_ids) for id in range(3)] == [20, 2, 1]
 
 
 def test_a_growing_request_takes_no_block_from_one_of_higher_priority():
-    """It has none of its own on the rank that it grows onto."""
+    """It has none of its own on the rank that it grows onto, which the other one fills."""
     engine = Pressed(config(placement="growing", growth_limit_tokens=8, num_blocks=2, prefix_cache=False))
-    high, low = request(0, LONG[:15], 2, priority=5), request(1, LONG[30:34], 10)
-    engine.add(low)
-    for _ in range(3):
+    engine.add(request(0, LONG[30:34], 10))
+    while len(engine.outcomes[0].token_ids) < 4:
         engine.step()
-    engine.add(high)
+    engine.add(request(1, LONG[:5], 4, priority=5))
     engine.drain()
-    assert engine.usages[0].preemptions == 0
+    assert [engine.usages[id].preemptions for id in range(2)] == [1, 0]
 
 
 def test_requests_that_are_cancelled_while_none_can_begin_leave_nothing():
