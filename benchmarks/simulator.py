@@ -19,7 +19,6 @@ from longhelix.presets import load_model, load_system
 from longhelix.request import MOST_TOKENS, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.simulate.arrival import Arrival
-from longhelix.simulate.runner import PredictedRunner
 from longhelix.simulate.simulation import Server, Simulation
 
 STEPS, WARM_UP = 10_000, 5
@@ -39,7 +38,7 @@ def simulation(arrivals: list[Arrival], running: int, chunk_tokens: int, prefix_
     )
     setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4")
     server = Server(setting, LAYOUT, config)
-    return Simulation(server.make_scheduler(), PredictedRunner(server.cost, LAYOUT.pp), arrivals)
+    return Simulation(server.make_scheduler(), server.make_runner(), arrivals)
 
 
 def steps_per_s(run: Simulation, steps: Iterator[object]) -> tuple[float, float, float]:

@@ -20,6 +20,7 @@ def main() -> None:
     for name, rows in (
         ("long-clients", [*ordinary(2.0, 3000), *long_clients(22, 0)]),
         ("long-clients-apart", [*ordinary(2.0, 3000), *long_clients(12, 300)]),
+        ("long-clients-live", [*ordinary(2.0, 180, 100), *long_clients(12, 0, 100, 12.0)]),
         ("decode-starvation", steady(360, 600)),
         ("long-medians", medians(0.1, 3600)),
     ):
@@ -41,19 +42,24 @@ def between(random: np.random.Generator, least: int, most: int) -> int:
     return round(float(np.exp(random.uniform(np.log(least), np.log(most)))))
 
 
-def ordinary(rate_rps: float, until_s: float) -> Iterator[Row]:
-    """Assumed: prompts of 500 to 32K tokens, answers of 50 to 500."""
+def ordinary(rate_rps: float, until_s: float, smaller: int = 1) -> Iterator[Row]:
+    """Assumed: prompts of 500 to 32K tokens, answers of 50 to 500. smaller: by that factor, answers by its root."""
     random = np.random.default_rng(SEED)
+    answers = round(smaller**0.5)
     for arrival_s in poisson(random, rate_rps, until_s):
-        yield arrival_s, between(random, 500, 32_000), between(random, 50, 500), "", ""
+        prompt, answer = between(random, 500, 32_000), between(random, 50, 500)
+        yield arrival_s, max(prompt // smaller, 1), max(answer // answers, 1), "", ""
 
 
-def long_clients(count: int, think_s: float) -> Iterator[Row]:
+def long_clients(count: int, think_s: float, smaller: int = 1, every_s: float = 90.0) -> Iterator[Row]:
     """SGLang pull requests 34554 and 34623: two clients, prompts of 642K to 912K tokens 90 s apart, of which one is
-    always in flight for 50 minutes. Each client sends the next one `think_s` after its last is done."""
+    always in flight for 50 minutes. Each client sends the next one `think_s` after its last is done. smaller: as
+    `ordinary`."""
     random = np.random.default_rng(SEED)
+    answer = 200 // round(smaller**0.5)
     for index in range(count):
-        yield 90.0 * index, int(random.integers(642_000, 912_001)), 200, f"long-{index % 2}", think_s
+        prompt = int(random.integers(642_000, 912_001)) // smaller
+        yield every_s * index, prompt, answer, f"long-{index % 2}", think_s
 
 
 def steady(per_minute: float, until_s: float) -> Iterator[Row]:

@@ -71,6 +71,7 @@ _SIMULATED = (
     "slo_scale",
     "client_weights",
     "prefix_cache",
+    "swap_tokens",
 )
 EngineFlags = _flags("EngineFlags", fields(EngineOptions))
 ContextsFlags = _flags(

@@ -47,7 +47,7 @@ class AdaptiveChunks:
 
     cost: Cost
     most_tokens: int
-    least_tokens: int = 16
+    least_tokens: int = 4
 
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
         left = sum(seq.prompt_left for seq in prompts)
@@ -80,10 +80,11 @@ class AdaptiveChunks:
 
 @lru_cache
 def _budgets(least: int, most: int) -> list[int]:
-    """Sizes to choose from: by an eighth of themselves apart, and multiples of 16, because kernels like them."""
+    """Sizes to choose from: by an eighth of themselves apart, and multiples of 16, because kernels like them; below
+    that, of 4, for prompts behind which even 16 tokens take too long."""
     found = [least]
     while found[-1] < most:
-        step = max(16, 1 << max(found[-1].bit_length() - 4, 0))
+        step = 4 if found[-1] < 16 else max(16, 1 << max(found[-1].bit_length() - 4, 0))
         found.append(min((found[-1] // step + 1) * step, most))
     return found
 

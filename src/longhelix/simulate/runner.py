@@ -1,7 +1,7 @@
 """Runners that compute nothing: steps take the time that they are said to, and a clock moves by that."""
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from longhelix.request import Cost, SampledToken, Step, StepResult
@@ -55,12 +55,14 @@ class SimulatedRunner(ABC):
 
 
 class PredictedRunner(SimulatedRunner):
-    """Steps take the time that a cost gives; a step without rows takes none. Every token of a sequence has the same
+    """Steps take the time that a cost gives, after what they swap: `swap_s` for the way of one KV block out of its pool
+    and back, to and from all KVP ranks at once. A step without rows takes none. Every token of a sequence has the same
     id."""
 
-    def __init__(self, cost: Cost, stages: int = 1) -> None:
+    def __init__(self, cost: Cost, stages: int = 1, swap_s: float = 0.0) -> None:
         super().__init__(stages)
         self._cost = cost
+        self._swap_s = swap_s
         self._tokens: dict[int, SampledToken] = {}
         self._decoding: dict[int, SampledToken] = {}
         self._decoded: tuple[SampledToken, ...] | None = ()
@@ -68,6 +70,8 @@ class PredictedRunner(SimulatedRunner):
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
         seconds = self._cost.seconds(work) if work.rows else 0.0
+        if step.swapped_out or step.swapped_in:
+            seconds += self._swap_s / 2 * _most_swapped(step)
         return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds)
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
@@ -87,3 +91,9 @@ class PredictedRunner(SimulatedRunner):
             self._decoded = tuple(self._decoding.values())
         ending = tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
         return self._decoded + ending if ending else self._decoded
+
+
+def _most_swapped(step: Step) -> int:
+    """The most blocks that go either way on one KVP rank."""
+    blocks = [block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in]
+    return max(Counter(block.owner for block in blocks).values())

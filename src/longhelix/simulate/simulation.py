@@ -36,7 +36,14 @@ class Server:
 
     def make_scheduler(self) -> Scheduler:
         overlaps = self.hop_b and self.layout.kvp > 1 and self.layout.ffn_replicas == 1
-        return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None)
+        return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None, swap_s=self._swap_s)
+
+    def make_runner(self) -> PredictedRunner:
+        return PredictedRunner(self.cost, self.layout.pp, self._swap_s)
+
+    @property
+    def _swap_s(self) -> float:
+        return self.cost.swap_seconds(self.scheduler.block_tokens)
 
 
 class Observer:
@@ -88,8 +95,7 @@ class Outcome:
 
 def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
     """Serve a workload to its end."""
-    runner = PredictedRunner(server.cost, server.layout.pp)
-    simulation = Simulation(server.make_scheduler(), runner, workload, observer)
+    simulation = Simulation(server.make_scheduler(), server.make_runner(), workload, observer)
     simulation.run()
     return simulation.outcome(server.layout.world_size)
 

@@ -47,12 +47,12 @@ def test_a_step_fits_its_target_and_one_with_an_eighth_more_does_not(prompts, be
     sizes = AdaptiveChunks(COST, 2048).sizes(prompts, beside, target_s)
     assert all(0 <= size <= one.prompt_left for one, size in zip(prompts, sizes, strict=True))
     total, left = sum(sizes), sum(one.prompt_left for one in prompts)
-    assert min(16, left) <= total <= min(2048, left)
+    assert min(4, left) <= total <= min(2048, left)
     target_s *= 1 if beside.decode_rows else 4
-    if total > 16:
+    if total > 4:
         assert COST.seconds(work(prompts, sizes, beside)) <= target_s
     if total < min(2048, left) and len(prompts) == 1:
-        more = min(total + max(16, total // 8), left)
+        more = min(total + (4 if total < 16 else max(16, total // 8)), left)
         assert COST.seconds(work(prompts, [more], beside)) > target_s
 
 
@@ -64,7 +64,7 @@ def test_chunks_shrink_as_the_prefix_grows():
 
 
 def test_prompts_get_on_where_decodes_alone_take_too_long():
-    assert AdaptiveChunks(COST, 2048).sizes([prompt(500, 10)], Work.decode(1000, 100_000), 1e-6) == [16]
+    assert AdaptiveChunks(COST, 2048).sizes([prompt(500, 10)], Work.decode(1000, 100_000), 1e-6) == [4]
     assert AdaptiveChunks(COST, 2048).sizes([prompt(3, 10)], DECODES, 1e-6) == [3]
 
 

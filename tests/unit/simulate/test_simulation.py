@@ -92,6 +92,25 @@ def test_one_request_step_by_step():
     assert outcome.tokens_per_s == 5 / 7
 
 
+def test_steps_wait_for_what_they_swap():
+    """The third prompt begins like the first, whose KV the second one displaced: 2 ms for a block out and in, where a
+    row takes 1 ms. A block on one rank waits for none on another. Each prompt has 6 blocks on one rank and 5 on the
+    other, of 7."""
+    arrivals = [Arrival(10.0 * id, 44, 1, pieces=(piece,), piece_tokens=40) for id, piece in enumerate((1, 2, 1))]
+    settings = config(kvp=2, num_blocks=7, chunk_tokens=100, swap_blocks=20, prefix_cache=True)
+    seen = Steps()
+    runner = PredictedRunner(ByRows(), swap_s=0.002)
+    Simulation(Scheduler(settings, ByRows(), swap_s=0.002), runner, arrivals, seen).run()
+    prompts = [ran for ran in seen.steps if ran.step.chunks]
+    assert [ran.step.work.rows for ran in prompts] == [44, 44, 4]
+    out = [[block.owner for block, _ in ran.step.swapped_out] for ran in prompts]
+    back = [[block.owner for _, block in ran.step.swapped_in] for ran in prompts]
+    assert [(owners.count(0), owners.count(1)) for owners in out] == [(0, 0), (5, 3), (5, 3)]
+    assert [(owners.count(0), owners.count(1)) for owners in back] == [(0, 0), (0, 0), (4, 3)]
+    taken_ms = [1e3 * (ran.end_s - ran.begin_s) for ran in prompts]
+    assert taken_ms == pytest.approx([44, 44 + 5, 4 + 5 + 4], abs=1e-6)
+
+
 def test_two_requests_share_the_machine():
     """Rows take a millisecond. The second prompt arrives while the first one's only chunk runs (8 ms), waits for its
     end, and then has its chunk beside the first one's row."""
