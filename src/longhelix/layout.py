@@ -247,9 +247,10 @@ class Layout:
     def experts(self, num_experts: int, rank: int) -> range:
         return piece_of(num_experts, self.ep, self.ep_rank(rank))
 
-    def expert_group_leaders(self) -> range:
-        """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN."""
-        return range(0, self.ffn_ranks, self.tpf)
+    def expert_group_leaders(self) -> list[int]:
+        """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN in each
+        stage."""
+        return [stage[rank] for stage in self.stage_groups() for rank in range(0, self.ffn_ranks, self.tpf)]
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
         """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""

@@ -272,7 +272,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Which sequences decode is said by changes alone. Each has a row, after which is sampled, in every step from the one
     that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
-    KV blocks that their new rows need.
+    KV blocks that their new rows need. With pipeline stages the sequences that decode are dealt to as many
+    microbatches: a step has rows of those of its own `microbatch`, which join it there.
     copies: KV blocks to copy, (source, target) each, all layers, before anything else is computed: from sources that
     earlier steps or swaps have filled to targets that nobody reads yet, so that none is both, or a target twice.
     swapped_out, swapped_in: KV blocks and their owner's slots, outside of its pool: before copies, first blocks that
@@ -294,6 +295,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     copies: tuple[tuple[Block, Block], ...] = ()
     swapped_out: tuple[tuple[Block, int], ...] = ()
     swapped_in: tuple[tuple[int, Block], ...] = ()
+    microbatch: int = 0
 
 
 @dataclass(frozen=True)

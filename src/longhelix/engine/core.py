@@ -18,7 +18,7 @@ from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.held_prefix import HeldPrefix
-from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
+from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
@@ -77,7 +77,8 @@ class TokenCore:
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
         )
-        self._loop = Loop(self._scheduler, self._pool, time.monotonic, STEPS_IN_FLIGHT, is_short, hear)
+        pp = config.layout.pp
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, most_in_flight(pp), leads_of(pp), hear)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -217,7 +218,9 @@ class TokenCore:
         except BaseException as error:
             self.fail(error)
             raise
-        return [list(chain.from_iterable(groups)) for groups in zip(*ranks, strict=True)]
+        leaders = len(ranks) // self.config.layout.pp
+        stages = [ranks[first : first + leaders] for first in range(0, len(ranks), leaders)]
+        return [list(chain.from_iterable(groups)) for stage in stages for groups in zip(*stage, strict=True)]
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:

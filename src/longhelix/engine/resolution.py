@@ -141,6 +141,7 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
         )
     return SchedulerConfig(
         kvp=layout.kvp,
+        pp=layout.pp,
         num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,
@@ -274,8 +275,6 @@ def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
 def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
     layout.check(heads, spec.num_layers)
-    if layout.pp > 1:
-        raise UserError(f"pp is {layout.pp}: pipeline stages do not run yet, set pp to 1", "invalid_layout")
     num_experts = 1 if spec.moe is None else spec.moe.num_experts
     if layout.ep > num_experts:
         has = "no experts" if spec.moe is None else f"{num_experts} experts"

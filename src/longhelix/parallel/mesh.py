@@ -12,6 +12,7 @@ import torch.distributed as dist
 from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import RankGroup, SharedMemoryRankGroup
+from longhelix.parallel.pipeline import Pipeline
 from longhelix.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
 
@@ -19,13 +20,15 @@ from longhelix.spans import UNTRACED, Spans
 @dataclass(frozen=True)
 class Mesh:
     """The place of this rank. `stage`: the N ranks of its pipeline stage. `kvp`: the ranks that it exchanges attention
-    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary."""
+    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary. `pipeline`: its peers in other stages, if there are
+    any."""
 
     layout: Layout
     rank: int
     stage: RankGroup
     kvp: RankGroup
     ffn: RankGroup
+    pipeline: Pipeline | None = None
 
     @classmethod
     def build(cls, layout: Layout, rank: int, backend: str | None = None, spans: Spans = UNTRACED) -> "Mesh":
@@ -44,7 +47,7 @@ class Mesh:
         kvp = _own_group(layout.kvp_groups(), rank, backend, spans)
         # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend, spans)
-        return cls(layout, rank, stage, kvp, ffn)
+        return cls(layout, rank, stage, kvp, ffn, Pipeline.build(layout, rank, spans) if layout.pp > 1 else None)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
@@ -64,7 +67,8 @@ class Mesh:
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the one that it is in, in words, or "". Any thread may ask."""
         begun, current = zip(*(group.progress() for group in self.groups), strict=True)
-        return sum(begun), next(filter(None, current), "")
+        others = "" if self.pipeline is None else self.pipeline.progress()
+        return sum(begun), next(filter(None, current), others)
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> RankGroup:

@@ -22,6 +22,7 @@ from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner.copies import copy_blocks, swap_blocks
 from longhelix.runner.execution import Execution
+from longhelix.runner.handover import Handover
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
 from longhelix.runner.sampling import Sampling
@@ -40,7 +41,8 @@ class _Rows(NamedTuple):
 
 
 class ModelRunner:
-    """Executes steps on one rank, in order. Every rank of the stage executes every step.
+    """Executes steps on one rank, in order. Every rank executes every step; those of all stages but the first are told
+    of each by `expect` before.
 
     swap_space: where swapped KV blocks go (None: no step swaps).
     """
@@ -68,15 +70,24 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
-        self.decoding: dict[int, SequenceState] = {}  # those with a row in every step, in the order of its rows
+        # Those with a row in every step of a microbatch, in the order of its rows; and of the step that runs.
+        self._microbatches: list[dict[int, SequenceState]] = [{} for _ in range(mesh.layout.pp)]
+        self.decoding = self._microbatches[0]
+        self.handover = (
+            None
+            if mesh.pipeline is None
+            else Handover(mesh.pipeline, mesh.layout, spec.hidden_size, model.dtype, pool.device)
+        )
+        self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
         self._spans = spans
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step. Afterwards every rank knows the sampled tokens; the stage's first rank returns them."""
+        """Run a step. Afterwards every rank of the last stage knows the sampled tokens; its first rank returns them."""
         kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
+        others_before_s = self._waited_for_stages_s
         self._step_id = step.id
         self.admit(step)
         if self.swap_space is not None:
@@ -88,17 +99,39 @@ class ModelRunner:
         sampled: tuple[SampledToken, ...] = ()
         if num_rows:
             hidden_TH = self.forward(step)
-            span = self._spans.begin("sampling")
-            sampled = self.sample(step, hidden_TH)
-            self._spans.end(span)
+            if self._is_last:
+                span = self._spans.begin("sampling")
+                sampled = self.sample(step, hidden_TH)
+                self._spans.end(span)
+            if self.handover is not None:
+                self._hand_over(self.handover, step, hidden_TH)
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
         if step.chunks and self.device.type == "cuda":  # a step that sampled nothing has not waited for it
             torch.cuda.synchronize(self.device)
-        taken_s = time.perf_counter() - begun_s
+        taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s)
+
+    @property
+    def _waited_for_stages_s(self) -> float:
+        return 0.0 if self.mesh.pipeline is None else self.mesh.pipeline.waited_s
+
+    def expect(self, step: Step) -> None:
+        """A step comes, after those before it: what other stages send for it may travel from now on."""
+        if not self._is_first and self.handover is not None:
+            self.handover.expect(step)
+
+    def _hand_over(self, handover: Handover, step: Step, hidden_TH: Tensor) -> None:
+        """What other stages need of a step that is done here."""
+        if not self._is_last:
+            handover.give_hidden(hidden_TH)
+        sampled = self._sampled(step)
+        if self._is_first:
+            handover.await_tokens(step.id, sampled)
+        elif self._is_last and sampled:
+            handover.give_tokens(sampled)
 
     def progress(self) -> Progress:
         """How far it has come. Any thread may ask."""
@@ -108,10 +141,11 @@ class ModelRunner:
     def admit(self, step: Step) -> None:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
         for sequence_id in step.ended:
-            self.arena.close(self.sequences.pop(sequence_id).extent)
-            self.decoding.pop(sequence_id, None)
+            seq = self.sequences.pop(sequence_id)
+            self.arena.close(seq.extent)
+            self._microbatches[seq.microbatch].pop(sequence_id, None)
         for sequence_id in step.leaving:
-            del self.decoding[sequence_id]
+            del self._microbatches[self.sequences[sequence_id].microbatch][sequence_id]
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
@@ -120,26 +154,33 @@ class ModelRunner:
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
             seq.begin(self.kvp_rank, self.block_tokens, self.arena)
             self.sequences[new.id] = seq
+        self.decoding = self._microbatches[step.microbatch]
         for sequence_id in step.joining:
-            self.decoding[sequence_id] = self.sequences[sequence_id]
+            seq = self.decoding[sequence_id] = self.sequences[sequence_id]
+            seq.microbatch = step.microbatch
 
     def _seen(self, new: NewSequence) -> SeenTokens | None:
-        if new.sampling.repetition_penalty == 1:
+        if new.sampling.repetition_penalty == 1 or not self._is_last:
             return None
         seen = SeenTokens(self.mesh.layout.vocabulary(self.spec.vocab_size, self.mesh.rank))
         seen.add(_token_ids(new.seen_token_ids))
         return seen
 
     def forward(self, step: Step) -> Tensor:
-        """Hidden states of all rows of the step, hidden_TH."""
+        """Hidden states of all rows of the step after this stage, hidden_TH."""
+        if self._is_first and self.handover is not None:
+            self.handover.take_tokens(step.id, self.decoding.values())
         batch = self._batch(step)
+        if not self._is_first:
+            assert self.handover is not None
+            return self.layers(self.handover.take_hidden(len(batch.token_ids_T)), batch)
         span = self._spans.begin("embedding")
         hidden_TH = self.model.embed(batch.token_ids_T)
         self._spans.end(span)
         return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Next tokens of the sequences that want one; the stage's first rank returns them."""
+        """Next tokens of the sequences that want one, on ranks of the last stage; its first rank returns them."""
         sequences = self._sampled(step)
         if not sequences:
             return ()

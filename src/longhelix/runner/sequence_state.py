@@ -22,7 +22,9 @@ class SequenceState:
     frequencies_R: Tensor
     extent: Extent
     seen: SeenTokens | None = None
-    last_token: int = 0  # that was sampled, on every rank
+    last_token: int = 0  # that was sampled, on every rank of the last stage and of the first one
+    sampled_in: int = 0  # the step that sampled it; it may still be on its way to the first stage
+    microbatch: int = 0
     length: int = 0
     local_length: int = 0
     last_owner: int = -1  # of the last KV block

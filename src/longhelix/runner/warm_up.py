@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from longhelix.kv.blocks import Block
-from longhelix.request import TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step
+from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step, Work
 from longhelix.runner.graphed_layers import padded
 from longhelix.scheduler.config import SchedulerConfig
 
@@ -31,7 +31,8 @@ def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]
                 sequences = list(zip(ids, rows, blocks, strict=True))
                 new = tuple(_new(config, id, count, own, spread) for id, count, own in sequences)
                 chunks = tuple(Chunk(id, bytes(TOKEN_BYTES * count), own, sample=True) for id, count, own in sequences)
-                steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens))
+                work = sum((Work.chunk(count, 0) for count in rows), NO_WORK)
+                steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens, work=work))
                 first, ended = ids.stop, tuple(ids)
     return [*steps, Step(len(steps), ended=ended)]
 

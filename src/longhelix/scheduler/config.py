@@ -22,7 +22,7 @@ class SchedulerConfig:
     swap_blocks: of those whose room is needed, each KVP rank keeps so many elsewhere.
 
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
-    by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
+    by `kvp_threshold_tokens` a rank. pp: pipeline stages, each of which has such pools. batch_invariant: every request that may spread begins on rank 0, because merges
     add up in the order of the ranks.
     """
 
@@ -43,9 +43,10 @@ class SchedulerConfig:
     client_weights: Mapping[str, float] = field(default_factory=dict)
     prefix_cache: bool = False
     swap_blocks: int = 0
+    pp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"):
+        for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running", "pp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
         for name in ("growth_limit_tokens", "kvp_threshold_tokens", "swap_blocks"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))

@@ -13,10 +13,18 @@ from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 STEPS_IN_FLIGHT = 2
 
 
-def is_short(step: Step) -> bool:
-    """Whether the next step may be sent before it ends. Beside chunks of prompts the time between steps is nothing, and
-    requests that come meanwhile would wait for two such steps."""
-    return not step.chunks
+def most_in_flight(pp: int) -> int:
+    """With pipeline stages, one more than these, so that all of them have one."""
+    return STEPS_IN_FLIGHT if pp == 1 else pp + 1
+
+
+def leads_of(pp: int) -> Callable[[Step], bool]:
+    """Which steps let the next one be sent before they end.
+
+    In one stage those without chunks of prompts: beside these the time between steps is nothing, and requests that come
+    meanwhile would wait for two such steps. With several stages all, because each takes a step of its own.
+    """
+    return (lambda step: not step.chunks) if pp == 1 else lambda step: True
 
 
 class Runner(Protocol):

@@ -22,6 +22,7 @@ from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
@@ -98,9 +99,8 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
-        self._decodes = Decodes(config.block_tokens)
+        self._microbatches = Microbatches(config.pp, config.block_tokens)
         # What the next step says.
-        self._joining: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._ended: list[int] = []
         self._copies: list[tuple[Block, Block]] = []
@@ -143,16 +143,20 @@ class Scheduler:
         return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
     def schedule(self, now_s: float) -> Step | None:
-        """The next step: one row of every decode, and chunks of prompts. None if there is nothing to run."""
+        """The next step: one row of every decode of a microbatch, and chunks of prompts. None if there is nothing to
+        run now."""
+        if not self._microbatches.may_begin:
+            return None
         self._resume(now_s)
         new = self._admit(now_s)
-        joined = self._join()
-        done, growing = self._decodes.advance()
-        self._leaving += done
-        grown = self._grow(growing)
-        decodes = len(self._decodes)
-        work = Work(decodes, self._decodes.kv_tokens, sampled_rows=decodes)
-        most_blocks = self._decodes.most_blocks
+        microbatch, joined, growing = self._microbatch()
+        if microbatch is None:
+            return None
+        decoding = self._microbatches[microbatch]
+        grown = self._grow(decoding, growing)
+        decodes = len(decoding)
+        work = Work(decodes, decoding.kv_tokens, sampled_rows=decodes)
+        most_blocks = decoding.most_blocks
         chunks, work = self._chunks(work, now_s)
         self.pool.give_back()
         if not (decodes or chunks or self._ended):
@@ -178,8 +182,10 @@ class Scheduler:
             work,
             copies,
             *self.pool.swaps.of_step(),
+            microbatch,
         )
         self._in_flight.append(step)
+        self._microbatches.began(microbatch)
         return step
 
     def _swap_pays(self, start: int) -> bool:
@@ -197,24 +203,33 @@ class Scheduler:
             self._copies += copies
         return tuple(one.new for one in begun)
 
-    def _join(self) -> list[Sequence]:
-        """Sequences whose prompts were finished by the last step; they decode from this step on."""
-        joining = [seq for seq in self._joining if self._running.get(seq.id) is seq]
-        self._joining = []
-        for seq in joining:
-            self._decodes.join(seq)
-        return joining
+    def _microbatch(self) -> tuple[int | None, list[Sequence], list[Sequence]]:
+        """The microbatch of the next step, the sequences that join it, and those whose rows in it need a KV block."""
+        step_id, oldest_id = self._next_step_id + 1, self._oldest_id
+        others = bool(self._prompts or self._ended)
+        for microbatch in self._microbatches.in_turn(step_id, oldest_id, any_first=bool(self._prompts)):
+            joined = self._microbatches.join(microbatch, step_id, oldest_id)
+            done, growing = self._microbatches[microbatch].advance()
+            self._leaving += done
+            if others or len(self._microbatches[microbatch]):
+                return microbatch, joined, growing
+        return None, [], []
 
-    def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
+    @property
+    def _oldest_id(self) -> int:
+        """Of the steps in flight, or if there is none, of the next one."""
+        return self._in_flight[0].id if self._in_flight else self._next_step_id + 1
+
+    def _grow(self, decoding: Decodes, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
         """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
-            while seq in self._decodes and not self.pool.can_take(seq):
+            while seq in decoding and not self.pool.can_take(seq):
                 self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
-            if seq in self._decodes:
+            if seq in decoding:
                 grown.append((seq, self.pool.take(seq)))
-        grown = [(seq, block) for seq, block in grown if seq in self._decodes]
-        self._decodes.look_again([seq for seq, _ in grown])
+        grown = [(seq, block) for seq, block in grown if seq in decoding]
+        decoding.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
 
     def _cheapest(self, rank: int, growing: Sequence) -> Sequence:
@@ -229,7 +244,7 @@ class Scheduler:
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
-        runs = seq.prompt_left > 0 or seq in self._decodes
+        runs = seq.prompt_left > 0 or seq in self._microbatches
         return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
@@ -243,15 +258,13 @@ class Scheduler:
         del self._running[seq.id]
         if self._prompts.pop(seq.id, None) is not None:
             self._shares.remove(seq.request.service.client)
-        if seq in self._decodes:
-            self._decodes.leave(seq)
+        self._microbatches.leave(seq)
         self.pool.release(seq)
         self._ended.append(seq.id)
 
     def _resume(self, now_s: float) -> None:
         """Let preempted requests wait to be admitted, once all of their tokens have come back."""
-        oldest = self._in_flight[0].id if self._in_flight else self._next_step_id + 1
-        for seq in [seq for seq in self._preempted.values() if seq.last_step < oldest]:
+        for seq in [seq for seq in self._preempted.values() if seq.last_step < self._oldest_id]:
             del self._preempted[seq.id]
             request, job = seq.request.resumed(seq.output), seq.job
             self._waiting.push(
@@ -293,7 +306,7 @@ class Scheduler:
         target_s = self.config.tbt_target_s
         if target_s is None:
             target_s = max(_TBT_S, _TBT_FACTOR * decodes_s)
-        target_s = _MARGIN * min(target_s, self._decodes.tbt_slo_s)
+        target_s = _MARGIN * min(target_s, self._microbatches.tbt_slo_s)
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
@@ -306,7 +319,7 @@ class Scheduler:
             del self._prompts[seq.id]
             self._shares.remove(client)
             if seq.length < seq.num_rows:
-                self._joining.append(seq)
+                self._microbatches.prompt_done(seq, self._next_step_id + 1)
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
             self.pool.name(self._cache.named(seq))
@@ -316,6 +329,7 @@ class Scheduler:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
         step = self._in_flight.popleft()
         assert step.id == result.step_id
+        self._microbatches.ended(step.microbatch)
         if step.chunks:
             self._step_s = result.taken_s
         if self.cost is not None:

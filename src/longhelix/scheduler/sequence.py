@@ -40,8 +40,9 @@ class Sequence:
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
-    looked_at, due: rounds of `Decodes`, which alone uses them. begun_in, last_step: ids of the first step after its
-    admission and of the last step before its preemption.
+    microbatch: of those that decode, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
+    begun_in, prompt_done_in, last_step: ids of the first step after its admission, of the one with the last chunk of its
+    prompt, and of the last step before its preemption.
     """
 
     job: Job
@@ -63,9 +64,11 @@ class Sequence:
     last_owner: int = 0
     unnamed: deque[Block] = field(default_factory=deque)
     digest: bytes = b""
+    microbatch: int = 0
     looked_at: int = 0
     due: int = 0
     begun_in: int = 0
+    prompt_done_in: int = 0
     last_step: int = 0
 
     def __post_init__(self) -> None:

@@ -20,13 +20,16 @@ class SimulatedRunner(ABC):
     """A `Runner` with a clock of its own, which is moved by results and by `wait_until`.
 
     A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
-    when its predecessor has left that; with decodes when its predecessor has ended, which sampled their last tokens.
+    when its predecessor has left that, and the steps that sampled the last tokens of its decodes have ended: the last one
+    of their microbatch, and those with the last chunks of the prompts of decodes that join it.
     """
 
     def __init__(self, stages: int = 1) -> None:
         self.now_s = 0.0
         self.stages = stages
         self._left_s = [0.0] * stages  # when the last step left each stage
+        self._decoded_s: dict[int, float] = {}  # when the last step of each microbatch ended
+        self._prompt_s: dict[int, float] = {}  # and that of each prompt's last chunk, until it decodes
         self._in_flight: deque[RanStep] = deque()
         self.last: RanStep | None = None
 
@@ -36,11 +39,30 @@ class SimulatedRunner(ABC):
 
     def submit(self, step: Step) -> None:
         result = self._result(step)
-        begin_s = max(self.now_s, self._left_s[-1] if step.work.decode_rows else self._left_s[0])
+        begin_s = max(self.now_s, self._left_s[0])
+        if self.stages > 1 and step.work.decode_rows:
+            begin_s = max(begin_s, self._tokens_s(step))
         end_s, stage_s = begin_s, result.taken_s / self.stages
         for stage, left_s in enumerate(self._left_s):
             end_s = self._left_s[stage] = max(end_s, left_s) + stage_s
+        if self.stages > 1:
+            self._note_tokens(step, end_s)
         self._in_flight.append(RanStep(step, result, begin_s, end_s))
+
+    def _tokens_s(self, step: Step) -> float:
+        """When the last tokens of a step's decodes are known."""
+        joining_s = (self._prompt_s.pop(id, 0.0) for id in step.joining)
+        return max([self._decoded_s.get(step.microbatch, 0.0), *joining_s])
+
+    def _note_tokens(self, step: Step, end_s: float) -> None:
+        """A step's tokens are known at `end_s`."""
+        if step.work.decode_rows:
+            self._decoded_s[step.microbatch] = end_s
+        for chunk in step.chunks:
+            if chunk.sample:
+                self._prompt_s[chunk.id] = end_s
+        for id in step.ended:
+            self._prompt_s.pop(id, None)
 
     def collect(self, timeout_s: float) -> StepResult | None:
         """The oldest step's result, at the time of its end; the clock does not know a timeout."""
@@ -64,8 +86,8 @@ class PredictedRunner(SimulatedRunner):
         self._cost = cost
         self._swap_s = swap_s
         self._tokens: dict[int, SampledToken] = {}
-        self._decoding: dict[int, SampledToken] = {}
-        self._decoded: tuple[SampledToken, ...] | None = ()
+        self._decoding: dict[int, dict[int, SampledToken]] = {}  # by microbatch
+        self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # those that have not changed
 
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
@@ -76,21 +98,23 @@ class PredictedRunner(SimulatedRunner):
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
         """A token of every sequence that decodes, then of those whose prompts end; and follow what the step changes."""
-        if step.ended or step.leaving or step.joining:
-            self._decoded = None
-            for id in step.ended:
-                self._tokens.pop(id, None)
-                self._decoding.pop(id, None)
-            for id in step.leaving:
-                self._decoding.pop(id, None)
+        for id in step.ended:
+            self._tokens.pop(id, None)
+        for id in (*step.ended, *step.leaving):
+            for microbatch, decoding in self._decoding.items():
+                if decoding.pop(id, None) is not None:
+                    self._decoded.pop(microbatch, None)
         for new in step.new:
             self._tokens[new.id] = SampledToken(new.id, 0)
-        for id in step.joining:
-            self._decoding[id] = self._tokens[id]
-        if self._decoded is None:
-            self._decoded = tuple(self._decoding.values())
+        if step.joining:
+            self._decoding.setdefault(step.microbatch, {}).update((id, self._tokens[id]) for id in step.joining)
+            self._decoded.pop(step.microbatch, None)
+        decoded = self._decoded.get(step.microbatch)
+        if decoded is None:
+            decoded = tuple(self._decoding.get(step.microbatch, {}).values())
+            self._decoded[step.microbatch] = decoded
         ending = tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
-        return self._decoded + ending if ending else self._decoded
+        return decoded + ending if ending else decoded
 
 
 def _most_swapped(step: Step) -> int:

@@ -9,7 +9,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.cut import Cut
-from longhelix.scheduler.loop import STEPS_IN_FLIGHT, Loop, is_short
+from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent
 from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.arrivals import Arrivals
@@ -28,6 +28,9 @@ class Server:
     layout: Layout
     scheduler: SchedulerConfig
     hop_b: bool = True
+
+    def __post_init__(self) -> None:
+        assert (self.scheduler.kvp, self.scheduler.pp) == (self.layout.kvp, self.layout.pp)
 
     @cached_property
     def cost(self) -> StepCost:
@@ -103,15 +106,15 @@ def simulate(server: Server, workload: Workload, observer: Observer | None = Non
 class Simulation:
     """One workload through one scheduler, step by step.
 
-    As many steps are in flight as in the engine; with pipeline stages, one more than these, so that all have one.
+    As many steps are in flight as in the engine.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
     ) -> None:
-        depth, leads = (STEPS_IN_FLIGHT, is_short) if runner.stages == 1 else (runner.stages + 1, _any_step)
         self._runner = runner
-        self._loop = Loop(scheduler, runner, lambda: runner.now_s, depth, leads)
+        pp = scheduler.config.pp
+        self._loop = Loop(scheduler, runner, lambda: runner.now_s, most_in_flight(pp), leads_of(pp))
         self._arrivals = Arrivals(workload)
         self._first_s = self._arrivals.next_s or 0.0
         self._observer = observer
@@ -204,7 +207,3 @@ class Simulation:
     def _sample(self) -> None:
         scheduler = self._loop.scheduler
         self._timeline.add(self._runner.now_s, scheduler.running, scheduler.num_waiting)
-
-
-def _any_step(step: object) -> bool:
-    return True

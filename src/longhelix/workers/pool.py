@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -67,6 +67,7 @@ class WorkerPool:
         loaded, `on_warmed` with the share of the first rank's warm-up that is done, if there is one, `on_traced` with a
         rank and its events of one step, where steps are traced."""
         self._ranks = range(config.layout.world_size)
+        self._stages = config.layout.stage_groups()
         self._watchdog = Watchdog(config)
         self._results: dict[int, dict[int, StepResult]] = {}
         # Quiet time counts while the engine listens, and a little between two times that it does, so that a suspended
@@ -126,7 +127,8 @@ class WorkerPool:
                 if received is None:
                     return None
                 self._take(*received)
-            _check_same_collectives(done)
+            for stage in self._stages:
+                _check_same_collectives([done[rank] for rank in stage], stage)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -134,13 +136,13 @@ class WorkerPool:
         by_rank = self._results.pop(step_id)
         exposed_s = [result.exposed_s for result in by_rank.values()]
         return replace(
-            by_rank[0],
+            by_rank[self._stages[-1][0]],
             exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
-            taken_s=max(result.taken_s for result in by_rank.values()),
+            taken_s=sum(max(by_rank[rank].taken_s for rank in stage) for stage in self._stages),
         )
 
-    def expert_rows(self, ranks: range) -> list[list[list[int]]]:
+    def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:
         """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
         self._check_open()
         counted = self._ask(ranks, CountRows(), RowCounts, GRACE_S)
@@ -155,7 +157,9 @@ class WorkerPool:
             if answer.refusal:
                 raise UserError(answer.refusal, answer.code)
 
-    def _ask(self, ranks: range, message: ToWorker, kind: type[_Answer], patience_s: float) -> dict[int, _Answer]:
+    def _ask(
+        self, ranks: Collection[int], message: ToWorker, kind: type[_Answer], patience_s: float
+    ) -> dict[int, _Answer]:
         """What ranks answer to a message, with no step waiting for it. Ends the engine if one of them does not, for so
         long."""
         self._socket.send(ranks, message)
@@ -276,10 +280,10 @@ class WorkerPool:
                 raise EngineError(f"rank {rank} failed: {cause}")
 
 
-def _check_same_collectives(by_rank: dict[int, StepResult]) -> None:
-    """Raise EngineError if ranks ran other collectives than rank 0 in a step: they have then computed with wrong
-    numbers."""
-    first = by_rank[0]
-    others = [rank for rank, result in sorted(by_rank.items()) if result.fingerprint != first.fingerprint]
+def _check_same_collectives(results: Sequence[StepResult], stage: Sequence[int]) -> None:
+    """Raise EngineError if ranks of a stage ran other collectives than its first one in a step: they have then computed
+    with wrong numbers."""
+    first = results[0]
+    others = [rank for rank, result in zip(stage, results, strict=True) if result.fingerprint != first.fingerprint]
     if others:
-        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank 0")
+        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank {stage[0]}")

@@ -6,6 +6,7 @@ network, and no message is ever code.
 
 import errno
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,7 +175,7 @@ class EngineSocket:
                 f"the temporary directory's path is too long for a socket ({path}): set TMPDIR to a shorter one"
             ) from error
 
-    def send(self, ranks: range, message: ToWorker) -> None:
+    def send(self, ranks: Iterable[int], message: ToWorker) -> None:
         """Give one message to all `ranks`. A rank that is gone shows by its silence in `receive`, not here."""
         payload = self._encoder.encode(message)
         for rank in ranks:
@@ -220,6 +221,13 @@ class WorkerSocket:
 
     def receive(self) -> ToWorker:
         return _TO_WORKER.decode(self._socket.recv())
+
+    def receive_waiting(self) -> list[ToWorker]:
+        """What has come already."""
+        found: list[ToWorker] = []
+        while self._socket.poll(0):
+            found.append(self.receive())
+        return found
 
     def close(self) -> None:
         """Close, after giving what was sent a second to leave."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from longhelix.workers.transport import (
     SaveBlocks,
     Start,
     Stop,
+    ToWorker,
     Traced,
     Warmed,
     WorkerSocket,
@@ -72,8 +74,9 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
         tracer.take()  # what the warm-up did
     saved = SavedBlocks.of(config, rank, runner.pool)
     socket.send(Ready(runner.execution))
+    inbox = _Inbox(socket, runner)
     while True:
-        match socket.receive():
+        match inbox.next():
             case Execute(step):
                 result = runner.execute(step)
                 if tracer is not None:
@@ -85,6 +88,24 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 socket.send(_carry(saved, message))
             case Stop():
                 return
+
+
+class _Inbox:
+    """What the engine says, in its order. The runner is told of steps as soon as they have come."""
+
+    def __init__(self, socket: WorkerSocket, runner: ModelRunner) -> None:
+        self._socket = socket
+        self._runner = runner
+        self._messages: deque[ToWorker] = deque()
+
+    def next(self) -> ToWorker:
+        messages = [] if self._messages else [self._socket.receive()]
+        messages += self._socket.receive_waiting()
+        for message in messages:
+            if isinstance(message, Execute):
+                self._runner.expect(message.step)
+        self._messages += messages
+        return self._messages.popleft()
 
 
 def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
@@ -121,6 +142,7 @@ def _load(
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
         steps = warm_up_steps(config.scheduler, lengths)
         for done, step in enumerate(steps, start=1):
+            runner.expect(step)
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
         model.forget_expert_rows()

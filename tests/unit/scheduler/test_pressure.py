@@ -129,12 +129,13 @@ class Traffic(RuleBasedStateMachine):
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
             prefix_cache=(prefix_cache := draw(st.booleans())),
             swap_blocks=draw(st.integers(0, 20)) if prefix_cache else 0,
+            pp=(pp := draw(st.sampled_from([1, 1, 2, 3]))),
         )
         least = -(-made.longest_local_tokens // block_tokens)
         made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(st.integers(0, 8))})
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
-        self.engine = Pressed(made, draw(st.integers(1, 3)), swap_s)
+        self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s)
         self.asked = []
 
     @precondition(lambda self: len(self.asked) < 12)

@@ -68,7 +68,9 @@ class FakeRunner:
         self.config = config
         self.in_turn = in_turn  # prompts run as they came, in chunks of one size
         self.replicas: dict[int, Replica] = {}
-        self.decoding: dict[int, Replica] = {}
+        self.microbatches: list[dict[int, Replica]] = [{} for _ in range(config.pp)]
+        self.decoding = self.microbatches[0]
+        self.held_before: set[Block] = set()
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
         self.slots: dict[tuple[int, int], list] = {}  # by owner and slot, what a swapped block had
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
@@ -87,11 +89,15 @@ class FakeRunner:
     def execute(self, step) -> StepResult:
         assert step.id == len(self.steps) + 1
         self.steps.append(step)
+        self.held_before = self.held()  # what a preempted sequence had keeps its content
         for sequence_id in step.ended:
             del self.replicas[sequence_id]
-            self.decoding.pop(sequence_id, None)
+            for decoding in self.microbatches:
+                decoding.pop(sequence_id, None)
         for sequence_id in step.leaving:
-            del self.decoding[sequence_id]
+            (decoding,) = [decoding for decoding in self.microbatches if sequence_id in decoding]
+            del decoding[sequence_id]
+        self.decoding = self.microbatches[step.microbatch]
         self.swap(step)
         self.copy(step)
         for new in step.new:
@@ -101,7 +107,7 @@ class FakeRunner:
             self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
         for sequence_id in step.joining:
-            assert sequence_id not in self.decoding
+            assert not any(sequence_id in decoding for decoding in self.microbatches)
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
         ran = [*self.decoding, *(chunk.id for chunk in step.chunks)]
@@ -146,7 +152,7 @@ class FakeRunner:
         """Before anything else: from blocks that somebody has to blocks that nobody has."""
         block_tokens, held = self.config.block_tokens, self.held()
         sources, targets = [source for source, _ in step.copies], [target for _, target in step.copies]
-        assert self.config.prefix_cache or held.issuperset(sources)
+        assert self.config.prefix_cache or self.held_before.issuperset(sources)
         assert held.isdisjoint(targets)
         assert len(set(targets)) == len(targets)
         for source, target in step.copies:
@@ -172,7 +178,7 @@ class FakeRunner:
             return Replica(new, [])
         block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks)
         full = new.cached_tokens // block_tokens
-        assert self.config.prefix_cache or self.held().issuperset(blocks[:full])
+        assert self.config.prefix_cache or self.held_before.issuperset(blocks[:full])
         assert self.held().isdisjoint(blocks[full:])
         assert len(blocks) == -(-new.cached_tokens // block_tokens)
         self.first_blocks[new.id] = blocks[0].owner
@@ -198,7 +204,9 @@ class FakeRunner:
         """Every running sequence that can decode does; prompts fill the chunk budget, where that is fixed, those that
         came first of each rank first, where that is the policy."""
         decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
-        assert sorted(self.decoding) == sorted(decodes)
+        if self.config.pp == 1:
+            assert sorted(self.decoding) == sorted(decodes)
+        assert all(self.replicas[sequence_id].wants_decode for sequence_id in self.decoding)
         assert len(self.replicas) <= self.config.max_running
         chunks = step.chunks
         if not self.in_turn:

@@ -67,7 +67,7 @@ def config(**more):
 def run(arrivals, cost=None, settings=None, stages=1):
     seen = Steps()
     simulation = Simulation(
-        Scheduler(settings or config()), PredictedRunner(cost or Constant(1.0), stages), arrivals, seen
+        Scheduler(settings or config(pp=stages)), PredictedRunner(cost or Constant(1.0), stages), arrivals, seen
     )
     simulation.run()
     return simulation.outcome(4), seen
@@ -189,7 +189,7 @@ def test_stages_overlap_chunks_and_wait_for_tokens():
 @pytest.mark.parametrize("pp", [1, 4])
 def test_a_long_prompt_takes_what_the_planner_says(pp):
     layout = Layout(kvp=4, tpa=8, pp=pp)
-    settings = config(kvp=4, num_blocks=10**6, max_model_len=2 * 10**6, block_tokens=16, chunk_tokens=4096)
+    settings = config(kvp=4, pp=pp, num_blocks=10**6, max_model_len=2 * 10**6, block_tokens=16, chunk_tokens=4096)
     outcome = simulate(Server(SETTING, layout, settings, hop_b=False), [Arrival(0.0, 10**6, 1)])
     planned_s = prefill_seconds(SETTING, Layouts.of([layout], hop_b=False), 1e6, 4096.0)[0]
     assert outcome.ttft.most_s == pytest.approx(planned_s, rel=0.01)
