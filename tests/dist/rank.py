@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
@@ -38,7 +39,7 @@ from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.cut import Cut
-from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.loop import Loop, most_in_flight
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.workers.started_rank import StartedRank
@@ -66,12 +67,19 @@ class RecordingRunner(ModelRunner):
         self.most_parts = max(self.most_parts, step.work.parts)
         step = msgspec.structs.replace(step, copies=self.copies + step.copies)
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
-        self._results.append(replace(self.execute(step), sampled=self.tokens_of(step)))
+        self.expect(step)
+        self._results.append(replace(self.execute(step), sampled=self.tokens_of(step) if self._is_last else ()))
         self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
         self.fingerprints.append(self._results[-1].fingerprint)
 
     def collect(self, timeout_s):
-        return self._results.pop(0)
+        """Of ranks that decide alike, all need the tokens, and not the last stage alone."""
+        result, layout = self._results.pop(0), self.mesh.layout
+        if layout.pp == 1:
+            return result
+        said = [result.sampled]
+        dist.broadcast_object_list(said, src=layout.world_size - 1)
+        return replace(result, sampled=said[0])
 
     def forward(self, step):
         before = self.counts()
@@ -79,8 +87,7 @@ class RecordingRunner(ModelRunner):
         self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
         counts = dict.fromkeys(self.decoding, 1) | {chunk.id: chunk.num_tokens for chunk in step.chunks}
         self.rows.append([counts.get(i, 0) for i in range(self.num_requests)])
-        logits_TV = self.sampling.gather(self.model.logits(hidden_TH))
-        rows = iter(logits_TV)
+        rows = iter(self.sampling.gather(self.model.logits(hidden_TH)) if self._is_last else ())
         for sequence_id, count in counts.items():
             kept = self.logits.setdefault(sequence_id, [])
             kept += [row.numpy().copy() for row in islice(rows, count)]
@@ -160,7 +167,14 @@ class RoutingGap:
 
 def build(case, rank, meshes):
     replicas = case["kvp"] if case.get("tied") else 1
-    layout = Layout(kvp=case["kvp"], tpa=case["tpa"], ep=case.get("ep", 1), ffn_replicas=replicas)
+    layout = Layout(
+        case["kvp"],
+        case["tpa"],
+        ep=case.get("ep", 1),
+        pp=case.get("pp", 1),
+        ffn_replicas=replicas,
+        stage_layers=case.get("stage_layers"),
+    )
     backend = case.get("backend")
     if (layout, backend) not in meshes:
         meshes[layout, backend] = Mesh.build(layout, rank, backend)
@@ -201,7 +215,8 @@ def run(case, rank, meshes, direct_rows):
     scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
     for allocator in scheduler.pool.allocators:
         allocator.__init__(runner.pool.num_blocks)
-    loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1))
+    pp = config.layout.pp
+    loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1 if pp == 1 else most_in_flight(pp)))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
     requests = [
         Request(i, array("i", prompt), SamplingParams(case["max_new_tokens"], **choice), frozenset(), i, 0.0)
@@ -244,7 +259,7 @@ def run(case, rank, meshes, direct_rows):
     for index in range(len(case["prompts"])):
         arrays[f"tokens_{index}"] = np.array(tokens[index])
         arrays[f"held_{index}"] = np.array(held[index])
-        if rank == 0:
+        if rank == config.layout.stage_groups()[-1][0]:
             arrays[f"logits_{index}"] = np.stack(runner.logits[index])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
 

@@ -54,6 +54,10 @@ CASES = [
     (Layout(kvp=2), "local", "edf", 0),
     (Layout(kvp=2), "auto", "lars", 0),
     (Layout(kvp=2), "striped", "fcfs", 256),
+    (Layout(pp=2), "striped", "lars", 0),
+    (Layout(kvp=2, pp=2), "growing", "srpt", 0),
+    (Layout(tpa=2, pp=2), "striped", "edf", 224),
+    (Layout(kvp=2, pp=2, ffn_replicas=2), "auto", "lars", 0),
 ]
 
 

@@ -20,8 +20,8 @@ from longhelix.spans import UNTRACED, Spans
 @dataclass(frozen=True)
 class Mesh:
     """The place of this rank. `stage`: the N ranks of its pipeline stage. `kvp`: the ranks that it exchanges attention
-    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary. `pipeline`: its peers in other stages, if there are
-    any."""
+    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary. `pipeline`: its peers in other stages, if
+    there are any."""
 
     layout: Layout
     rank: int

@@ -13,7 +13,6 @@ from longhelix.layout import Layout
 from longhelix.parallel.collectives import is_lost_peer
 from longhelix.spans import UNTRACED, Spans
 
-
 # Steps that may be on their way at once, beside one for each stage: the engine keeps one, and a rank runs one.
 _SPARE = 2
 
@@ -29,9 +28,9 @@ class _Travelling:
 class Pipeline:
     """The stages as one rank sees them: each rank has a peer in every other stage, the one in the same place.
 
-    Steps go through every stage in their order. `send` returns at once; what is `expect`ed travels while this rank
-    computes. Hidden states and tokens have groups of their own, so that neither waits for the other. A peer that is gone
-    raises PeerLostError.
+    Steps go through every stage in their order. `send` returns at once; what is expected travels while this rank
+    computes. Hidden states and tokens have groups of their own, so that neither waits for the other. A peer that is
+    gone raises PeerLostError.
 
     waited_s: for what other stages send. sent_bytes: to other stages.
     """

@@ -22,8 +22,8 @@ class SchedulerConfig:
     swap_blocks: of those whose room is needed, each KVP rank keeps so many elsewhere.
 
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
-    by `kvp_threshold_tokens` a rank. pp: pipeline stages, each of which has such pools. batch_invariant: every request that may spread begins on rank 0, because merges
-    add up in the order of the ranks.
+    by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
+    add up in the order of the ranks. pp: pipeline stages, each of which has such pools.
     """
 
     kvp: int

@@ -40,9 +40,9 @@ class Sequence:
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
-    microbatch: of those that decode, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
-    begun_in, prompt_done_in, last_step: ids of the first step after its admission, of the one with the last chunk of its
-    prompt, and of the last step before its preemption.
+    microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
+    begun_in, prompt_done_in, last_step: ids of the first step after its admission, of the step with the last chunk of
+    its prompt, and of the last step before its preemption.
     """
 
     job: Job

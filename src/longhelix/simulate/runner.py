@@ -20,8 +20,8 @@ class SimulatedRunner(ABC):
     """A `Runner` with a clock of its own, which is moved by results and by `wait_until`.
 
     A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
-    when its predecessor has left that, and the steps that sampled the last tokens of its decodes have ended: the last one
-    of their microbatch, and those with the last chunks of the prompts of decodes that join it.
+    when its predecessor has left that, and the steps that sampled the last tokens of its decodes have ended: the last
+    one of their microbatch, and those with the last chunks of the prompts of decodes that join it.
     """
 
     def __init__(self, stages: int = 1) -> None:
