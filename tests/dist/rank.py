@@ -45,7 +45,6 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.step_cost import step_cost
 
-
 LAST_STEP_ID = 10**9
 
 

@@ -192,7 +192,7 @@ MISTAKES = {
     ),
     "a threshold that is no size": (["--kvp-threshold", "-1"], "is no size"),
     "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
-    "pipeline stages": (["--pp", 2], "set pp to 1"),
+    "more stages than layers": (["--pp", 3], "pp is 3, but the model has 2 layers: set pp to 2 or less"),
     "auto beside a degree": (["--layout", "auto", "--kvp", 2], "leave out --kvp"),
     "beyond max-model-len": (["--max-model-len", 40], "37 prompt tokens plus 8 new tokens exceed --max-model-len 40"),
     "beyond the pool": (["--kv-cache-tokens", 16], "set --kv-cache-tokens to at least 48"),

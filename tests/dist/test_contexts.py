@@ -64,6 +64,7 @@ LAYOUTS = [
     (Layout(kvp=3), {"placement": "local"}),
     (Layout(kvp=2, tpa=2), {}),
     (Layout(tpa=4), {}),  # more ranks than KV heads: some keep the same
+    (Layout(kvp=2, pp=2), {}),
 ]
 
 
@@ -89,16 +90,16 @@ def test_a_context_answers_under_every_layout_as_transformers_does(oracles, tmp_
             assert result.cached_tokens == 35 // block_tokens * block_tokens
 
 
-@pytest.mark.parametrize("saved_by", [Layout(tpa=2), Layout(tpa=4), Layout(kvp=2, tpa=3)], ids=str)
+@pytest.mark.parametrize("saved_by", [Layout(tpa=2), Layout(tpa=4), Layout(kvp=2, tpa=3), Layout(tpa=2, pp=2)], ids=str)
 def test_heads_that_were_apart_come_together(oracles, tmp_path, saved_by):
     """Of three KV heads; where four ranks keep them, one head is saved once."""
     oracle = oracles("gqa-packed")
     context, question = split(oracle)
     with engine(oracle, tmp_path, saved_by) as llm:
         saved = llm.save_context("document", context)
-    assert len(saved.files) == min(saved_by.tpa, 3) * saved_by.kvp
+    assert len(saved.files) == min(saved_by.tpa, 3) * saved_by.kvp * saved_by.pp
     assert saved.num_bytes < 1.2 * 32 * 3 * 2 * 16 * 4 * 2  # tokens, heads, keys and values, channels, bytes, layers
-    for layout in (Layout(), Layout(kvp=2)):
+    for layout in (Layout(), Layout(kvp=2), Layout(kvp=2, pp=2)):
         with engine(oracle, tmp_path, layout) as llm:
             (result,) = llm.generate([question], GREEDY, context="document")
             assert result.token_ids == oracle.tokens[3]

@@ -122,7 +122,9 @@ def test_a_traced_step_has_every_phase_on_every_rank_in_order(oracle, tmp_path):
     events = json.loads(trace.read_text())
     layer = ["QKV", "attention", "exchange", "merge and output projection", "FFN"]
     for rank in (0, 1):
-        own = [event for event in events if event["pid"] == rank and event["cat"] != "collective"]
+        steps = [event["name"] for event in events if event["pid"] == rank and event["cat"] == "step"]
+        assert steps == ["step 1", "step 2", "step 3"]
+        own = [event for event in events if event["pid"] == rank and event["cat"] not in ("collective", "step")]
         assert all(event["ph"] == "X" and event["dur"] >= 0 for event in own)
         assert [event["name"] for event in own] == ["embedding", *layer * 2, "sampling"] * 3
         for before, after in itertools.pairwise(own):
@@ -474,15 +476,16 @@ def assert_nothing_left(process_ids, directory):
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("layout", [Layout(kvp=2), Layout(kvp=2, tpa=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "victim"), [(Layout(kvp=2), 1), (Layout(kvp=2, tpa=2), 3), (Layout(pp=2), 0), (Layout(kvp=2, pp=2), 3)]
+)
 @pytest.mark.parametrize(("signal", "words"), [("SIGKILL", "SIGKILL"), ("SIGSTOP", "not answered")])
-def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout, signal, words):
+def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout, victim, signal, words):
     llm = LLM(str(oracle.path), layout)
     process_ids, directory = children_and_sockets(llm)
     llm.add(PROMPT, SamplingParams(max_new_tokens=80))
     for _ in range(5):
         llm.step()
-    victim = layout.world_size - 1
     os.kill(llm.process_ids[victim], getattr(signals, signal))
     before = time.monotonic()
     with pytest.raises(EngineError, match=f"rank {victim} .*{words}"):

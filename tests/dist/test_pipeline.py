@@ -2,11 +2,14 @@
 
 import copy
 import itertools
+import json
 
 import numpy as np
 import pytest
-from oracle import FAMILIES, WITH_EXPERTS, make_oracle
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from test_equality import assert_equal, make_case
+
+from longhelix import LLM, Layout, SamplingParams
 
 pytestmark = pytest.mark.dist
 
@@ -37,6 +40,7 @@ def deep(tmp_path_factory):
             if hasattr(config, "layer_types"):
                 config.layer_types = ["full_attention"] * LAYERS
             made[model] = make_oracle(config, tmp_path_factory.mktemp(f"deep-{model}"))
+            save_tokenizer_files(made[model].path)
         return made[model]
 
     return oracle
@@ -110,3 +114,82 @@ def test_stages_keep_only_what_is_theirs(worlds, deep):
     assert [len(rank["expert_rows"]) for rank in ranks] == [2, 2, 2, 2, 1, 1]
     assert_equal(oracle, ranks)
 
+
+@pytest.fixture
+def slow_stage(tmp_path, monkeypatch):
+    """The last stage begins a step's layers once the first has done as many later steps as are asked for, from a first
+    step to a last one. Gives a function that says which."""
+    program = """
+import os, time
+from pathlib import Path
+from longhelix.runner.runner import ModelRunner
+hand_over, layers = ModelRunner._hand_over, {}
+done = Path(os.environ["DONE"])
+ahead, first, last = (int(os.environ[name]) for name in ("AHEAD", "FIRST", "LAST"))
+
+def note(runner, handover, step, hidden_TH):
+    hand_over(runner, handover, step, hidden_TH)
+    if runner._is_first:
+        (done / str(step.id)).touch()
+
+def wait(runner, step, forward=ModelRunner.forward):
+    until_s = time.monotonic() + 20
+    while runner._is_last and step.id >= first and not (done / str(min(step.id + ahead, last))).exists():
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"nothing has overtaken step {step.id}")
+        time.sleep(0.001)
+    return forward(runner, step)
+
+ModelRunner._hand_over, ModelRunner.forward = note, wait
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    (tmp_path / "done").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("DONE", str(tmp_path / "done"))
+
+    def asked(ahead, first, last):
+        monkeypatch.setenv("FIRST", str(first))
+        monkeypatch.setenv("AHEAD", str(ahead))
+        monkeypatch.setenv("LAST", str(last))
+
+    return asked
+
+
+def test_the_next_chunk_is_in_the_first_stage_while_one_is_in_the_second(deep, slow_stage):
+    """A stage that waits for it would otherwise wait forever: 11 chunks, each overtaken by the next two."""
+    oracle = deep("llama")
+    slow_stage(ahead=2, first=1, last=11)
+    with LLM(str(oracle.path), Layout(pp=2), dtype="float32", chunk_tokens=4, block_tokens=4) as llm:
+        (result,) = llm.generate([oracle.prompts[3]], SamplingParams(max_new_tokens=1))
+    assert result.token_ids == oracle.tokens[3][:1]
+
+
+def test_a_decode_fills_the_bubble_of_another(deep, slow_stage):
+    """Two requests decode, each in a microbatch of its own, once both have their first tokens: while one's row is in
+    the second stage, the other's is in the first."""
+    oracle = deep("llama")
+    slow_stage(ahead=1, first=2, last=31)
+    prompts = [oracle.prompts[1], oracle.prompts[2]]
+    with LLM(str(oracle.path), Layout(pp=2), dtype="float32", chunk_tokens=64, block_tokens=4) as llm:
+        results = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert [result.token_ids for result in results] == [list(oracle.tokens[1]), list(oracle.tokens[2])]
+
+
+def test_a_trace_shows_each_step_in_each_stage(deep, tmp_path):
+    oracle, path = deep("llama"), tmp_path / "trace.json"
+    with LLM(str(oracle.path), Layout(kvp=2, pp=2), dtype="float32", chunk_tokens=16, trace=path) as llm:
+        llm.generate(oracle.prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+        assert llm._core.counters.steps > 8
+    events = json.loads(path.read_text())
+    steps = {
+        (event["pid"], event["name"]): (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["cat"] == "step"
+    }
+    names = {name for _, name in steps}
+    assert steps.keys() == set(itertools.product(range(4), names))
+    for rank, name in itertools.product((0, 1), names):
+        assert steps[rank, name][0] < steps[rank + 2, name][1]
+    waits = {(event["pid"], event["name"]) for event in events if event["name"].startswith("wait for")}
+    assert waits == {(0, "wait for tokens"), (1, "wait for tokens"), (2, "wait for hidden states"),
+                     (3, "wait for hidden states")}  # fmt: skip

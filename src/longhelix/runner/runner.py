@@ -98,6 +98,7 @@ class ModelRunner:
         num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
         sampled: tuple[SampledToken, ...] = ()
         if num_rows:
+            whole = self._spans.begin(f"step {step.id}", "step")
             hidden_TH = self.forward(step)
             if self._is_last:
                 span = self._spans.begin("sampling")
@@ -105,6 +106,7 @@ class ModelRunner:
                 self._spans.end(span)
             if self.handover is not None:
                 self._hand_over(self.handover, step, hidden_TH)
+            self._spans.end(whole)
         self._step_id = 0
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
