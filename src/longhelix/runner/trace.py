@@ -12,8 +12,8 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a rank did. kind: what did it (compute, exchange, collective), or "step" for a whole one. Times are
-    microseconds of CLOCK_MONOTONIC, which all processes of a host share. details: the layer, for example, and the
+    """Something that a rank did. kind: what did it (compute, exchange, collective), or "step" for a whole one. Times
+    are microseconds of CLOCK_MONOTONIC, which all processes of a host share. details: the layer, for example, and the
     part."""
 
     name: str

@@ -1,0 +1,88 @@
+"""With pipeline stages decodes take turns in microbatches, and each step has the rows of one."""
+
+from itertools import pairwise
+
+import pytest
+from test_scheduler import BATCH, Engine, config, expected_output, request
+
+from longhelix.scheduler.loop import most_in_flight
+
+pytestmark = pytest.mark.unit
+
+
+def engine(pp, depth=None, **settings):
+    return Engine(config(pp=pp, **settings), most_in_flight(pp) if depth is None else depth)
+
+
+def rows(steps):
+    """Microbatch, decodes and prompt tokens of each step."""
+    return [(step.microbatch, step.work.decode_rows, step.work.chunk_rows) for step in steps]
+
+
+@pytest.mark.parametrize("placement", ["striped", "growing", "local"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_outputs_do_not_depend_on_stages(pp, chunk_tokens, placement):
+    run = engine(pp, chunk_tokens=chunk_tokens, placement=placement, growth_limit_tokens=8)
+    run.add(*BATCH)
+    outcomes = run.drain()
+    assert all(outcomes[one.id].token_ids == expected_output(one) for one in BATCH)
+
+
+def test_chunks_follow_each_other_in_all_steps_that_may_be_in_flight():
+    run = engine(3, chunk_tokens=4)
+    run.add(request(0, 40, 1))
+    run.step()
+    assert rows(run.runner.steps) == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (0, 0, 4)]
+
+
+def test_two_that_decode_take_turns_and_neither_waits_for_the_other():
+    run = engine(2)
+    run.add(request(0, 5, 6), request(1, 9, 6))
+    run.drain()
+    # Both prompts; nothing can be done before their tokens are there; then one row in each step.
+    assert rows(run.runner.steps)[:6] == [(0, 0, 14), *[(1, 1, 0), (0, 1, 0)] * 2, (1, 1, 0)]
+    assert run.runner.steps[1].joining != run.runner.steps[2].joining
+
+
+def test_a_lone_request_has_two_steps_in_flight_at_most():
+    run = engine(4)
+    run.add(request(0, 5, 20))
+    for _ in range(6):
+        run.step()
+    in_flight = len(run.runner.results)
+    assert in_flight == 1  # beside the one that has just ended
+    assert {step.microbatch for step in run.runner.steps[1:]} == {0}
+
+
+def test_a_prompt_that_ends_joins_the_smallest_microbatch():
+    run = engine(3)
+    for id in range(7):
+        run.add(request(id, 5, 60))
+        for _ in range(4):
+            run.step()
+    sizes = [len(decoding) for decoding in run.runner.microbatches]
+    assert sorted(sizes) == [2, 2, 3]
+
+
+def test_chunks_run_beside_every_microbatch_in_turn():
+    run = engine(2, chunk_tokens=4)
+    run.add(request(0, 4, 60))
+    for _ in range(6):
+        run.step()
+    run.add(request(1, 40, 1))
+    before = len(run.runner.steps)
+    for _ in range(6):
+        run.step()
+    found = rows(run.runner.steps[before:])[:6]
+    assert [chunk for _, _, chunk in found] == [4] * 6
+    assert [decodes for _, decodes, _ in found] in ([1, 0] * 3, [0, 1] * 3)
+
+
+def test_all_microbatches_have_every_third_step():
+    run = engine(3, chunk_tokens=8)
+    run.add(*(request(id, 6, 30) for id in range(9)))
+    run.drain()
+    full = [step for step in run.runner.steps if step.work.decode_rows == 3 and not step.chunks]
+    assert len(full) > 60
+    assert all((after.microbatch - step.microbatch) % 3 == 1 for step, after in pairwise(full))
