@@ -7,23 +7,18 @@ Linux, root, and the programs ip and tc (package iproute2). --out FOLDER also wr
 
 import argparse
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-RANKS = (0, 1)
+from slow_link import RANKS, missing, namespaces, run_ranks
+
 LAYERS = 4
 PARTS = (1, 2, 4, 8)
 BURST = "4kb"  # what the link lets through at once: little, so that a part waits as a whole exchange does
-QUEUE = "2s"
-TIMEOUT_S = 900
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": LAYERS,
@@ -51,14 +46,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank is not None:
         return measure(arguments)
-    if (missing := _missing()) is not None:
-        print(f"error: {missing}", file=sys.stderr)
+    if (lacking := missing()) is not None:
+        print(f"error: {lacking}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces do not stay behind
     with tempfile.TemporaryDirectory(prefix="longhelix-hop-b-") as directory:
         _write_model(Path(directory))
-        with namespaces(arguments.rate_mbit) as names:
-            _run(names, Path(directory))
+        with namespaces(arguments.rate_mbit, BURST) as names:
+            run_ranks(names, [*sys.argv[1:], "--directory", directory])
         report = _report(arguments, Path(directory))
         print(report)
         if arguments.out is not None:
@@ -67,44 +62,6 @@ def main() -> int:
             for trace in Path(directory).glob("trace-*.json"):
                 shutil.copy(trace, arguments.out)
     return 0
-
-
-def _missing() -> str | None:
-    """What this host lacks, in one sentence."""
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            return f"the program {program} is missing: install iproute2"
-    if os.geteuid():
-        return "network namespaces need root: run this as root"
-    return None
-
-
-@contextmanager
-def namespaces(rate_mbit: float) -> Iterator[list[str]]:
-    """Two network namespaces with one link between them, gone afterwards."""
-    names = [f"hopb-{os.getpid()}-{rank}" for rank in RANKS]
-    with ExitStack() as stack:
-        for name in names:
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "delete", name)  # and with it its end of the link
-        _ip("link", "add", "hopb", "netns", names[0], "type", "veth", "peer", "name", "hopb", "netns", names[1])
-        for rank, name in zip(RANKS, names, strict=True):
-            _ip("-n", name, "address", "add", f"10.213.0.{rank + 1}/24", "dev", "hopb")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "hopb", "up")
-            limits = ["rate", f"{rate_mbit}mbit", "burst", BURST, "latency", QUEUE]
-            _command("tc", "-n", name, "qdisc", "add", "dev", "hopb", "root", "tbf", *limits)
-        yield names
-
-
-def _ip(*arguments: str) -> None:
-    _command("ip", *arguments)
-
-
-def _command(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"error: {' '.join(command)} failed ({done.stderr.strip()}): this kernel or user cannot do it")
 
 
 def _write_model(folder: Path) -> None:
@@ -127,30 +84,6 @@ def _write_model(folder: Path) -> None:
     tensors = {f"{name}.weight": 0.02 * torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-
-
-def _run(names: list[str], directory: Path) -> None:
-    """Both ranks, each in its namespace and with one thread; raises SystemExit if one fails."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "hopb"}
-    processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, __file__, *sys.argv[1:], *_of_rank(rank, directory)],
-            env=environment,
-        )
-        for rank, name in zip(RANKS, names, strict=True)
-    ]
-    try:
-        statuses = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(statuses):
-        raise SystemExit(f"error: the ranks ended with {statuses}")
-
-
-def _of_rank(rank: int, directory: Path) -> list[str]:
-    return ["--rank", str(rank), "--directory", str(directory)]
 
 
 def measure(arguments: argparse.Namespace) -> int:

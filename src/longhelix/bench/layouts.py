@@ -53,7 +53,7 @@ class LayoutsJob(msgspec.Struct, frozen=True):
     repeats: int
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        models = {name: RankModel(config, rank, directory) for name, config in self.configs.items()}
+        models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
         for requests, context in self.points:
             yield from self._point(models, requests, context)
 

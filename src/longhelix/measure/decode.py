@@ -22,7 +22,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         start_bytes = resident_bytes()
-        model = RankModel(self.config, rank, directory)
+        model = RankModel.join(self.config, rank, directory)
         for context in self.contexts:
             yield self._point(model, context, start_bytes)
 

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -10,7 +11,8 @@ from longhelix.cache.pool import KVPool
 from longhelix.kernels import KVFormat, KVLayer, write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
-from longhelix.request import Chunk, NewSequence, SamplingParams, Step
+from longhelix.parallel.mesh import Mesh
+from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.rank import join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
@@ -21,10 +23,15 @@ _FILL_BLOCKS = 1024
 class RankModel:
     """This rank's shard of a model. Every rank makes one, and runs the same steps."""
 
-    def __init__(self, config: EngineConfig, rank: int, directory: Path) -> None:
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self.config = config
-        self.mesh = join(config, rank, directory)
-        self.decoder = load_model(config, self.mesh)
+        self.mesh = mesh
+        self.decoder = load_model(config, mesh)
+
+    @classmethod
+    def join(cls, config: EngineConfig, rank: int, directory: Path) -> Self:
+        """One that meets the other ranks in a directory that all of them know."""
+        return cls(config, join(config, rank, directory))
 
     @property
     def kvp_rank(self) -> int:
@@ -134,5 +141,6 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
         stop = min(start + chunk_tokens, length)
         new_blocks = blocks[-(-start // block_tokens) : -(-stop // block_tokens)]
         chunk = Chunk(request_id, array("i", prompt[start:stop]).tobytes(), new_blocks, sample=stop == length)
-        yield Step(start // chunk_tokens, new, chunks=(chunk,), ended=ended, most_tokens=stop)
+        work = Work.chunk(stop - start, start)
+        yield Step(start // chunk_tokens, new, chunks=(chunk,), ended=ended, most_tokens=stop, work=work)
         new, ended = (), ()

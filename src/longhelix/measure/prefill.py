@@ -26,7 +26,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     repeats: int
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        model = RankModel(self.config, rank, directory)
+        model = RankModel.join(self.config, rank, directory)
         for prompt in self.prompts:
             yield self._point(model, prompt)
 

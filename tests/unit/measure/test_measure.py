@@ -87,7 +87,7 @@ def test_a_timing_is_a_median_with_quartiles():
 
 
 def test_the_clock_sees_the_kinds_of_calls_in_a_prefill_and_on_a_decodes_tape(config):
-    rank = RankModel(config, 0, Path())
+    rank = RankModel.join(config, 0, Path())
     runner = rank.runner(48)
     with Clock() as clock:
         for step in prefill_steps(rank, 0, (1,) * 48):
@@ -110,7 +110,7 @@ def test_the_clock_sees_the_kinds_of_calls_in_a_prefill_and_on_a_decodes_tape(co
 
 
 def test_a_long_request_takes_the_same_step_again_and_again(config):
-    rank = RankModel(config, 0, Path())
+    rank = RankModel.join(config, 0, Path())
     request = LongRequests(rank, 50)
     sequence = request.runner.sequences[0]
     tokens = set()
