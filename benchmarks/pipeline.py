@@ -144,9 +144,8 @@ def report(arguments: argparse.Namespace, found: dict[str, list]) -> None:
     conditions = environment("")
     print(
         f"{conditions['cpu']}, {conditions['cores']} cores, torch {conditions['torch']}, commit "
-        f"{conditions['commit']}"
-        f"; load averages after the runs {conditions['load_average']}; {arguments.model}, a prompt of {arguments.prompt} "
-        f"tokens on two ranks of one thread, medians of {arguments.repeats}; the link: a veth pair, tbf.\n"
+        f"{conditions['commit']}; load averages after the runs {conditions['load_average']}; {arguments.model}, a prompt "
+        f"of {arguments.prompt} tokens on two ranks of one thread, medians of {arguments.repeats}; the link: a veth pair, tbf.\n"
     )
     print("| between ranks | chunk | layout | prefill, s | against pp 2 | waits for the other stage, s, ranks 0, 1 |")
     print("|---|--:|---|--:|--:|--:|")
