@@ -178,9 +178,6 @@ def build(case, rank, meshes):
         stage_layers=case.get("stage_layers"),
     )
     backend = case.get("backend")
-    if (layout, backend) not in meshes:
-        meshes[layout, backend] = Mesh.build(layout, rank, backend)
-    mesh = meshes[layout, backend]
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
     checkpoint = open_checkpoint(case["model"])
@@ -188,6 +185,10 @@ def build(case, rank, meshes):
     if case["placement"] != "auto":
         settings.pop("kvp_threshold_tokens", None)
     config = resolve(checkpoint, layout, EngineOptions(**{"hop_b": 1} | settings, device="cpu"))
+    layout = config.layout
+    if (layout, backend) not in meshes:
+        meshes[layout, backend] = Mesh.build(layout, rank, backend)
+    mesh = meshes[layout, backend]
     # Room for all requests at once; what was never written is NaN, so a row that sees it cannot pass.
     pool = new_pool(config, rank, config.scheduler.num_blocks * len(case["prompts"]))
     for layer in pool.entries():

@@ -23,6 +23,7 @@ from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
+from longhelix.perf.stages import balanced
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
@@ -95,6 +96,7 @@ def simulate(
     setting = model.setting()
     layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
     layout.check(setting.heads, setting.model.num_layers)
+    layout = balanced(setting, layout)
     options = EngineOptions(**given(engine), kv_cache_tokens=kv_cache_tokens)
     arrivals = workload.load()
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")

@@ -18,6 +18,7 @@ from longhelix.models.parameters import check
 from longhelix.models.rope import inverse_frequencies
 from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.perf.setting import Setting
+from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.pool_size import affordable_blocks, num_blocks, split_state_bytes
@@ -50,7 +51,9 @@ def resolve(
     if device == "cpu":
         _check_cores(layout, cores)
     system = machine(device)
-    scheduler = scheduler_config(options, layout, max_model_len, Setting(spec, system, weight_dtype, kv_dtype))
+    setting = Setting(spec, system, weight_dtype, kv_dtype)
+    layout = balanced(setting, layout)
+    scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
         affordable_blocks(spec, layout, dtype, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)

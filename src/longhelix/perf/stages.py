@@ -1,0 +1,44 @@
+"""How many layers each pipeline stage has, so that stages with the embedding or the head take no longer than others."""
+
+import numpy as np
+
+from longhelix.layout import Layout, split
+from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import step_items
+from longhelix.request import Work
+
+# A chunk of a prompt beside some decodes: what a pipeline is for.
+_STEP = Work.chunk(512, 4096) + Work.decode(4, 4096)
+_ENDS = {"embedding": 0, "head": -1, "sampling": -1}  # the stages of what is in no layer
+
+
+def balanced(setting: Setting, layout: Layout) -> Layout:
+    """The layout with the `stage_layers` of which the slowest stage takes least in a step of a chunk of 512 tokens and
+    4 decodes, all behind 4,096 tokens; as it is where it says them itself, or has one stage.
+
+    Layers count alike: those of dense FFNs before others with experts too.
+    """
+    num_layers = setting.model.num_layers
+    if layout.pp == 1 or layout.stage_layers is not None:
+        return layout
+    ends_s, layers_s = np.zeros(layout.pp), 0.0
+    one_stage = Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, 1, layout.ffn_replicas)
+    for item in step_items(setting, Layouts.of([one_stage]), _STEP):
+        if item.name in _ENDS:
+            ends_s[_ENDS[item.name]] += item.seconds[0]
+        elif item.name != "host":
+            layers_s += item.seconds[0]
+    counts = _moved([len(stage) for stage in split(num_layers, layout.pp)], layers_s / num_layers, ends_s)
+    return Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, layout.pp, layout.ffn_replicas, counts)
+
+
+def _moved(counts: list[int], layer_s: float, ends_s: Array) -> list[int]:
+    """Layers of each stage, moved one by one from the slowest to the fastest for as long as the slowest gets faster."""
+    while True:
+        stages_s = np.array(counts) * layer_s + ends_s
+        slowest, fastest = int(stages_s.argmax()), int(stages_s.argmin())
+        moved = [count - (stage == slowest) + (stage == fastest) for stage, count in enumerate(counts)]
+        if min(moved) < 1 or max(np.array(moved) * layer_s + ends_s) >= stages_s[slowest]:
+            return counts
+        counts = moved
