@@ -7,6 +7,7 @@ what the step says (Medha, section 5: replicated sequence state).
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -206,7 +207,11 @@ class Work(NamedTuple):
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
         """Both in one step, of one part."""
-        return Work(*(mine + others for mine, others in zip(self[:-1], other[:-1], strict=True)))
+        return Work(*map(add, self[:-1], other[:-1]))
+
+    def in_parts(self, parts: Number) -> "Work":
+        """The same, attending in so many parts."""
+        return Work(*self[:-1], parts)
 
     @property
     def rows(self) -> Number:

@@ -19,10 +19,10 @@ class Cut:
 
     def _fastest(self, work: Work, possible: int) -> int:
         """The best of 1, the powers of two, and `possible`. Beyond the best number, more parts take longer."""
-        best, best_s = 1, self.cost.seconds(work._replace(parts=1))
+        best, best_s = 1, self.cost.seconds(work.in_parts(1))
         while best < possible:
             parts = min(2 * best, possible)
-            seconds = self.cost.seconds(work._replace(parts=parts))
+            seconds = self.cost.seconds(work.in_parts(parts))
             if seconds >= best_s:
                 break
             best, best_s = parts, seconds
