@@ -12,6 +12,10 @@ from typing import ClassVar, Protocol
 from longhelix.errors import UserError
 
 
+Share = tuple[int, range]
+"""A KVP rank, and the indices of blocks that it owns, which grow from one share of a rank to the next."""
+
+
 class Placement(Protocol):
     """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
 
@@ -39,6 +43,11 @@ class Placement(Protocol):
         `start`. With another `last`, all blocks that follow move on by as many ranks."""
         ...
 
+    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+        """The KVP ranks of the blocks from index `start` to `stop`, where `last` owns the one before them: as if
+        `next_owner` were asked for each."""
+        ...
+
     def owner(self, position: int) -> int:
         """Closed form: the KVP rank that keeps the token at `position`."""
         ...
@@ -55,6 +64,11 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
     return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
 
 
+def _stripes(kvp: int, first: int, start: int, stop: int) -> list[Share]:
+    """Blocks that go round the ranks, from rank `first` on."""
+    return [((first + turn) % kvp, range(start + turn, stop, kvp)) for turn in range(min(kvp, stop - start))]
+
+
 @dataclass(frozen=True)
 class Striped:
     """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
@@ -67,6 +81,9 @@ class Striped:
 
     def next_owner(self, last: int, count: int) -> int:
         return (last + 1) % self.kvp if count else self.start
+
+    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+        return _stripes(self.kvp, self.next_owner(last, start), start, stop)
 
     def owner(self, position: int) -> int:
         return (self.start + position // self.block_tokens) % self.kvp
@@ -107,6 +124,16 @@ class Growing:
             return (last + 1) % self.kvp
         return last
 
+    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+        limit_blocks = self.limit_tokens // self.block_tokens
+        growing, found = min(stop, self.kvp * limit_blocks), list[Share]()
+        while start < growing:
+            end = min((start // limit_blocks + 1) * limit_blocks, growing)
+            last = self.next_owner(last, start)
+            found.append((last, range(start, end)))
+            start = end
+        return found + _stripes(self.kvp, self.next_owner(last, start), start, stop)
+
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
         beyond = position - filled
@@ -135,6 +162,9 @@ class Local:
 
     def next_owner(self, last: int, count: int) -> int:
         return last if count else self.start
+
+    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+        return [(self.next_owner(last, start), range(start, stop))]
 
     def owner(self, position: int) -> int:
         return self.start
@@ -195,6 +225,13 @@ class Continued:
 
     def next_owner(self, last: int, count: int) -> int:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
+
+    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+        there = range(start, min(stop, len(self.owners)))
+        if not there:
+            return self.base.shares(last, start, stop)
+        found = [(self.owners[index], range(index, index + 1)) for index in there]
+        return found + self.base.shares(self.owners[there.stop - 1], there.stop, stop)
 
     def owner(self, position: int) -> int:
         if position < self.tokens:

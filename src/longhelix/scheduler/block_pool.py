@@ -4,11 +4,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from itertools import repeat
 
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
+
+_UNKNOWN = Block(0, 0)
 
 
 class BlockPool:
@@ -70,7 +73,7 @@ class BlockPool:
             if isinstance(block, Slot):
                 seq.promised[block.owner] -= 1
                 target = Block(block.owner, self.allocators[block.owner].take_reserved())
-                self.name([(target, self.swaps.hash_of(block), index * self.block_tokens)])
+                self.name([target], [self.swaps.hash_of(block)], index * self.block_tokens)
                 slots.append(block)
                 targets.append(target)
                 block = target
@@ -107,25 +110,26 @@ class BlockPool:
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
-        owners, owner, next_owner = [], seq.last_owner, seq.placement.next_owner
-        for index in range(seq.num_blocks, -(-seq.length // self.block_tokens)):
-            owner = next_owner(owner, index)
-            owners.append(owner)
-        ids = {rank: iter(self._take_of(seq, rank, owners.count(rank))) for rank in set(owners)}
-        blocks = tuple([Block(owner, next(ids[owner])) for owner in owners])
-        seq.last_owner = owner
-        seq.num_blocks += len(blocks)
+        start, stop = seq.num_blocks, -(-seq.length // self.block_tokens)
+        if start >= stop:
+            return ()
+        blocks = [_UNKNOWN] * (stop - start)
+        for rank, indices in seq.placement.shares(seq.last_owner, start, stop):
+            ids = self._take_of(seq, rank, len(indices))
+            blocks[indices.start - start : indices.stop - start : indices.step] = map(Block, repeat(rank), ids)
+        seq.last_owner = blocks[-1].owner
+        seq.num_blocks = stop
         if self._names:
             seq.unnamed.extend(blocks)
-        return blocks
+        return tuple(blocks)
 
-    def _take_of(self, seq: Sequence, rank: int, count: int) -> "array[int]":
+    def _take_of(self, seq: Sequence, rank: int, count: int) -> Items[int]:
         """Ids of the sequence's next blocks on one rank."""
         promised = min(count, seq.promised[rank])
         seq.promised[rank] -= promised
         ids = self.allocators[rank].take_many(count, promised)
         block_ids = seq.block_ids[rank]
-        block_ids += ids
+        block_ids.extend(ids)
         if len(block_ids) > seq.most_blocks:
             seq.most_blocks = len(block_ids)
         return ids
@@ -137,12 +141,12 @@ class BlockPool:
             allocator.release(seq.block_ids[rank], seq.promised[rank])
         seq.unnamed.clear()
 
-    def name(self, named: Iterable[tuple[Block, bytes, int]]) -> None:
-        """Let blocks be found by their hashes, each given with the position of its first token."""
-        for block, digest, start in named:
-            self.allocators[block.owner].set_hash(block.id, digest)
-            if self.swaps.num_slots:
-                self.swaps.name(digest, start)
+    def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
+        """Let blocks be found by their hashes. start: the position of the first one's first token; the others follow."""
+        set_hashes(self.allocators, blocks, hashes)
+        if self.swaps.num_slots:
+            for index, content_hash in enumerate(hashes):
+                self.swaps.name(content_hash, start + index * self.block_tokens)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder, who calls `unshare`, to blocks that have one or are cached."""

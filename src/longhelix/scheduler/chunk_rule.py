@@ -1,7 +1,8 @@
 """Chunk rules: how many prompt tokens of each request a step computes."""
 
+from bisect import bisect_right
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class FixedChunks:
         return _shared(self.budget_tokens, prompts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptiveChunks:
     """As many tokens as a step can compute in its target by `cost`, shared as `FixedChunks` does; so chunks shrink as
     attention to what is before them grows (Mnemosyne, arXiv 2409.17264, section 4.2).
@@ -48,6 +49,7 @@ class AdaptiveChunks:
     cost: Cost
     most_tokens: int
     least_tokens: int = 4
+    _last_tokens: int = field(default=0, init=False)  # of the last step, near which the search begins
 
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
         left = sum(seq.prompt_left for seq in prompts)
@@ -55,12 +57,14 @@ class AdaptiveChunks:
         most = min(self.most_tokens, left)
         budgets = _budgets(min(self.least_tokens, most), most)
         fits, beyond = 0, len(budgets)
+        near = bisect_right(budgets, self._last_tokens)
         while beyond - fits > 1:
-            middle = (fits + beyond) // 2
-            if self._seconds(budgets[middle], prompts, beside) <= target_s:
-                fits = middle
+            tried = near - 1 if fits < near - 1 < beyond else near if fits < near < beyond else (fits + beyond) // 2
+            if self._seconds(budgets[tried], prompts, beside) <= target_s:
+                fits = tried
             else:
-                beyond = middle
+                beyond = tried
+        self._last_tokens = budgets[fits]
         return _shared(budgets[fits], prompts)
 
     def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: Work) -> float:

@@ -309,7 +309,7 @@ class Scheduler:
                 self._joining.append(seq)
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
-            self.pool.name(self._cache.named(seq))
+            self.pool.name(*self._cache.named(seq))
         return Chunk(seq.id, token_ids, new_blocks, sample=ends)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
@@ -340,7 +340,7 @@ class Scheduler:
         if self._cache is not None:
             unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
-                self.pool.name(self._cache.named(seq))
+                self.pool.name(*self._cache.named(seq))
             seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
