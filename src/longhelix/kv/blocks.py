@@ -118,7 +118,15 @@ class BlockAllocator:
         return ids
 
     def _take(self) -> int:
-        return self._take_free(1)[0] if self._num_free else self._evict()
+        if not self._num_free:
+            return self._evict()
+        self._num_free -= 1
+        free = self._free[-1]
+        block_id = free.ids[free.taken]
+        free.taken += 1
+        if free.taken == len(free.ids):
+            self._free.pop()
+        return block_id
 
     def _evict(self) -> int:
         """The cached block that is the next to be handed out."""
@@ -193,9 +201,9 @@ class BlockAllocator:
 def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Iterable[bytes]) -> None:
     """Let full blocks that somebody holds be found by their content. `allocators`: by rank, which have one index. Of
     several blocks with the same content the first is found, and only that one is cached."""
-    find, by_rank = allocators[0].index.setdefault, [allocator._hashes for allocator in allocators]
+    find = allocators[0].index.setdefault
     for block, content_hash in zip(blocks, hashes, strict=True):
-        of_rank = by_rank[block.owner]
+        of_rank = allocators[block.owner]._hashes
         assert of_rank.get(block.id, content_hash) == content_hash
         if find(content_hash, block) == block:
             of_rank[block.id] = content_hash

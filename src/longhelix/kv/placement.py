@@ -11,7 +11,6 @@ from typing import ClassVar, Protocol
 
 from longhelix.errors import UserError
 
-
 Share = tuple[int, range]
 """A KVP rank, and the indices of blocks that it owns, which grow from one share of a rank to the next."""
 

@@ -10,7 +10,6 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.request import Work
 
-
 _KEPT = 16  # of what was asked last
 
 

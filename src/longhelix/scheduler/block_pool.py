@@ -113,26 +113,22 @@ class BlockPool:
         start, stop = seq.num_blocks, -(-seq.length // self.block_tokens)
         if start >= stop:
             return ()
-        blocks = [_UNKNOWN] * (stop - start)
+        blocks, promised = [_UNKNOWN] * (stop - start), seq.promised
         for rank, indices in seq.placement.shares(seq.last_owner, start, stop):
-            ids = self._take_of(seq, rank, len(indices))
+            count = len(indices)
+            reserved = min(count, promised[rank])
+            promised[rank] -= reserved
+            ids = self.allocators[rank].take_many(count, reserved)
+            block_ids = seq.block_ids[rank]
+            block_ids.extend(ids)
+            if len(block_ids) > seq.most_blocks:
+                seq.most_blocks = len(block_ids)
             blocks[indices.start - start : indices.stop - start : indices.step] = map(Block, repeat(rank), ids)
         seq.last_owner = blocks[-1].owner
         seq.num_blocks = stop
         if self._names:
             seq.unnamed.extend(blocks)
         return tuple(blocks)
-
-    def _take_of(self, seq: Sequence, rank: int, count: int) -> Items[int]:
-        """Ids of the sequence's next blocks on one rank."""
-        promised = min(count, seq.promised[rank])
-        seq.promised[rank] -= promised
-        ids = self.allocators[rank].take_many(count, promised)
-        block_ids = seq.block_ids[rank]
-        block_ids.extend(ids)
-        if len(block_ids) > seq.most_blocks:
-            seq.most_blocks = len(block_ids)
-        return ids
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
@@ -142,7 +138,7 @@ class BlockPool:
         seq.unnamed.clear()
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
-        """Let blocks be found by their hashes. start: the position of the first one's first token; the others follow."""
+        """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
         set_hashes(self.allocators, blocks, hashes)
         if self.swaps.num_slots:
             for index, content_hash in enumerate(hashes):

@@ -124,9 +124,10 @@ class PrefixCache:
         full = min((seq.known_length - start) // block_tokens, len(unnamed))
         if full < 1:
             return [], [], start
-        hashes = _chain(seq.digest, seq.token_bytes(start, start + full * block_tokens), full)
+        blocks, hashes = unnamed[:full], _chain(seq.digest, seq.token_bytes(start, start + full * block_tokens), full)
+        del unnamed[:full]
         seq.digest = hashes[-1]
-        return [unnamed.popleft() for _ in range(full)], hashes, start
+        return blocks, hashes, start
 
     def _first(self, request: Request) -> bytes:
         # Of one length and by a word apart, so that no salt is what blocks are hashed from.

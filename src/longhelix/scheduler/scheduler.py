@@ -4,6 +4,7 @@ It is the only decision maker: admission, blocks, chunks, parts, preemption, end
 value to plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
@@ -274,13 +275,13 @@ class Scheduler:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
             prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
-        sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
+        target_s = self._target_s(beside, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
+        sizes = self._chunk_rule.sizes(prompts, beside, target_s)
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
-                work = Work.chunk(num_tokens, seq.length)
+                beside += Work.chunk(num_tokens, seq.length, sampled=num_tokens == seq.prompt_left)
                 chunks.append(self._chunk(seq, num_tokens))
-                beside += work._replace(sampled_rows=int(chunks[-1].sample))
         return tuple(chunks), beside
 
     def _target_s(self, beside: Work, first: Sequence, now_s: float) -> float:
