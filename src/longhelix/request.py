@@ -209,10 +209,6 @@ class Work(NamedTuple):
         """Both in one step, of one part."""
         return Work(*map(add, self[:-1], other[:-1]))
 
-    def in_parts(self, parts: Number) -> "Work":
-        """The same, attending in so many parts."""
-        return Work(*self[:-1], parts)
-
     @property
     def rows(self) -> Number:
         return self.decode_rows + self.chunk_rows

@@ -5,14 +5,25 @@ attention over a set of keys may be split over any partition of that set (docs/a
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, Protocol
+from functools import cached_property, lru_cache
+from typing import ClassVar, NamedTuple, Protocol
 
 from longhelix.errors import UserError
 
-Share = tuple[int, range]
-"""A KVP rank, and the indices of blocks that it owns, which grow from one share of a rank to the next."""
+
+class Share(NamedTuple):
+    """Of blocks in a row, the `count` ones at `places` that `rank` owns."""
+
+    rank: int
+    count: int
+    places: slice
+
+    def behind(self, more: int) -> "Share":
+        """The same where `more` blocks come first."""
+        start, stop, step = self.places.start, self.places.stop, self.places.step
+        return self._replace(places=slice(start + more, stop + more, step))
 
 
 class Placement(Protocol):
@@ -42,9 +53,9 @@ class Placement(Protocol):
         `start`. With another `last`, all blocks that follow move on by as many ranks."""
         ...
 
-    def shares(self, last: int, start: int, stop: int) -> list[Share]:
-        """The KVP ranks of the blocks from index `start` to `stop`, where `last` owns the one before them: as if
-        `next_owner` were asked for each."""
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        """Of the next `num` blocks those of each KVP rank, which may have several shares, in order: as if `next_owner`
+        were asked for one after the other."""
         ...
 
     def owner(self, position: int) -> int:
@@ -63,9 +74,11 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
     return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
 
 
-def _stripes(kvp: int, first: int, start: int, stop: int) -> list[Share]:
-    """Blocks that go round the ranks, from rank `first` on."""
-    return [((first + turn) % kvp, range(start + turn, stop, kvp)) for turn in range(min(kvp, stop - start))]
+@lru_cache
+def _stripes(kvp: int, first: int, start: int, stop: int) -> tuple[Share, ...]:
+    """Of `stop` blocks those from `start` on, which go round the ranks from rank `first` on."""
+    places = [slice(place, stop, kvp) for place in range(start, min(start + kvp, stop))]
+    return tuple(Share((first + turn) % kvp, len(range(stop)[each]), each) for turn, each in enumerate(places))
 
 
 @dataclass(frozen=True)
@@ -81,8 +94,8 @@ class Striped:
     def next_owner(self, last: int, count: int) -> int:
         return (last + 1) % self.kvp if count else self.start
 
-    def shares(self, last: int, start: int, stop: int) -> list[Share]:
-        return _stripes(self.kvp, self.next_owner(last, start), start, stop)
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        return _stripes(self.kvp, self.next_owner(last, count), 0, num)
 
     def owner(self, position: int) -> int:
         return (self.start + position // self.block_tokens) % self.kvp
@@ -123,15 +136,16 @@ class Growing:
             return (last + 1) % self.kvp
         return last
 
-    def shares(self, last: int, start: int, stop: int) -> list[Share]:
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
         limit_blocks = self.limit_tokens // self.block_tokens
-        growing, found = min(stop, self.kvp * limit_blocks), list[Share]()
+        growing, found = min(num, self.kvp * limit_blocks - count), list[Share]()
+        start = 0
         while start < growing:
-            end = min((start // limit_blocks + 1) * limit_blocks, growing)
-            last = self.next_owner(last, start)
-            found.append((last, range(start, end)))
-            start = end
-        return found + _stripes(self.kvp, self.next_owner(last, start), start, stop)
+            last = self.next_owner(last, count + start)
+            stop = min(start + limit_blocks - (count + start) % limit_blocks, growing)
+            found.append(Share(last, stop - start, slice(start, stop)))
+            start = stop
+        return [*found, *_stripes(self.kvp, self.next_owner(last, count + start), start, num)]
 
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
@@ -162,8 +176,8 @@ class Local:
     def next_owner(self, last: int, count: int) -> int:
         return last if count else self.start
 
-    def shares(self, last: int, start: int, stop: int) -> list[Share]:
-        return [(self.next_owner(last, start), range(start, stop))]
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        return [Share(self.next_owner(last, count), num, slice(0, num))]
 
     def owner(self, position: int) -> int:
         return self.start
@@ -225,12 +239,13 @@ class Continued:
     def next_owner(self, last: int, count: int) -> int:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
 
-    def shares(self, last: int, start: int, stop: int) -> list[Share]:
-        there = range(start, min(stop, len(self.owners)))
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        there = self.owners[count : count + num]
         if not there:
-            return self.base.shares(last, start, stop)
-        found = [(self.owners[index], range(index, index + 1)) for index in there]
-        return found + self.base.shares(self.owners[there.stop - 1], there.stop, stop)
+            return self.base.shares(last, count, num)
+        found = [Share(owner, 1, slice(place, place + 1)) for place, owner in enumerate(there)]
+        behind = self.base.shares(there[-1], count + len(there), num - len(there))
+        return [*found, *(share.behind(len(there)) for share in behind)]
 
     def owner(self, position: int) -> int:
         if position < self.tokens:

@@ -1,5 +1,6 @@
 """What time steps take on one layout, fast enough to be asked many times for each step."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from longhelix.layout import Layout
@@ -30,6 +31,10 @@ class StepCost:
 
     def seconds(self, work: Work) -> float:
         return self._of_parts(*work[:-1])(work[-1])
+
+    def by_parts(self, work: Work) -> Callable[[float], float]:
+        """Seconds of `work` in a number of parts, whatever parts it says."""
+        return self._of_parts(*work[:-1])
 
     def swap_seconds(self, tokens: int) -> float:
         """What it takes to swap the KV of `tokens` that one rank keeps, out and in again; while others do so too, where

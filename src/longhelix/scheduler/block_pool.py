@@ -110,12 +110,11 @@ class BlockPool:
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
-        start, stop = seq.num_blocks, -(-seq.length // self.block_tokens)
-        if start >= stop:
+        num = -(-seq.length // self.block_tokens) - seq.num_blocks
+        if num < 1:
             return ()
-        blocks, promised = [_UNKNOWN] * (stop - start), seq.promised
-        for rank, indices in seq.placement.shares(seq.last_owner, start, stop):
-            count = len(indices)
+        blocks, promised = [_UNKNOWN] * num, seq.promised
+        for rank, count, places in seq.placement.shares(seq.last_owner, seq.num_blocks, num):
             reserved = min(count, promised[rank])
             promised[rank] -= reserved
             ids = self.allocators[rank].take_many(count, reserved)
@@ -123,9 +122,9 @@ class BlockPool:
             block_ids.extend(ids)
             if len(block_ids) > seq.most_blocks:
                 seq.most_blocks = len(block_ids)
-            blocks[indices.start - start : indices.stop - start : indices.step] = map(Block, repeat(rank), ids)
+            blocks[places] = map(Block, repeat(rank), ids)
         seq.last_owner = blocks[-1].owner
-        seq.num_blocks = stop
+        seq.num_blocks += num
         if self._names:
             seq.unnamed.extend(blocks)
         return tuple(blocks)

@@ -106,6 +106,8 @@ def _budgets(least: int, most: int) -> list[int]:
 def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
     """An even share of the budget to each rank that has prompts to itself, one to all spread prompts together, and what
     these leave over to the first."""
+    if len(prompts) == 1:
+        return [min(prompts[0].prompt_left, budget_tokens)]
     sharers = {seq.home for seq in prompts}
     if len(sharers) == 1 and prompts[0].prompt_left >= budget_tokens:
         return [budget_tokens] + [0] * (len(prompts) - 1)

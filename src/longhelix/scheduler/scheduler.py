@@ -159,7 +159,7 @@ class Scheduler:
         if not (decodes or chunks or self._ended):
             return None
         if self._cut is not None:
-            work = work.in_parts(self._cut.parts(work))
+            work = work._replace(parts=self._cut.parts(work))
         if chunks:
             most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
         joining, leaving = self._still_running(joined), self._still_running(self._leaving)

@@ -73,24 +73,22 @@ def test_closed_forms_agree_with_the_owner_list_after_any_owners(placement, leng
 
 
 @given(
-    placement=placements() | continued(), start=st.integers(0, 120), num_blocks=st.integers(1, 120), last=st.integers(0)
+    placement=placements() | continued(), count=st.integers(0, 120), num=st.integers(1, 120), last=st.integers(0, 15)
 )
-def test_shares_of_blocks_agree_with_one_owner_after_the_other(placement, start, num_blocks, last):
+def test_shares_of_blocks_agree_with_one_owner_after_the_other(placement, count, num, last):
     """Also where others went before than the placement would have chosen."""
     last %= placement.kvp
     owners, owner = [], last
-    for index in range(start, start + num_blocks):
+    for index in range(count, count + num):
         owner = placement.next_owner(owner, index)
         owners.append(owner)
-    shared, latest = {}, Counter()
-    for rank, indices in placement.shares(last, start, start + num_blocks):
-        assert indices
-        assert indices[0] >= latest[rank]
-        latest[rank] = indices[-1] + 1
-        assert shared.keys().isdisjoint(indices)
-        shared |= dict.fromkeys(indices, rank)
-    assert [shared[index] for index in sorted(shared)] == owners
-    assert sorted(shared) == list(range(start, start + num_blocks))
+    found, latest = [None] * num, Counter()
+    for rank, many, places in placement.shares(last, count, num):
+        assert found[places] == [None] * many != []
+        found[places] = [rank] * many
+        assert places.start >= latest[rank]  # a rank's ids are handed out in the order of its blocks
+        latest[rank] = places.stop
+    assert found == owners
 
 
 @given(base=placements(), num_blocks=st.integers(1, 40), length=st.integers(0, 2**40))
