@@ -187,9 +187,10 @@ class BlockAllocator:
         because a block is found only where all before it are."""
         if self._hashes.keys().isdisjoint(ids):
             return ids
-        for block_id in reversed(ids):
-            if block_id in self._hashes:
-                self._cached[block_id] = None
+        cached = [block_id for block_id in reversed(ids) if block_id in self._hashes]
+        self._cached.update(dict.fromkeys(cached))
+        if len(cached) == len(ids):
+            return array("q")
         return array("q", [block_id for block_id in ids if block_id not in self._hashes])
 
     def _forget_taken(self) -> None:

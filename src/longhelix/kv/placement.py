@@ -14,10 +14,10 @@ from longhelix.errors import UserError
 
 
 class Share(NamedTuple):
-    """Of blocks in a row, the `count` ones at `places` that `rank` owns."""
+    """Of blocks in a row, the `num` ones at `places` that `rank` owns."""
 
     rank: int
-    count: int
+    num: int
     places: slice
 
     def behind(self, more: int) -> "Share":
