@@ -199,11 +199,12 @@ class BlockAllocator:
             free.ids, free.taken = free.ids[free.taken :], 0
 
 
-def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Iterable[bytes]) -> None:
+def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Sequence[bytes]) -> None:
     """Let full blocks that somebody holds be found by their content. `allocators`: by rank, which have one index. Of
     several blocks with the same content the first is found, and only that one is cached."""
     find = allocators[0].index.setdefault
-    for block, content_hash in zip(blocks, hashes, strict=True):
+    for index, block in enumerate(blocks):
+        content_hash = hashes[index]
         of_rank = allocators[block.owner]._hashes
         assert of_rank.get(block.id, content_hash) == content_hash
         if find(content_hash, block) == block:

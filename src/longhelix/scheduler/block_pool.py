@@ -85,19 +85,18 @@ class BlockPool:
         """The KVP rank of the sequence's next block."""
         return seq.placement.next_owner(seq.last_owner, seq.num_blocks)
 
-    def can_take(self, seq: Sequence) -> bool:
-        """Whether there is a block for it."""
+    def take(self, seq: Sequence) -> Block | None:
+        """The sequence's next KV block. None: there is none for it."""
         owner = self.next_owner(seq)
-        return seq.promised[owner] > 0 or self.allocators[owner].available > 0
-
-    def take(self, seq: Sequence) -> Block:
-        """The sequence's next KV block."""
-        owner = seq.last_owner = self.next_owner(seq)
+        allocator = self.allocators[owner]
         if seq.promised[owner]:
             seq.promised[owner] -= 1
-            block_id = self.allocators[owner].take_reserved()
+            block_id = allocator.take_reserved()
+        elif allocator.available > 0:
+            block_id = allocator.take()
         else:
-            block_id = self.allocators[owner].take()
+            return None
+        seq.last_owner = owner
         block_ids = seq.block_ids[owner]
         block_ids.append(block_id)
         seq.num_blocks += 1

@@ -210,10 +210,13 @@ class Scheduler:
         """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
-            while seq in self._decodes and not self.pool.can_take(seq):
-                self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
-            if seq in self._decodes:
-                grown.append((seq, self.pool.take(seq)))
+            block = None
+            while block is None and seq in self._decodes:
+                block = self.pool.take(seq)
+                if block is None:
+                    self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
+                else:
+                    grown.append((seq, block))
         grown = [(seq, block) for seq, block in grown if seq in self._decodes]
         self._decodes.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
