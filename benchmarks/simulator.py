@@ -1,4 +1,5 @@
-"""What a simulated step costs: all requests decode, and one prompt of a given length is computed beside seven decodes.
+"""What a simulated step costs: all requests decode, and one prompt of a given length is computed beside seven decodes,
+in chunks that are fixed, or that lars adapts.
 
 Steps per second of processor time, and the process's memory before and after. Requests hold their context already when
 the clock starts; the prefix cache is on with --prefix-cache alone, because its index grows with the pool.
@@ -22,11 +23,14 @@ from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Server, Simulation
 
 STEPS, WARM_UP = 10_000, 5
+CHUNKS = ((512, False), (2048, False), (2048, True))  # the most tokens, and whether they adapt
 LAYOUT = Layout(kvp=8, tpa=8)
 LEVEL = ServiceLevel(ttft_slo_s=10.0, tbt_slo_s=0.1)
 
 
-def simulation(arrivals: list[Arrival], running: int, chunk_tokens: int, prefix_cache: bool) -> Simulation:
+def simulation(
+    arrivals: list[Arrival], running: int, chunk_tokens: int, prefix_cache: bool, adaptive: bool = False
+) -> Simulation:
     blocks = sum(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals) // 16 // LAYOUT.kvp
     config = SchedulerConfig(
         kvp=LAYOUT.kvp,
@@ -35,6 +39,8 @@ def simulation(arrivals: list[Arrival], running: int, chunk_tokens: int, prefix_
         chunk_tokens=chunk_tokens,
         max_running=running,
         prefix_cache=prefix_cache,
+        policy="lars" if adaptive else "fcfs",
+        adaptive=adaptive,
     )
     setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4")
     server = Server(setting, LAYOUT, config)
@@ -60,12 +66,14 @@ def decoding(running: int, context: int, prefix_cache: bool) -> tuple[float, flo
     return steps_per_s(run, iter(range(STEPS)))
 
 
-def mixed(context: int, chunk_tokens: int, prefix_cache: bool) -> tuple[float, float, float]:
-    """Steps of a prompt's chunks, the first STEPS of them, beside seven decodes."""
+def mixed(context: int, chunk_tokens: int, prefix_cache: bool, adaptive: bool) -> tuple[float, float, float]:
+    """Steps of a prompt's chunks, the first STEPS of them, or as many as there are at least, beside seven decodes."""
     chunks = -(-context // chunk_tokens)
     decodes = [Arrival(0.0, 100 + id, chunks + 100, LEVEL) for id in range(7)]
-    run = simulation([*decodes, Arrival(1e-9, context, 1, LEVEL)], 8, chunk_tokens, prefix_cache)
-    return steps_per_s(run, iter(range(min(chunks, STEPS))))
+    run = simulation([*decodes, Arrival(1e-9, context, 1, LEVEL)], 8, chunk_tokens, prefix_cache, adaptive)
+    for _ in range(WARM_UP):  # requests arrive
+        run.step()
+    return steps_per_s(run, iter(range(min(chunks - WARM_UP, STEPS))))
 
 
 def main() -> None:
@@ -86,9 +94,10 @@ def main() -> None:
             speed, before, after = decoding(running, context, arguments.prefix_cache)
             print(f"| {running} | {context:,} | - | {speed:,.0f} | {before:.0f} | {after:.0f} |", flush=True)
     for context in arguments.contexts[1:]:  # a shorter one is over before it can be timed
-        for chunk_tokens in (512, 2048):
-            speed, before, after = mixed(context, chunk_tokens, arguments.prefix_cache)
-            print(f"| 8 | {context:,} | {chunk_tokens} | {speed:,.0f} | {before:.0f} | {after:.0f} |", flush=True)
+        for chunk_tokens, adaptive in CHUNKS:
+            speed, before, after = mixed(context, chunk_tokens, arguments.prefix_cache, adaptive)
+            chunk = f"to {chunk_tokens}, adaptive" if adaptive else chunk_tokens
+            print(f"| 8 | {context:,} | {chunk} | {speed:,.0f} | {before:.0f} | {after:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ what the step says (Medha, section 5: replicated sequence state).
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -200,13 +201,13 @@ class Work(NamedTuple):
         return cls(decode_rows=batch, decode_kv_tokens=batch * context, sampled_rows=batch)
 
     @classmethod
-    def chunk(cls, rows: Number, prefix: Number) -> "Work":
-        """`rows` tokens of a prompt after `prefix` others."""
-        return cls(chunk_rows=rows, chunk_kv_tokens=prefix + rows, chunk_pairs=rows * (prefix + (rows + 1) / 2))
+    def chunk(cls, rows: Number, prefix: Number, *, sampled: bool = False) -> "Work":
+        """`rows` tokens of a prompt after `prefix` others. sampled: the last of them is the prompt's last."""
+        return cls(0, 0, rows, prefix + rows, rows * (prefix + (rows + 1) / 2), int(sampled))
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
         """Both in one step, of one part."""
-        return Work(*(mine + others for mine, others in zip(self[:-1], other[:-1], strict=True)))
+        return Work(*map(add, self[:-1], other[:-1]))
 
     @property
     def rows(self) -> Number:

@@ -2,13 +2,14 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 # Live sequences together list so many ids at most for each block of a pool, which is 1 without blocks that they share.
 IDS_PER_BLOCK = 4
+_NO_IDS = range(0)
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -25,7 +26,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _FreeIds:
     """Ids that were freed together, in the order in which they are handed out; the first `taken` are handed out."""
 
@@ -90,38 +91,50 @@ class BlockAllocator:
         assert self.available > 0
         return self._take()
 
-    def take_many(self, count: int, reserved: int) -> "array[int]":
+    def take_many(self, count: int, reserved: int) -> Sequence[int]:
         """Hand out blocks, of which `reserved` are promised ones."""
         assert reserved <= self.reserved
-        assert count - reserved <= self.available
+        assert count == reserved or count - reserved <= self.available
         self.reserved -= reserved
-        ids = array("q")
-        while len(ids) < count and self._num_free:
-            free = self._free[-1]
-            taken = free.ids[free.taken : free.taken + count - len(ids)]
-            ids.extend(taken)
-            free.taken += len(taken)
-            self._num_free -= len(taken)
-            if free.taken == len(free.ids):
-                self._free.pop()
-        while len(ids) < count:
-            ids.append(self._take())
+        ids = self._take_free(count)
+        if len(ids) < count:
+            ids = array("q", ids)
+            while self._num_free and len(ids) < count:
+                ids.extend(self._take_free(count - len(ids)))
+            while len(ids) < count:
+                ids.append(self._evict())
+        return ids
+
+    def _take_free(self, most: int) -> "range | array[int]":
+        """At most so many of the free blocks that were given back together."""
+        if not self._num_free:
+            return _NO_IDS
+        free = self._free[-1]
+        ids = free.ids[free.taken : free.taken + most]
+        free.taken += len(ids)
+        self._num_free -= len(ids)
+        if free.taken == len(free.ids):
+            self._free.pop()
         return ids
 
     def _take(self) -> int:
         if not self._num_free:
-            block_id, _ = self._cached.popitem(last=False)
-            content_hash = self._hashes.pop(block_id)
-            del self.index[content_hash]
-            if self.evicted is not None:
-                self.evicted.append((Block(self.rank, block_id), content_hash))
-            return block_id
+            return self._evict()
         self._num_free -= 1
         free = self._free[-1]
         block_id = free.ids[free.taken]
         free.taken += 1
         if free.taken == len(free.ids):
             self._free.pop()
+        return block_id
+
+    def _evict(self) -> int:
+        """The cached block that is the next to be handed out."""
+        block_id, _ = self._cached.popitem(last=False)
+        content_hash = self._hashes.pop(block_id)
+        del self.index[content_hash]
+        if self.evicted is not None:
+            self.evicted.append((Block(self.rank, block_id), content_hash))
         return block_id
 
     def is_cached(self, block_id: int) -> bool:
@@ -136,14 +149,6 @@ class BlockAllocator:
             else:
                 self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
         assert self.available >= 0
-
-    def set_hash(self, block_id: int, content_hash: bytes) -> None:
-        """Let a full block that somebody holds be found by its content. Of several blocks with the same content the
-        first is found, and only that one is cached."""
-        assert self._hashes.get(block_id, content_hash) == content_hash
-        found = self.index.setdefault(content_hash, Block(self.rank, block_id))
-        if found.owner == self.rank and found.id == block_id:
-            self._hashes[block_id] = content_hash
 
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
         """Take back the blocks of one holder, each once, in the order of its sequence, and what it was promised but
@@ -182,12 +187,25 @@ class BlockAllocator:
         because a block is found only where all before it are."""
         if self._hashes.keys().isdisjoint(ids):
             return ids
-        for block_id in reversed(ids):
-            if block_id in self._hashes:
-                self._cached[block_id] = None
+        cached = [block_id for block_id in reversed(ids) if block_id in self._hashes]
+        self._cached.update(dict.fromkeys(cached))
+        if len(cached) == len(ids):
+            return array("q")
         return array("q", [block_id for block_id in ids if block_id not in self._hashes])
 
     def _forget_taken(self) -> None:
         """Before other ids go on top of them: drop the taken ids, where these are more than the free ones."""
         if self._free and 2 * (free := self._free[-1]).taken > len(free.ids):
             free.ids, free.taken = free.ids[free.taken :], 0
+
+
+def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Sequence[bytes]) -> None:
+    """Let full blocks that somebody holds be found by their content. `allocators`: by rank, which have one index. Of
+    several blocks with the same content the first is found, and only that one is cached."""
+    find = allocators[0].index.setdefault
+    for index, block in enumerate(blocks):
+        content_hash = hashes[index]
+        of_rank = allocators[block.owner]._hashes
+        assert of_rank.get(block.id, content_hash) == content_hash
+        if find(content_hash, block) == block:
+            of_rank[block.id] = content_hash

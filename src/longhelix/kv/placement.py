@@ -5,11 +5,25 @@ attention over a set of keys may be split over any partition of that set (docs/a
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, Protocol
+from functools import cached_property, lru_cache
+from typing import ClassVar, NamedTuple, Protocol
 
 from longhelix.errors import UserError
+
+
+class Share(NamedTuple):
+    """Of blocks in a row, the `num` ones at `places` that `rank` owns."""
+
+    rank: int
+    num: int
+    places: slice
+
+    def behind(self, more: int) -> "Share":
+        """The same where `more` blocks come first."""
+        start, stop, step = self.places.start, self.places.stop, self.places.step
+        return self._replace(places=slice(start + more, stop + more, step))
 
 
 class Placement(Protocol):
@@ -39,6 +53,11 @@ class Placement(Protocol):
         `start`. With another `last`, all blocks that follow move on by as many ranks."""
         ...
 
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        """Of the next `num` blocks those of each KVP rank, which may have several shares, in order: as if `next_owner`
+        were asked for one after the other."""
+        ...
+
     def owner(self, position: int) -> int:
         """Closed form: the KVP rank that keeps the token at `position`."""
         ...
@@ -55,6 +74,13 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
     return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
 
 
+@lru_cache
+def _stripes(kvp: int, first: int, start: int, stop: int) -> tuple[Share, ...]:
+    """Of `stop` blocks those from `start` on, which go round the ranks from rank `first` on."""
+    places = [slice(place, stop, kvp) for place in range(start, min(start + kvp, stop))]
+    return tuple(Share((first + turn) % kvp, len(range(stop)[each]), each) for turn, each in enumerate(places))
+
+
 @dataclass(frozen=True)
 class Striped:
     """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
@@ -67,6 +93,9 @@ class Striped:
 
     def next_owner(self, last: int, count: int) -> int:
         return (last + 1) % self.kvp if count else self.start
+
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        return _stripes(self.kvp, self.next_owner(last, count), 0, num)
 
     def owner(self, position: int) -> int:
         return (self.start + position // self.block_tokens) % self.kvp
@@ -107,6 +136,17 @@ class Growing:
             return (last + 1) % self.kvp
         return last
 
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        limit_blocks = self.limit_tokens // self.block_tokens
+        growing, found = min(num, self.kvp * limit_blocks - count), list[Share]()
+        start = 0
+        while start < growing:
+            last = self.next_owner(last, count + start)
+            stop = min(start + limit_blocks - (count + start) % limit_blocks, growing)
+            found.append(Share(last, stop - start, slice(start, stop)))
+            start = stop
+        return [*found, *_stripes(self.kvp, self.next_owner(last, count + start), start, num)]
+
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
         beyond = position - filled
@@ -135,6 +175,9 @@ class Local:
 
     def next_owner(self, last: int, count: int) -> int:
         return last if count else self.start
+
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        return [Share(self.next_owner(last, count), num, slice(0, num))]
 
     def owner(self, position: int) -> int:
         return self.start
@@ -195,6 +238,14 @@ class Continued:
 
     def next_owner(self, last: int, count: int) -> int:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
+
+    def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
+        there = self.owners[count : count + num]
+        if not there:
+            return self.base.shares(last, count, num)
+        found = [Share(owner, 1, slice(place, place + 1)) for place, owner in enumerate(there)]
+        behind = self.base.shares(there[-1], count + len(there), num - len(there))
+        return [*found, *(share.behind(len(there)) for share in behind)]
 
     def owner(self, position: int) -> int:
         if position < self.tokens:

@@ -2,7 +2,8 @@
 takes for each operation.
 
 The formula is run once, on symbols. What depends on none of them is computed there and then; the rest is kept, each
-value once, and written down as Python, in floating point: its arithmetic is slower where an operand is an int.
+value once, and written down as Python, in floating point: its arithmetic is slower where an operand is an int. One of
+the numbers comes later than the others, and what does not depend on it is computed before.
 """
 
 import math
@@ -39,15 +40,19 @@ _CHOICES = {
 }
 
 
-def scalar(formula: Callable[[Sequence[Any]], Any], names: Sequence[str]) -> Callable[..., float]:
-    """`formula`, which takes a value for each of `names` and gives an array of one entry, for numbers."""
+def scalar(
+    formula: Callable[[Sequence[Any]], Any], names: Sequence[str], later: str
+) -> Callable[..., Callable[[float], float]]:
+    """`formula`, which takes a value for each of `names` and for `later`, and gives an array of one entry, for numbers:
+    a function of the first, which gives one of the last."""
     symbols = _Symbols()
-    result = formula([symbols.new(name) for name in names])
-    lines = _written(result) if isinstance(result, _Symbol) else [f"return {_number(result)!r}"]
-    source = "\n    ".join([f"def seconds({', '.join(names)}):", *lines])
+    result = formula([symbols.new(name) for name in (*names, later)])
+    before, after = _written(result, later) if isinstance(result, _Symbol) else ([], [f"return {_number(result)!r}"])
+    body = [*before, f"def seconds({later}):", *(f"    {line}" for line in after), "return seconds"]
+    source = "\n    ".join([f"def first({', '.join(names)}):", *body])
     found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt}
     exec(source, found)  # noqa: S102 - what was written above, of names and numbers alone
-    function: Callable[..., float] = found["seconds"]
+    function: Callable[..., Callable[[float], float]] = found["first"]
     return function
 
 
@@ -179,18 +184,22 @@ def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-def _written(result: _Symbol) -> list[str]:
-    """Statements, in the order in which they can be computed, the last of which returns the result. What is used once
-    has no name."""
+def _written(result: _Symbol, later: str) -> tuple[list[str], list[str]]:
+    """Statements, in the order in which they can be computed, before `later` is known and after; the last of all
+    returns the result. What is used once has no name, unless it is known before and used after."""
     order: dict[_Symbol, None] = {}
     _add(result, order)
-    uses = Counter(value for symbol in order for value in symbol.operands if isinstance(value, _Symbol))
-    named = {value for symbol in order if symbol.operation in _CHOICES for value in symbol.operands} | {
-        value for value, count in uses.items() if count > 1
-    }
+    late: set[_Symbol] = set()
+    for symbol in order:
+        if symbol.name == later or not late.isdisjoint(_parts(symbol)):
+            late.add(symbol)
+    uses = Counter(part for symbol in order for part in _parts(symbol))
+    named = {part for symbol in order for part in _parts(symbol) if symbol.operation in _CHOICES or uses[part] > 1}
+    named |= {part for symbol in late for part in _parts(symbol) if part not in late}
     texts: dict[Any, str] = {}
-    lines = []
+    before, after = list[str](), list[str]()
     for number, symbol in enumerate(order):
+        lines = after if symbol in late else before
         if symbol.operation == "input":
             texts[symbol] = symbol.name
             lines.append(f"{symbol.name} = {symbol.name} * 1.0")
@@ -200,7 +209,12 @@ def _written(result: _Symbol) -> list[str]:
         if symbol in named:
             lines.append(f"v{number} = {texts[symbol]}")
             texts[symbol] = f"v{number}"
-    return [*lines, f"return {texts[result]}"]
+    return before, [*after, f"return {texts[result]}"]
+
+
+def _parts(symbol: _Symbol) -> list[_Symbol]:
+    """Those of its operands that are symbols."""
+    return [operand for operand in symbol.operands if isinstance(operand, _Symbol)]
 
 
 def _constant(value: Any) -> str:
@@ -209,9 +223,9 @@ def _constant(value: Any) -> str:
 
 def _add(symbol: _Symbol, order: dict[_Symbol, None]) -> None:
     """After what it is made of."""
-    for operand in symbol.operands:
-        if isinstance(operand, _Symbol) and operand not in order:
-            _add(operand, order)
+    for part in _parts(symbol):
+        if part not in order:
+            _add(part, order)
     order[symbol] = None
 
 

@@ -4,11 +4,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from itertools import repeat
 
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
+
+_UNKNOWN = Block(0, 0)
 
 
 class BlockPool:
@@ -70,7 +73,7 @@ class BlockPool:
             if isinstance(block, Slot):
                 seq.promised[block.owner] -= 1
                 target = Block(block.owner, self.allocators[block.owner].take_reserved())
-                self.name([(target, self.swaps.hash_of(block), index * self.block_tokens)])
+                self.name([target], [self.swaps.hash_of(block)], index * self.block_tokens)
                 slots.append(block)
                 targets.append(target)
                 block = target
@@ -82,19 +85,18 @@ class BlockPool:
         """The KVP rank of the sequence's next block."""
         return seq.placement.next_owner(seq.last_owner, seq.num_blocks)
 
-    def can_take(self, seq: Sequence) -> bool:
-        """Whether there is a block for it."""
+    def take(self, seq: Sequence) -> Block | None:
+        """The sequence's next KV block. None: there is none for it."""
         owner = self.next_owner(seq)
-        return seq.promised[owner] > 0 or self.allocators[owner].available > 0
-
-    def take(self, seq: Sequence) -> Block:
-        """The sequence's next KV block."""
-        owner = seq.last_owner = self.next_owner(seq)
+        allocator = self.allocators[owner]
         if seq.promised[owner]:
             seq.promised[owner] -= 1
-            block_id = self.allocators[owner].take_reserved()
+            block_id = allocator.take_reserved()
+        elif allocator.available > 0:
+            block_id = allocator.take()
         else:
-            block_id = self.allocators[owner].take()
+            return None
+        seq.last_owner = owner
         block_ids = seq.block_ids[owner]
         block_ids.append(block_id)
         seq.num_blocks += 1
@@ -107,28 +109,24 @@ class BlockPool:
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
-        owners, owner, next_owner = [], seq.last_owner, seq.placement.next_owner
-        for index in range(seq.num_blocks, -(-seq.length // self.block_tokens)):
-            owner = next_owner(owner, index)
-            owners.append(owner)
-        ids = {rank: iter(self._take_of(seq, rank, owners.count(rank))) for rank in set(owners)}
-        blocks = tuple([Block(owner, next(ids[owner])) for owner in owners])
-        seq.last_owner = owner
-        seq.num_blocks += len(blocks)
+        num = -(-seq.length // self.block_tokens) - seq.num_blocks
+        if num < 1:
+            return ()
+        blocks, promised = [_UNKNOWN] * num, seq.promised
+        for rank, count, places in seq.placement.shares(seq.last_owner, seq.num_blocks, num):
+            reserved = min(count, promised[rank])
+            promised[rank] -= reserved
+            ids = self.allocators[rank].take_many(count, reserved)
+            block_ids = seq.block_ids[rank]
+            block_ids.extend(ids)
+            if len(block_ids) > seq.most_blocks:
+                seq.most_blocks = len(block_ids)
+            blocks[places] = map(Block, repeat(rank), ids)
+        seq.last_owner = blocks[-1].owner
+        seq.num_blocks += num
         if self._names:
             seq.unnamed.extend(blocks)
-        return blocks
-
-    def _take_of(self, seq: Sequence, rank: int, count: int) -> "array[int]":
-        """Ids of the sequence's next blocks on one rank."""
-        promised = min(count, seq.promised[rank])
-        seq.promised[rank] -= promised
-        ids = self.allocators[rank].take_many(count, promised)
-        block_ids = seq.block_ids[rank]
-        block_ids += ids
-        if len(block_ids) > seq.most_blocks:
-            seq.most_blocks = len(block_ids)
-        return ids
+        return tuple(blocks)
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
@@ -137,12 +135,12 @@ class BlockPool:
             allocator.release(seq.block_ids[rank], seq.promised[rank])
         seq.unnamed.clear()
 
-    def name(self, named: Iterable[tuple[Block, bytes, int]]) -> None:
-        """Let blocks be found by their hashes, each given with the position of its first token."""
-        for block, digest, start in named:
-            self.allocators[block.owner].set_hash(block.id, digest)
-            if self.swaps.num_slots:
-                self.swaps.name(digest, start)
+    def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
+        """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
+        set_hashes(self.allocators, blocks, hashes)
+        if self.swaps.num_slots:
+            for index, content_hash in enumerate(hashes):
+                self.swaps.name(content_hash, start + index * self.block_tokens)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder, who calls `unshare`, to blocks that have one or are cached."""

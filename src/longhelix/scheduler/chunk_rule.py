@@ -1,9 +1,10 @@
 """Chunk rules: how many prompt tokens of each request a step computes."""
 
+from bisect import bisect_right
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from longhelix.request import Cost, Work
 from longhelix.scheduler.sequence import Sequence
@@ -13,6 +14,11 @@ _ALONE = 4.0
 
 
 class ChunkRule(Protocol):
+    """adapts: whether sizes depend on the step's target."""
+
+    @property
+    def adapts(self) -> bool: ...
+
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
         """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside` and is to
         take `target_s`.
@@ -30,13 +36,14 @@ class FixedChunks:
     rank waits while another computes. What a share leaves over goes to the first.
     """
 
+    adapts: ClassVar[bool] = False
     budget_tokens: int
 
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
         return _shared(self.budget_tokens, prompts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptiveChunks:
     """As many tokens as a step can compute in its target by `cost`, shared as `FixedChunks` does; so chunks shrink as
     attention to what is before them grows (Mnemosyne, arXiv 2409.17264, section 4.2).
@@ -45,22 +52,29 @@ class AdaptiveChunks:
     the same.
     """
 
+    adapts: ClassVar[bool] = True
     cost: Cost
     most_tokens: int
     least_tokens: int = 4
+    _last_tokens: int = field(default=0, init=False)  # of the last step, near which the search begins
 
     def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
-        left = sum(seq.prompt_left for seq in prompts)
+        left = sum([seq.prompt_left for seq in prompts])
         target_s *= 1.0 if beside.decode_rows else _ALONE
         most = min(self.most_tokens, left)
         budgets = _budgets(min(self.least_tokens, most), most)
         fits, beyond = 0, len(budgets)
+        behind = bisect_right(budgets, self._last_tokens)
+        near = [behind, behind - 1]  # two tries do, where the last step's budget is this one's
         while beyond - fits > 1:
-            middle = (fits + beyond) // 2
-            if self._seconds(budgets[middle], prompts, beside) <= target_s:
-                fits = middle
+            tried = near.pop() if near else (fits + beyond) // 2
+            if not fits < tried < beyond:
+                continue
+            if self._seconds(budgets[tried], prompts, beside) <= target_s:
+                fits = tried
             else:
-                beyond = middle
+                beyond = tried
+        self._last_tokens = budgets[fits]
         return _shared(budgets[fits], prompts)
 
     def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: Work) -> float:
@@ -92,10 +106,11 @@ def _budgets(least: int, most: int) -> list[int]:
 def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
     """An even share of the budget to each rank that has prompts to itself, one to all spread prompts together, and what
     these leave over to the first."""
-    first = prompts[0].prompt_left
-    if first >= budget_tokens and len({seq.home for seq in prompts}) == 1:
-        return [budget_tokens] + [0] * (len(prompts) - 1)
+    if len(prompts) == 1:
+        return [min(prompts[0].prompt_left, budget_tokens)]
     sharers = {seq.home for seq in prompts}
+    if len(sharers) == 1 and prompts[0].prompt_left >= budget_tokens:
+        return [budget_tokens] + [0] * (len(prompts) - 1)
     left = dict.fromkeys(sharers, budget_tokens // len(sharers))
     sizes = []
     for seq in prompts:

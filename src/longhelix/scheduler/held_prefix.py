@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Self
 
 from longhelix.kv.blocks import Block
@@ -48,8 +47,8 @@ class HeldPrefix:
 
     def publish(self, pool: BlockPool) -> None:
         """All blocks have their KV, or will have before the next step runs: let them be found."""
-        starts = range(0, len(self.blocks) * pool.block_tokens, pool.block_tokens)
-        pool.name(islice(zip(self.blocks, self.hashes, starts, strict=True), self.num_cached, None))
+        first = self.num_cached
+        pool.name(self.blocks[first:], self.hashes[first:], first * pool.block_tokens)
 
     def release(self, pool: BlockPool) -> None:
         pool.unshare(self.blocks)

@@ -1,9 +1,9 @@
 """Prefixes: the first tokens of a request whose KV other requests have computed."""
 
-import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Protocol
 
 from longhelix.kv.blocks import Block, Slot
@@ -92,7 +92,7 @@ class PrefixCache:
         block_tokens, blocks = self._block_tokens, list[Block | Slot]()
         for start in range(0, len(request.prompt_token_ids) - block_tokens + 1, block_tokens):
             if len(chain) == len(blocks) + 1:
-                chain.append(_hash(chain[-1], request.prompt_token_ids[start : start + block_tokens].tobytes()))
+                chain += _chain(chain[-1], request.prompt_token_ids[start : start + block_tokens].tobytes(), 1)
             digest = chain[len(blocks) + 1]
             block = self._index.get(digest) or self._swapped.get(digest)
             if block is None:
@@ -104,7 +104,7 @@ class PrefixCache:
         """Those of the blocks that a request's prompt fills, in position order."""
         chain, block_tokens, tokens = [self._first(request)], self._block_tokens, request.prompt_token_ids
         for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            chain.append(_hash(chain[-1], tokens[start : start + block_tokens].tobytes()))
+            chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1)
         return chain[1:]
 
     def forget(self, request_id: int) -> None:
@@ -116,24 +116,29 @@ class PrefixCache:
         chain = self._chains.pop(seq.id, None) or [self._first(seq.request)]
         seq.digest = chain[num_blocks]
 
-    def named(self, seq: Sequence) -> Iterator[tuple[Block, bytes, int]]:
-        """The blocks of a sequence that are full by now and have no hash yet, each with its hash and the position of
-        its first token."""
-        start = (seq.num_blocks - len(seq.unnamed)) * self._block_tokens
-        full = min((seq.known_length - start) // self._block_tokens, len(seq.unnamed))
+    def named(self, seq: Sequence) -> tuple[list[Block], list[bytes], int]:
+        """The blocks of a sequence that are full by now and have no hash yet, their hashes, and the position of their
+        first token."""
+        unnamed, block_tokens = seq.unnamed, self._block_tokens
+        start = (seq.num_blocks - len(unnamed)) * block_tokens
+        full = min((seq.known_length - start) // block_tokens, len(unnamed))
         if full < 1:
-            return
-        token_bytes = memoryview(seq.token_bytes(start, start + full * self._block_tokens))
-        size = len(token_bytes) // full
-        for index in range(full):
-            seq.digest = _hash(seq.digest, token_bytes[index * size : (index + 1) * size])
-            yield seq.unnamed.popleft(), seq.digest, start + index * self._block_tokens
+            return [], [], start
+        blocks, hashes = unnamed[:full], _chain(seq.digest, seq.token_bytes(start, start + full * block_tokens), full)
+        del unnamed[:full]
+        seq.digest = hashes[-1]
+        return blocks, hashes, start
 
     def _first(self, request: Request) -> bytes:
         # Of one length and by a word apart, so that no salt is what blocks are hashed from.
-        salt = hashlib.sha256(request.service.cache_salt.encode()).digest()
-        return _hash(b"root" + hashlib.sha256(self._root(request)).digest(), salt)
+        salt = sha256(request.service.cache_salt.encode()).digest()
+        return sha256(b"root" + sha256(self._root(request)).digest() + salt).digest()
 
 
-def _hash(before: bytes, more: bytes | memoryview) -> bytes:
-    return hashlib.sha256(before + more).digest()
+def _chain(before: bytes, token_bytes: bytes, num_blocks: int) -> list[bytes]:
+    """The hashes of `num_blocks` blocks with these tokens, after the block with the hash `before`."""
+    size, hashes = len(token_bytes) // num_blocks, list[bytes]()
+    for start in range(0, len(token_bytes), size):
+        before = sha256(before + token_bytes[start : start + size]).digest()
+        hashes.append(before)
+    return hashes

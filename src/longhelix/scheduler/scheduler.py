@@ -4,6 +4,7 @@ It is the only decision maker: admission, blocks, chunks, parts, preemption, end
 value to plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
@@ -224,10 +225,13 @@ class Scheduler:
         """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
-            while seq in decoding and not self.pool.can_take(seq):
-                self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
-            if seq in decoding:
-                grown.append((seq, self.pool.take(seq)))
+            block = None
+            while block is None and seq in decoding:
+                block = self.pool.take(seq)
+                if block is None:
+                    self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
+                else:
+                    grown.append((seq, block))
         grown = [(seq, block) for seq, block in grown if seq in decoding]
         decoding.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
@@ -287,13 +291,13 @@ class Scheduler:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
             prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
-        sizes = self._chunk_rule.sizes(prompts, beside, self._target_s(beside, prompts[0], now_s))
+        target_s = self._target_s(beside, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
+        sizes = self._chunk_rule.sizes(prompts, beside, target_s)
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
-                work = Work.chunk(num_tokens, seq.length)
+                beside += Work.chunk(num_tokens, seq.length, sampled=num_tokens == seq.prompt_left)
                 chunks.append(self._chunk(seq, num_tokens))
-                beside += work._replace(sampled_rows=int(chunks[-1].sample))
         return tuple(chunks), beside
 
     def _target_s(self, beside: Work, first: Sequence, now_s: float) -> float:
@@ -322,7 +326,7 @@ class Scheduler:
                 self._microbatches.prompt_done(seq, self._next_step_id + 1)
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
-            self.pool.name(self._cache.named(seq))
+            self.pool.name(*self._cache.named(seq))
         return Chunk(seq.id, token_ids, new_blocks, sample=ends)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
@@ -354,7 +358,7 @@ class Scheduler:
         if self._cache is not None:
             unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
-                self.pool.name(self._cache.named(seq))
+                self.pool.name(*self._cache.named(seq))
             seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))

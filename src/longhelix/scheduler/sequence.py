@@ -1,7 +1,6 @@
 """A request, from its arrival on, and a running one, as the scheduler follows them."""
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 
 from longhelix.kv.blocks import Block
@@ -62,7 +61,7 @@ class Sequence:
     num_blocks: int = 0
     most_blocks: int = 0  # on one rank
     last_owner: int = 0
-    unnamed: deque[Block] = field(default_factory=deque)
+    unnamed: list[Block] = field(default_factory=list)
     digest: bytes = b""
     microbatch: int = 0
     looked_at: int = 0

@@ -7,11 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from longhelix.kv.blocks import Block, BlockAllocator
+from longhelix.kv.blocks import Block, BlockAllocator, set_hashes
 
 pytestmark = pytest.mark.unit
 
 NUM_BLOCKS = 12
+
+
+def set_hash(allocator, block, content):
+    set_hashes([allocator], [Block(0, block)], [content])
 
 
 class Allocation(RuleBasedStateMachine):
@@ -65,7 +69,7 @@ class Allocation(RuleBasedStateMachine):
         unnamed = [block for block in self.held[request] if block not in self.found.values()]
         if unnamed:
             block = data.draw(st.sampled_from(unnamed))
-            self.allocator.set_hash(block, content)
+            set_hash(self.allocator, block, content)
             self.found.setdefault(content, block)
 
     @rule(request=requests)
@@ -217,7 +221,7 @@ def test_freed_ids_that_nobody_shares_are_kept_as_they_are():
     allocator = BlockAllocator(8)
     shared, ids = taken(allocator, 2), taken(allocator, 4)
     allocator.share(shared)
-    allocator.set_hash(0, b"content")
+    set_hash(allocator, 0, b"content")
     allocator.release(ids, 0)
     assert allocator._free[-1].ids is ids
 
@@ -225,9 +229,9 @@ def test_freed_ids_that_nobody_shares_are_kept_as_they_are():
 def test_of_two_blocks_with_the_same_content_the_first_is_found():
     allocator = BlockAllocator(4)
     first, second = taken(allocator, 1), taken(allocator, 1)
-    allocator.set_hash(first[0], b"content")
-    allocator.set_hash(first[0], b"content")
-    allocator.set_hash(second[0], b"content")
+    set_hash(allocator, first[0], b"content")
+    set_hash(allocator, first[0], b"content")
+    set_hash(allocator, second[0], b"content")
     assert allocator.index[b"content"] == Block(0, first[0])
     allocator.release(second, 0)
     allocator.release(first, 0)
@@ -243,24 +247,27 @@ def test_of_a_sequence_the_last_blocks_are_handed_out_first():
     allocator = BlockAllocator(4)
     older, newer = taken(allocator, 2), taken(allocator, 2)
     for block in range(4):
-        allocator.set_hash(block, bytes([block]))
+        set_hash(allocator, block, bytes([block]))
     allocator.release(older, 0)
     allocator.release(newer, 0)
     assert list(taken(allocator, 4)) == [1, 0, 3, 2]
 
 
 def test_ranks_share_one_index():
-    first, second = (allocator := BlockAllocator(2)), BlockAllocator(2, rank=1, index=allocator.index)
-    taken(first, 1)
-    taken(second, 1)
-    second.set_hash(0, b"content")
-    first.set_hash(0, b"content")
-    assert first.index == {b"content": Block(1, 0)}
+    ranks = (first := BlockAllocator(2)), BlockAllocator(2, rank=1, index=first.index)
+    for allocator in ranks:
+        taken(allocator, 2)
+    set_hashes(ranks, [Block(1, 0), Block(0, 0), Block(0, 1)], [b"content", b"content", b"other"])
+    assert first.index == {b"content": Block(1, 0), b"other": Block(0, 1)}
+    for allocator in ranks:
+        allocator.release(array("q", [0, 1]), 0)
+    assert [allocator.num_cached for allocator in ranks] == [1, 1]
+    assert (first.is_cached(1), ranks[1].is_cached(0)) == (True, True)
 
 
 def test_the_content_of_a_block_does_not_change():
     allocator = BlockAllocator(4)
     taken(allocator, 1)
-    allocator.set_hash(0, b"content")
+    set_hash(allocator, 0, b"content")
     with pytest.raises(AssertionError):
-        allocator.set_hash(0, b"other")
+        set_hash(allocator, 0, b"other")

@@ -72,6 +72,25 @@ def test_closed_forms_agree_with_the_owner_list_after_any_owners(placement, leng
     ]
 
 
+@given(
+    placement=placements() | continued(), count=st.integers(0, 120), num=st.integers(1, 120), last=st.integers(0, 15)
+)
+def test_shares_of_blocks_agree_with_one_owner_after_the_other(placement, count, num, last):
+    """Also where others went before than the placement would have chosen."""
+    last %= placement.kvp
+    owners, owner = [], last
+    for index in range(count, count + num):
+        owner = placement.next_owner(owner, index)
+        owners.append(owner)
+    found, latest = [None] * num, Counter()
+    for rank, many, places in placement.shares(last, count, num):
+        assert found[places] == [None] * many != []
+        found[places] = [rank] * many
+        assert places.start >= latest[rank]  # a rank's ids are handed out in the order of its blocks
+        latest[rank] = places.stop
+    assert found == owners
+
+
 @given(base=placements(), num_blocks=st.integers(1, 40), length=st.integers(0, 2**40))
 def test_a_placement_that_continues_itself_goes_on_as_if_nothing_had_happened(base, num_blocks, length):
     placement = Continued(base, tuple(owner_list(base, num_blocks)))

@@ -395,6 +395,7 @@ def test_a_steps_cost_in_plain_numbers_is_that_of_arrays_to_the_bit(model, syste
         work = Work.decode(decodes, int(chance.integers(10**6))) + chunk
         work = work._replace(parts=parts)
         assert cost.seconds(work) == step_seconds(how, layouts, work)[0]
+        assert cost.by_parts(work._replace(parts=3))(parts) == cost.seconds(work)
 
 
 def test_a_step_costs_what_its_own_number_of_parts_takes():

@@ -56,6 +56,32 @@ def test_a_step_fits_its_target_and_one_with_an_eighth_more_does_not(prompts, be
         assert COST.seconds(work(prompts, [more], beside)) > target_s
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 2_000_000), st.floats(1e-4, 0.2)), min_size=2, max_size=6)
+)
+def test_sizes_do_not_depend_on_those_before(steps):
+    rule = AdaptiveChunks(COST, 2048)
+    for left, length, target_s in steps:
+        alone = AdaptiveChunks(COST, 2048).sizes([prompt(left, length)], DECODES, target_s)
+        assert rule.sizes([prompt(left, length)], DECODES, target_s) == alone
+
+
+def test_a_size_that_stays_is_found_with_two_prices():
+    asked = []
+
+    class Counted:
+        def seconds(self, work):
+            asked.append(work)
+            return COST.seconds(work)
+
+    rule = AdaptiveChunks(Counted(), 2048)
+    first = rule.sizes([prompt(10**6, 500_000)], DECODES, TARGET_S)
+    asked.clear()
+    assert rule.sizes([prompt(10**6, 500_000)], DECODES, TARGET_S) == first
+    assert len(asked) == 2
+
+
 def test_chunks_shrink_as_the_prefix_grows():
     prefixes = [0, 100_000, 500_000, 1_000_000, 4_000_000]
     sizes = [AdaptiveChunks(COST, 2048).sizes([prompt(10**6, at)], DECODES, TARGET_S)[0] for at in prefixes]
