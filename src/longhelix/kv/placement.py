@@ -244,6 +244,8 @@ class Continued:
         if not there:
             return self.base.shares(last, count, num)
         found = [Share(owner, 1, slice(place, place + 1)) for place, owner in enumerate(there)]
+        if len(there) == num:
+            return found
         behind = self.base.shares(there[-1], count + len(there), num - len(there))
         return [*found, *(share.behind(len(there)) for share in behind)]
 
