@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
@@ -75,6 +75,7 @@ def test_closed_forms_agree_with_the_owner_list_after_any_owners(placement, leng
 @given(
     placement=placements() | continued(), count=st.integers(0, 120), num=st.integers(1, 120), last=st.integers(0, 15)
 )
+@example(placement=Continued(Local(2, 16), (1,)), count=0, num=1, last=0)
 def test_shares_of_blocks_agree_with_one_owner_after_the_other(placement, count, num, last):
     """Also where others went before than the placement would have chosen."""
     last %= placement.kvp
