@@ -93,13 +93,12 @@ def measure(arguments: argparse.Namespace) -> int:
         config = resolve(checkpoint, Layout(**degrees), options)
         models[name] = RankModel(config, Mesh.build(config.layout, arguments.rank, arguments.backend))
     prompt = tuple(torch.randint(1000, 40_000, (arguments.prompt,), generator=torch.manual_seed(0)).tolist())
-    step_ids = itertools.count(1)
 
     def seconds(model: RankModel, chunk_tokens: int) -> tuple[float, float]:
         """Of a whole prompt, and of them those that this rank waited for other stages."""
         model.config = replace(model.config, scheduler=replace(model.config.scheduler, chunk_tokens=chunk_tokens))
         runner, pipeline = model.runner(arguments.prompt), model.mesh.pipeline
-        steps = [_with_id(step, next(step_ids)) for step in prefill_steps(model, 0, prompt)]
+        steps = list(prefill_steps(model, 0, prompt))
         waited_s = 0.0 if pipeline is None else pipeline.waited_s
         dist.barrier()
         began_s = time.perf_counter()
@@ -110,8 +109,7 @@ def measure(arguments: argparse.Namespace) -> int:
             runner.execute(step)
         dist.barrier()
         took_s = time.perf_counter() - began_s
-        if runner.handover is not None:
-            runner.handover.take_tokens(next(step_ids) + 100, ())
+        runner.settle()
         return took_s, 0.0 if pipeline is None else pipeline.waited_s - waited_s
 
     rows = []
@@ -132,20 +130,15 @@ def measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_id(step, id: int):
-    import msgspec
-
-    return msgspec.structs.replace(step, id=id)
-
-
 def report(arguments: argparse.Namespace, found: dict[str, list]) -> None:
     from longhelix.bench.environment import environment
 
     conditions = environment("")
     print(
         f"{conditions['cpu']}, {conditions['cores']} cores, torch {conditions['torch']}, commit "
-        f"{conditions['commit']}; load averages after the runs {conditions['load_average']}; {arguments.model}, a prompt "
-        f"of {arguments.prompt} tokens on two ranks of one thread, medians of {arguments.repeats}; the link: a veth pair, tbf.\n"
+        f"{conditions['commit']}; load averages after the runs {conditions['load_average']}; {arguments.model}, a "
+        f"prompt of {arguments.prompt} tokens on two ranks of one thread, medians of {arguments.repeats}; the link: a "
+        "veth pair, tbf.\n"
     )
     print("| between ranks | chunk | layout | prefill, s | against pp 2 | waits for the other stage, s, ranks 0, 1 |")
     print("|---|--:|---|--:|--:|--:|")

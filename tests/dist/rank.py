@@ -45,8 +45,6 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.workers.started_rank import StartedRank
 from longhelix.workers.step_cost import step_cost
 
-LAST_STEP_ID = 10**9
-
 
 class RecordingRunner(ModelRunner):
     """Keeps the logits of every row, by sequence and position; computes at `submit`, so that `collect` only returns.
@@ -241,8 +239,7 @@ def run(case, rank, meshes, direct_rows):
             if first is not None and stepped[1] and len(tokens[0]) == 3:  # what was moved is there now
                 for request in requests[1:]:
                     loop.add(request)
-    if runner.handover is not None:
-        runner.handover.take_tokens(LAST_STEP_ID, ())  # the next case's would come behind them
+    runner.settle()  # the next case's tokens come behind them
     if first is not None:
         first.release(scheduler)
         assert {allocator.available for allocator in scheduler.pool.allocators} == {runner.pool.num_blocks}

@@ -193,3 +193,48 @@ def test_a_trace_shows_each_step_in_each_stage(deep, tmp_path):
     waits = {(event["pid"], event["name"]) for event in events if event["name"].startswith("wait for")}
     assert waits == {(0, "wait for tokens"), (1, "wait for tokens"), (2, "wait for hidden states"),
                      (3, "wait for hidden states")}  # fmt: skip
+
+
+@pytest.fixture
+def warmed_up(tmp_path, monkeypatch):
+    """Ranks run all warm-up steps, as where a compiler is at work."""
+    program = """
+from dataclasses import replace
+from longhelix.runner import execution
+resolve = execution.Execution.resolve.__func__
+execution.Execution.resolve = classmethod(lambda cls, *asked: replace(resolve(cls, *asked), compiles=True))
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("warmed_up")
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(kvp=2, pp=2)], ids=["2", "4", "2x2"])
+def test_warm_up_leaves_nothing_on_its_way(deep, layout):
+    """Its tokens would be taken for those of the first requests."""
+    oracle, warmed = deep("llama"), []
+    settings = {"dtype": "float32", "block_tokens": 4, "max_model_len": 64, "chunk_tokens": 16, "max_running": 4}
+    with LLM(str(oracle.path), layout, on_warm_up=warmed.append, **settings) as llm:
+        results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert warmed[-1] == 1
+    assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
+
+
+@pytest.mark.slow
+def test_compiled_layers_in_stages(deep):
+    oracle = deep("llama")
+    settings = {"dtype": "float32", "max_model_len": 64, "chunk_tokens": 16, "max_running": 2}
+    with LLM(str(oracle.path), Layout(pp=2), execution="compiled", **settings) as llm:
+        results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
+
+
+def test_answers_of_one_token_and_pauses_leave_nothing_behind(deep):
+    """The first stage needs no token of theirs."""
+    oracle = deep("llama")
+    with LLM(str(oracle.path), Layout(pp=2), dtype="float32", block_tokens=4) as llm:
+        for _ in range(12):
+            (result,) = llm.generate([oracle.prompts[2]], SamplingParams(max_new_tokens=1))
+            assert result.token_ids == oracle.tokens[2][:1]
+        (result,) = llm.generate([oracle.prompts[3]], SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    assert result.token_ids == list(oracle.tokens[3])

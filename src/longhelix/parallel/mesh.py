@@ -67,8 +67,7 @@ class Mesh:
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the one that it is in, in words, or "". Any thread may ask."""
         begun, current = zip(*(group.progress() for group in self.groups), strict=True)
-        others = "" if self.pipeline is None else self.pipeline.progress()
-        return sum(begun), next(filter(None, current), others)
+        return sum(begun), next(filter(None, current), "")
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> RankGroup:

@@ -3,8 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,23 +17,37 @@ from longhelix.spans import UNTRACED, Spans
 # Steps that may be on their way at once, beside one for each stage: the engine keeps one, and a rank runs one.
 _SPARE = 2
 
+Start = Callable[[], dist.Work]
+_T = TypeVar("_T")
 
-@dataclass(frozen=True)
-class _Travelling:
-    """Its memory must stay until it is there."""
 
-    work: dist.Work
-    values: Tensor
+class Travelling:
+    """Values on their way from another stage or to it. Their memory must stay until they are there.
+
+    work: None until the way is opened, which `open` does once.
+    """
+
+    def __init__(self, values: Tensor, peer: int, start: Start) -> None:
+        self.values = values
+        self.peer = peer
+        self._start = start
+        self._work: dist.Work | None = None
+
+    def open(self) -> dist.Work:
+        if self._work is None:
+            self._work = _named(f"rank {self.peer}", self._start)
+        return self._work
 
 
 class Pipeline:
     """The stages as one rank sees them: each rank has a peer in every other stage, the one in the same place.
 
-    Steps go through every stage in their order. `send` returns at once; what is expected travels while this rank
-    computes. Hidden states and tokens have groups of their own, so that neither waits for the other. A peer that is
-    gone raises PeerLostError.
+    Steps go through every stage in their order. `send` returns at once, and hidden states that are expected travel
+    while this rank computes; on GPUs they travel once they are asked for, because a GPU that waits for anything waits
+    for them too, and they may hang on a step that it has not done. Hidden states and tokens have groups of their own,
+    so that neither waits for the other. A peer that is gone raises PeerLostError.
 
-    waited_s: for what other stages send. sent_bytes: to other stages.
+    waited_s: for what other stages send.
     """
 
     def __init__(
@@ -40,11 +55,10 @@ class Pipeline:
     ) -> None:
         self._layout, self._rank, self._spans = layout, rank, spans
         self.waited_s = 0.0
-        self.sent_bytes = 0
         self._hidden, self._tokens = hidden, tokens
-        self._expected: deque[_Travelling] = deque()
-        self._sent: deque[_Travelling] = deque()
-        self._received = 0
+        self._expected: deque[Travelling] = deque()
+        self._sent: deque[Travelling] = deque()
+        self._waits = 0
         self._current = ""
 
     @classmethod
@@ -53,26 +67,22 @@ class Pipeline:
         return cls(layout, rank, dist.new_group(), dist.new_group(), spans)
 
     def progress(self) -> str:
-        """What this rank waits for, in words, or "". Any thread may ask."""
+        """Which other stage this rank waits for, and for what, in words, or "". Any thread may ask."""
         return self._current
 
     def expect(self, values: Tensor) -> None:
         """The hidden states that the stage before sends next, behind those that are expected already, go into
         `values`."""
         peer = self._rank - self._layout.num_ranks
-        self._expected.append(
-            _Travelling(self._call(f"from rank {peer}", self._hidden.recv, [values], peer, 0), values)
-        )
-
-    @property
-    def num_expected(self) -> int:
-        """How many steps' hidden states are expected and have not been received."""
-        return len(self._expected)
+        expected = Travelling(values, peer, lambda: self._hidden.recv([values], peer, 0))
+        self._expected.append(expected)
+        if not values.is_cuda:
+            expected.open()
 
     def receive(self) -> Tensor:
         """The hidden states that were expected first, once they are there."""
         expected = self._expected.popleft()
-        self._wait("hidden states", self._rank - self._layout.num_ranks, expected.work)
+        self.wait(expected, "hidden states")
         return expected.values
 
     def send(self, hidden_TH: Tensor) -> None:
@@ -83,31 +93,43 @@ class Pipeline:
         """Give the tokens of a step to the first stage."""
         self._give(self._tokens, tokens_S, self._rank % self._layout.num_ranks)
 
-    def receive_tokens(self, tokens_S: Tensor) -> Tensor:
-        """The tokens of the next step that has some, from the last stage, once they are there, in `tokens_S`."""
+    def expect_tokens(self, tokens_S: Tensor) -> Travelling:
+        """The tokens of a step, which the last stage sends once it has done it, behind those that are expected already.
+        For `wait`."""
         peer = self._rank + (self._layout.pp - 1) * self._layout.num_ranks
-        self._wait("tokens", peer, self._call(f"from rank {peer}", self._tokens.recv, [tokens_S], peer, 0))
-        return tokens_S
+        expected = Travelling(tokens_S, peer, lambda: self._tokens.recv([tokens_S], peer, 0))
+        expected.open()  # what nobody receives, an idle GPU would still be sending
+        return expected
 
-    def _give(self, group: dist.ProcessGroup, values: Tensor, peer: int) -> None:
-        if len(self._sent) == self._layout.pp + _SPARE:
-            self._call(f"to rank {peer}", self._sent.popleft().work.wait)  # which has been read by now
-        self._sent.append(_Travelling(self._call(f"to rank {peer}", group.send, [values], peer, 0), values))
-        self.sent_bytes += values.nbytes
-
-    def _wait(self, what: str, peer: int, work: dist.Work) -> None:
+    def wait(self, expected: Travelling, what: str) -> None:
+        """Until it is there."""
         span, before_s = self._spans.begin(f"wait for {what}"), time.perf_counter()
-        self._received += 1
-        self._current = f"receive {self._received}, {what} from rank {peer}"
-        self._call(f"{what} from rank {peer}", work.wait)
-        self._current = ""
+        self._await(expected, f"{what} from rank {expected.peer}")
+        if expected.values.is_cuda:  # where the work's wait is the stream's
+            torch.cuda.current_stream(expected.values.device).synchronize()
         self.waited_s += time.perf_counter() - before_s
         self._spans.end(span)
 
-    def _call(self, what: str, call: Callable, *arguments):
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            raise PeerLostError(f"{what}: {error}") from error
+    def _give(self, group: dist.ProcessGroup, values: Tensor, peer: int) -> None:
+        if len(self._sent) == self._layout.pp + _SPARE:
+            self._await(self._sent.popleft(), f"that rank {peer} takes what it was sent")
+        given = Travelling(values, peer, lambda: group.send([values], peer, 0))
+        given.open()
+        self._sent.append(given)
+
+    def _await(self, travelling: Travelling, what: str) -> None:
+        self._waits += 1
+        self._current = f"wait {self._waits} for another stage, {what}"
+        work = travelling.open()
+        _named(f"rank {travelling.peer}", work.wait)
+        self._current = ""
+
+
+def _named(peer: str, call: Callable[[], _T]) -> _T:
+    """What `call` gives; its error names the peer, if that is gone."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLostError(f"{peer}, of another stage: {error}") from error

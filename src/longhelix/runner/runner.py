@@ -111,8 +111,9 @@ class ModelRunner:
         sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
-        if step.chunks and self.device.type == "cuda":  # a step that sampled nothing has not waited for it
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda" and (step.chunks or not self._is_last):
+            # A step that sampled nothing has not waited for it. Not the device: that may hang on other stages.
+            torch.cuda.current_stream(self.device).synchronize()
         taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s)
 
@@ -130,15 +131,23 @@ class ModelRunner:
         if not self._is_last:
             handover.give_hidden(hidden_TH)
         sampled = self._sampled(step)
+        if not sampled:
+            return
         if self._is_first:
-            handover.await_tokens(step.id, sampled)
-        elif self._is_last and sampled:
+            handover.await_tokens(sampled)
+        if self._is_last:
             handover.give_tokens(sampled)
+
+    def settle(self) -> None:
+        """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""
+        if self.handover is not None:
+            self.handover.settle()
 
     def progress(self) -> Progress:
         """How far it has come. Any thread may ask."""
         swapped = 0 if self.swap_space is None else self.swap_space.swapped_blocks
-        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun, swapped)
+        awaited = "" if self.mesh.pipeline is None else self.mesh.pipeline.progress()
+        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun, swapped, awaited)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
@@ -171,11 +180,11 @@ class ModelRunner:
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
         if self._is_first and self.handover is not None:
-            self.handover.take_tokens(step.id, self.decoding.values())
+            self.handover.take_tokens(self.decoding.values())
         batch = self._batch(step)
         if not self._is_first:
             assert self.handover is not None
-            return self.layers(self.handover.take_hidden(len(batch.token_ids_T)), batch)
+            return self.layers(self.handover.take_hidden(), batch)
         span = self._spans.begin("embedding")
         hidden_TH = self.model.embed(batch.token_ids_T)
         self._spans.end(span)
@@ -192,7 +201,8 @@ class ModelRunner:
         return self.sampling(self.model.logits(hidden_TH[last_rows]), sequences)
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
-        """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""
+        """The tokens that the last step chose, as every rank of the last stage knows them: without logprobs and
+        errors."""
         return tuple(SampledToken(seq.new.id, seq.last_token) for seq in self._sampled(step))
 
     def _sampled(self, step: Step) -> list[SequenceState]:

@@ -1,13 +1,23 @@
 """A running sequence, as a rank follows it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena, Extent
 from longhelix.kv.blocks import Block
+from longhelix.parallel.pipeline import Travelling
 from longhelix.request import NewSequence
 from longhelix.runner.seen_tokens import SeenTokens
+
+
+@dataclass(frozen=True, eq=False)
+class AwaitedTokens:
+    """The tokens of a step, on their way from the last pipeline stage, and whose they are."""
+
+    sequences: "Sequence[SequenceState]"
+    travelling: Travelling
 
 
 @dataclass
@@ -23,7 +33,7 @@ class SequenceState:
     extent: Extent
     seen: SeenTokens | None = None
     last_token: int = 0  # that was sampled, on every rank of the last stage and of the first one
-    sampled_in: int = 0  # the step that sampled it; it may still be on its way to the first stage
+    awaited: "AwaitedTokens | None" = None  # with which it comes, while it is on its way to the first stage
     microbatch: int = 0
     length: int = 0
     local_length: int = 0

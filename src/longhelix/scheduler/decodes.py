@@ -41,6 +41,15 @@ class Decodes:
         """The least time between tokens that any of the sequences asks for."""
         return min(self._tbt_slos_s, default=math.inf)
 
+    def has_more_rows(self, seq: Sequence) -> bool:
+        """Whether one of the sequences has not had its last row."""
+        return seq.length + self._round - seq.looked_at < seq.num_rows
+
+    def longest(self) -> Sequence | None:
+        """The longest of the sequences that have more rows; of equal ones that which came first."""
+        left = (seq for seq in self._sequences if self.has_more_rows(seq))
+        return max(left, key=lambda seq: (seq.length + self._round - seq.looked_at, -seq.id), default=None)
+
     def join(self, seq: Sequence) -> None:
         """From the next round on, the sequence has a row."""
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:

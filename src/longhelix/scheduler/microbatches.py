@@ -1,7 +1,6 @@
 """Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
 
-import math
-
+from longhelix.request import Cost, Work
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.sequence import Sequence
 
@@ -14,15 +13,17 @@ class Microbatches:
     """One `Decodes` for each of `pp` stages. A step has the rows of one of them, so that all stages have work while a
     sequence's next row waits for its last token.
 
-    A sequence joins the microbatch that had the fewest sequences when its prompt was done.
+    A sequence joins the microbatch whose rows take least when its prompt is done, by `cost`, or without one the
+    smallest. Where a microbatch has none left, it gets one of another.
     """
 
-    def __init__(self, pp: int, block_tokens: int) -> None:
+    def __init__(self, pp: int, block_tokens: int, cost: Cost | None = None) -> None:
+        self._cost = cost
         self._each = [Decodes(block_tokens) for _ in range(pp)]
         self._joining: list[list[Sequence]] = [[] for _ in range(pp)]
         self._in_flight = [0] * pp
-        self._most_in_flight = _MOST_IN_FLIGHT if pp > 1 else math.inf
-        self._last = -1
+        self._last_step = [0] * pp
+        self._last = self._current = -1  # of the step that was made last, and of the one that is made
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._each[seq.microbatch]
@@ -38,21 +39,48 @@ class Microbatches:
     @property
     def may_begin(self) -> bool:
         """Whether there may be another step in flight."""
-        return min(self._in_flight) < self._most_in_flight
+        return len(self._each) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
         """A sequence's last chunk is in this step; it decodes as soon as it can."""
-        sizes = [len(decodes) + len(joining) for decodes, joining in zip(self._each, self._joining, strict=True)]
-        seq.microbatch, seq.prompt_done_in = sizes.index(min(sizes)), step_id
-        self._joining[seq.microbatch].append(seq)
+        self._let_join(seq, min(range(len(self._each)), key=self._load), step_id)
+
+    def spread(self) -> list[Sequence]:
+        """Where a microbatch has no sequence, and another has several, let the longest of these join it. Returns those
+        that leave theirs."""
+        moved = []
+        for empty, joining in enumerate(self._joining):
+            if len(self._each) > 1 and not joining and not len(self._each[empty]):
+                fullest = max(range(len(self._each)), key=self._load)
+                seq = self._each[fullest].longest() if len(self._each[fullest]) > 1 else None
+                if seq is not None:
+                    self._each[fullest].leave(seq)
+                    self._let_join(seq, empty, self._last_step[fullest])
+                    moved.append(seq)
+        return moved
+
+    def _let_join(self, seq: Sequence, microbatch: int, after: int) -> None:
+        seq.microbatch, seq.joins_after = microbatch, after
+        self._joining[microbatch].append(seq)
+
+    def _load(self, microbatch: int) -> tuple[float, int]:
+        """The seconds of a microbatch's rows, and how many they are."""
+        decodes, joining = self._each[microbatch], self._joining[microbatch]
+        rows = len(decodes) + len(joining)
+        if self._cost is None or not rows:
+            return 0.0, rows
+        kv_tokens = decodes.kv_tokens + sum(seq.length for seq in joining)
+        return self._cost.seconds(Work(rows, kv_tokens, sampled_rows=rows)), rows
 
     def in_turn(self, step_id: int, oldest_id: int, any_first: bool) -> list[int]:
         """The microbatches of which one may be that of the step with this id, where `oldest_id` is that of the oldest
         step in flight. Those that have rows come before the others, unless any may be first."""
         pp = len(self._each)
+        if pp == 1:
+            return [0]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
-        found = [microbatch for microbatch in turns if self._in_flight[microbatch] < self._most_in_flight]
-        if len(found) > 1 and not any_first:
+        found = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
+        if not any_first:
             found.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
         return found
 
@@ -60,17 +88,16 @@ class Microbatches:
         return len(self._each[microbatch]) > 0 or bool(self._ready(microbatch, step_id, oldest_id))
 
     def _ready(self, microbatch: int, step_id: int, oldest_id: int) -> list[Sequence]:
-        """Those that can join a microbatch, whose first token is known, or is by the time that the step needs it: no
+        """Those that can join a microbatch, whose last token is known, or is by the time that the step needs it: no
         stage waits for it longer than for those of a whole round."""
         pp = len(self._each)
         return [
-            seq
-            for seq in self._joining[microbatch]
-            if step_id >= seq.prompt_done_in + pp or seq.prompt_done_in < oldest_id
+            seq for seq in self._joining[microbatch] if step_id >= seq.joins_after + pp or seq.joins_after < oldest_id
         ]
 
     def join(self, microbatch: int, step_id: int, oldest_id: int) -> list[Sequence]:
         """Let sequences decode, of one microbatch whose next step is made."""
+        self._current = microbatch
         if not self._joining[microbatch]:
             return []
         joined = self._ready(microbatch, step_id, oldest_id)
@@ -79,6 +106,11 @@ class Microbatches:
             self._each[microbatch].join(seq)
         return joined
 
+    def may_lose(self, seq: Sequence) -> bool:
+        """Whether a sequence decodes and has a row that no step has yet."""
+        decodes = self._each[seq.microbatch]
+        return seq in decodes and (seq.microbatch == self._current or decodes.has_more_rows(seq))
+
     def leave(self, seq: Sequence) -> None:
         """A sequence ends, whether it decodes or was about to."""
         if seq in self:
@@ -86,9 +118,9 @@ class Microbatches:
         elif seq in (joining := self._joining[seq.microbatch]):
             joining.remove(seq)
 
-    def began(self, microbatch: int) -> None:
+    def began(self, microbatch: int, step_id: int) -> None:
         """A step of it is in flight."""
-        self._last = microbatch
+        self._last, self._last_step[microbatch] = microbatch, step_id
         self._in_flight[microbatch] += 1
 
     def ended(self, microbatch: int) -> None:

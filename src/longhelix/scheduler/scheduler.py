@@ -100,7 +100,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
-        self._microbatches = Microbatches(config.pp, config.block_tokens)
+        self._microbatches = Microbatches(config.pp, config.block_tokens, cost)
         # What the next step says.
         self._leaving: list[Sequence] = []
         self._ended: list[int] = []
@@ -186,7 +186,7 @@ class Scheduler:
             microbatch,
         )
         self._in_flight.append(step)
-        self._microbatches.began(microbatch)
+        self._microbatches.began(microbatch, step.id)
         return step
 
     def _swap_pays(self, start: int) -> bool:
@@ -206,6 +206,7 @@ class Scheduler:
 
     def _microbatch(self) -> tuple[int | None, list[Sequence], list[Sequence]]:
         """The microbatch of the next step, the sequences that join it, and those whose rows in it need a KV block."""
+        self._leaving += self._microbatches.spread()
         step_id, oldest_id = self._next_step_id + 1, self._oldest_id
         others = bool(self._prompts or self._ended)
         for microbatch in self._microbatches.in_turn(step_id, oldest_id, any_first=bool(self._prompts)):
@@ -248,7 +249,7 @@ class Scheduler:
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
-        runs = seq.prompt_left > 0 or seq in self._microbatches
+        runs = seq.prompt_left > 0 or self._microbatches.may_lose(seq)
         return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:

@@ -40,8 +40,8 @@ class Sequence:
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
     microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
-    begun_in, prompt_done_in, last_step: ids of the first step after its admission, of the step with the last chunk of
-    its prompt, and of the last step before its preemption.
+    begun_in, joins_after, last_step: ids of the first step after its admission, of the one that samples the token of
+    its first row in a microbatch, and of the last step before its preemption.
     """
 
     job: Job
@@ -67,7 +67,7 @@ class Sequence:
     looked_at: int = 0
     due: int = 0
     begun_in: int = 0
-    prompt_done_in: int = 0
+    joins_after: int = 0
     last_step: int = 0
 
     def __post_init__(self) -> None:

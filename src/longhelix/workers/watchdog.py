@@ -27,6 +27,7 @@ class Watchdog:
     def __init__(self, config: EngineConfig) -> None:
         self._cost: Cost | None = None
         self._in_flight: dict[int, Work] = {}
+        self._layout = config.layout
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
         self._still_s = 0.0
         self._packed = True
@@ -90,16 +91,23 @@ class Watchdog:
         """What is wrong with the first rank that is not `done`, and where the others are. `feat`: what the `done` ranks
         have done."""
         left = {rank: progress for rank, progress in self._progress.items() if rank not in done}
-        # A rank that waits in a collective is held up by one that does not come there.
-        first = min(left, key=lambda rank: (left[rank].collective != "", left[rank].collectives))
+        first = min(left, key=self._order)
         others = [f"rank {rank} {feat}" for rank in sorted(done)]
         others += [f"rank {rank} is {_where(progress)}" for rank, progress in left.items() if rank != first]
         return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {self._for_s(limit_s)}", *others])
+
+    def _order(self, rank: int) -> tuple[bool, bool, int, int]:
+        """Of a rank that may hold the others up: one that waits for another stage is held up by that, and one that
+        waits in a collective by one of its stage that does not come there."""
+        progress = self._progress[rank]
+        return progress.awaited != "", progress.collective != "", self._layout.stage(rank), progress.collectives
 
     def _for_s(self, limit_s: float) -> str:
         return f"nothing has got on for {self._still_s:.1f} s, and {limit_s:.1f} s are the limit"
 
 
 def _where(progress: Progress) -> str:
+    if progress.awaited:
+        return f"in {progress.awaited}"
     begun = f"after {progress.collectives} collectives" if progress.collectives else "before any collective"
     return f"in {progress.collective}" if progress.collective else f"outside of collectives, {begun}"

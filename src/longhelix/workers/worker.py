@@ -145,6 +145,7 @@ def _load(
             runner.expect(step)
             runner.execute(step)
             socket.send(Warmed(done / len(steps)))
+        runner.settle()
         model.forget_expert_rows()
     return runner
 

@@ -86,3 +86,60 @@ def test_all_microbatches_have_every_third_step():
     full = [step for step in run.runner.steps if step.work.decode_rows == 3 and not step.chunks]
     assert len(full) > 60
     assert all((after.microbatch - step.microbatch) % 3 == 1 for step, after in pairwise(full))
+
+
+class ByTokens:
+    """KV takes time, and rows next to none."""
+
+    def seconds(self, work):
+        return 1e-6 * work.rows + 1e-3 * (work.decode_kv_tokens + work.chunk_rows)
+
+
+def members(run):
+    return [sorted(decoding) for decoding in run.runner.microbatches]
+
+
+def test_long_requests_are_dealt_by_what_they_take():
+    """In whatever order they come: each microbatch has one long and one short request."""
+    for order in ([0, 1, 2, 3], [2, 0, 1, 3], [0, 2, 1, 3]):
+        run = engine(2, chunk_tokens=1000)
+        run.scheduler._microbatches._cost = ByTokens()
+        prompts = {0: 100, 1: 90, 2: 4, 3: 6}
+        for id in order:
+            run.add(request(id, prompts[id], 30))
+            for _ in range(3):
+                run.step()
+        for _ in range(3):
+            run.step()
+        assert sum(map(len, members(run))) == 4
+        assert {len({0, 1} & set(ids)) for ids in members(run)} == {1}, order
+
+
+def test_a_microbatch_that_is_left_empty_gets_the_longest_of_another():
+    run = engine(2, chunk_tokens=1000)
+    for id, (prompt, new) in enumerate([(40, 60), (5, 4), (30, 60), (5, 4)]):
+        run.add(request(id, prompt, new))
+        run.step()
+        run.step()
+    for _ in range(12):
+        run.step()
+    assert sorted(members(run)) == [[0], [2]]
+    outcomes = run.drain()
+    assert outcomes[0].token_ids == expected_output(request(0, 40, 60))
+    assert outcomes[2].token_ids == expected_output(request(2, 30, 60))
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_what_a_request_held_is_said_under_pressure_too(pp):
+    """Nobody who has only a token on its way is preempted."""
+    asked = [request(id, 4 + id % 5, 12 + id % 7) for id in range(24)]
+    run = engine(pp, num_blocks=9, max_model_len=40, chunk_tokens=16, max_running=8)
+    run.add(*asked)
+    outcomes = run.drain()
+    assert len(run.runner.new) == 24
+    preempted = [new for step in run.runner.steps for new in step.new]
+    assert len(preempted) > 24
+    for one in asked:
+        held = outcomes[one.id].kv_tokens_per_rank
+        assert sum(held) == len(one.prompt_token_ids) + one.sampling.max_new_tokens - 1
+        assert outcomes[one.id].token_ids == expected_output(one)
