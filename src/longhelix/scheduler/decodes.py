@@ -18,7 +18,7 @@ class Decodes:
         self._block_tokens = block_tokens
         self._round = 0
         self._sequences: set[Sequence] = set()
-        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by round; those that left may still be there
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by round
         self._most_blocks: int | None = 0
         self._tbt_slos_s: Counter[float] = Counter()
         self.kv_tokens = 0  # of all of them
@@ -68,6 +68,8 @@ class Decodes:
                 self._most_blocks = seq.most_blocks
 
     def leave(self, seq: Sequence) -> None:
+        if seq in (due := self._due.get(seq.due, [])):  # it may come back, or be due in another set
+            due.remove(seq)
         seq.length += self._round - seq.looked_at
         seq.due = 0
         self._sequences.remove(seq)
