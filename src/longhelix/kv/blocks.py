@@ -79,6 +79,11 @@ class BlockAllocator:
         assert count <= self.available
         self.reserved += count
 
+    def unreserve(self, count: int) -> None:
+        """Take back a promise of `count` blocks."""
+        self.reserved -= count
+        assert self.reserved >= 0
+
     def take_reserved(self) -> int:
         """Hand out one promised block."""
         assert self.reserved > 0

@@ -69,13 +69,13 @@ class SchedulerConfig:
             return self.placement
         return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
 
-    def place(self, prompt_tokens: int, capacity_tokens: int, start: int) -> Placement:
-        """A request's placement, beginning on KVP rank `start`."""
+    def place(self, prompt_tokens: int, capacity_tokens: int, start: int, later: tuple[int, ...] = ()) -> Placement:
+        """A request's placement, beginning on KVP rank `start`. later: see `Growing`."""
         limit_tokens = self.growth_limit_tokens
         if self.placement == "auto":
             limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
         name = self.placement_of(prompt_tokens, capacity_tokens)
-        return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start)
+        return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start, later)
 
     @property
     def longest_local_tokens(self) -> int:

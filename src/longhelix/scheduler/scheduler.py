@@ -209,6 +209,7 @@ class Scheduler:
         """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
+            self.pool.choose_ranks(seq, seq.num_blocks + 1)
             while seq in self._decodes and not self.pool.can_take(seq):
                 self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
             if seq in self._decodes:
@@ -307,6 +308,7 @@ class Scheduler:
             self._shares.remove(client)
             if seq.length < seq.num_rows:
                 self._joining.append(seq)
+        self.pool.choose_ranks(seq, -(-seq.length // self.config.block_tokens))
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
             self.pool.name(self._cache.named(seq))

@@ -91,6 +91,27 @@ def check_blocks(scheduler):
     named = sum(len(allocator._hashes) for allocator in scheduler.pool.allocators)
     assert len(scheduler.pool.index) == named
     check_slots(scheduler)
+    check_placements(scheduler)
+
+
+def check_placements(scheduler):
+    """The closed forms say where the blocks of each sequence are, and no rank has more than there is room for."""
+    block_tokens = scheduler.config.block_tokens
+    for seq in scheduler._running.values():
+        blocks = [len(ids) for ids in seq.block_ids]
+        tokens = seq.num_blocks * block_tokens
+        assert [seq.placement.local_length(rank, tokens) for rank in range(len(blocks))] == [
+            count * block_tokens for count in blocks
+        ]
+        most = [-(-seq.placement.local_length(rank, seq.num_rows) // block_tokens) for rank in range(len(blocks))]
+        assert all(count <= room for count, room in zip(most, seq.room, strict=True))
+        assert all(
+            count + promised <= room for count, promised, room in zip(blocks, seq.promised, seq.room, strict=True)
+        )
+        assert max(seq.room) <= scheduler.config.num_blocks
+    listed = [sum(rooms) for rooms in zip(*(seq.room for seq in scheduler._running.values()), strict=True)]
+    assert scheduler.pool._listed == (listed or [0] * scheduler.config.kvp)
+    assert max(scheduler.pool._listed) <= scheduler.pool._most_listed
 
 
 def check_slots(scheduler):

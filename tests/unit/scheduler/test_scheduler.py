@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.kv.placement import PLACEMENTS, Continued, Placement
+from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
@@ -48,6 +48,11 @@ class Replica:
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
 
+    def local_length(self, rank: int, length: int, block_tokens: int) -> int:
+        """How many of the first `length` tokens are in blocks of a rank."""
+        owned = (block.owner == rank for block in self.blocks)
+        return sum(own * min(max(length - at * block_tokens, 0), block_tokens) for at, own in enumerate(owned))
+
     @property
     def prompt_left(self) -> int:
         return max(self.prompt_tokens - self.length, 0)
@@ -74,7 +79,7 @@ class FakeRunner:
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
-        self.given_tokens: dict[int, int] = {}
+        self.ended: dict[int, Replica] = {}
         self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
 
@@ -88,7 +93,7 @@ class FakeRunner:
         assert step.id == len(self.steps) + 1
         self.steps.append(step)
         for sequence_id in step.ended:
-            del self.replicas[sequence_id]
+            self.ended[sequence_id] = self.replicas.pop(sequence_id)
             self.decoding.pop(sequence_id, None)
         for sequence_id in step.leaving:
             del self.decoding[sequence_id]
@@ -97,7 +102,6 @@ class FakeRunner:
         for new in step.new:
             assert new.id not in self.replicas
             self.first_blocks.pop(new.id, None)  # from before a preemption
-            self.given_tokens.setdefault(new.id, new.capacity_tokens - new.sampling.max_new_tokens)
             self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
         for sequence_id in step.joining:
@@ -245,22 +249,15 @@ class FakeRunner:
         assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
         return counts
 
-    def place(self, sequence_id: int) -> Placement:
-        new = self.new[sequence_id]
-        place = self.config.place(self.given_tokens[sequence_id], new.capacity_tokens, self.first_blocks[sequence_id])
-        owners = tuple(block.owner for block in new.cached_blocks)
-        return Continued(place, owners) if owners else place
-
     def read(self, sequence_id: int) -> list[int]:
         """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
         seq, block_tokens = self.replicas[sequence_id], self.config.block_tokens
         found: dict[int, int] = {}
         for rank in range(self.config.kvp):
             local = [block.id for block in seq.blocks if block.owner == rank]
-            placement = self.place(sequence_id)
             slots = [
                 local[index // block_tokens] * block_tokens + index % block_tokens
-                for index in range(placement.local_length(rank, seq.length))
+                for index in range(seq.local_length(rank, seq.length, block_tokens))
             ]
             entries = [self.pools[rank][slot] for slot in slots]
             cached_tokens = seq.new.cached_tokens  # which others have written
@@ -372,8 +369,8 @@ def test_kv_tokens_at_the_end_follow_the_closed_form(placement, depth):
     for key, outcome in engine.drain().items():
         asked = BATCH[key]
         length = len(asked.prompt_token_ids) + len(outcome.token_ids) - 1
-        place = engine.runner.place(key)
-        assert outcome.kv_tokens_per_rank == tuple(place.local_length(rank, length) for rank in range(3))
+        held = engine.runner.ended[key]
+        assert outcome.kv_tokens_per_rank == tuple(held.local_length(rank, length, 4) for rank in range(3))
 
 
 def test_the_prompt_comes_in_chunks_of_the_budget():
