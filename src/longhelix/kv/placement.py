@@ -257,6 +257,11 @@ class Continued:
         return self.blocks_by_owner[rank] * self.block_tokens + added
 
 
+def blocks_needed(placement: Placement, tokens: int) -> list[int]:
+    """Blocks on each KVP rank for the first tokens of a request."""
+    return [-(-placement.local_length(rank, tokens) // placement.block_tokens) for rank in range(placement.kvp)]
+
+
 PLACEMENTS = ("striped", "growing", "local")
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
-from longhelix.kv.placement import Continued, Local, Placement
+from longhelix.kv.placement import Continued, Local, Placement, blocks_needed
 from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
@@ -67,7 +67,7 @@ class Admission:
                 + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
-        needed = self._blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
+        needed = blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
             raise UserError(
@@ -159,9 +159,9 @@ class Admission:
 
     def _room(self, job: Job, placement: Placement, prefix: Prefix) -> tuple[list[int], list[int]]:
         """The blocks that a request may come to have of each rank, and those that it is promised when it begins."""
-        whole = self._blocks_needed(placement, job.request.capacity_tokens - 1)
+        whole = blocks_needed(placement, job.request.capacity_tokens - 1)
         bound = job.preemptions >= MOST_PREEMPTIONS
-        wanted = whole if bound else self._blocks_needed(placement, len(job.request.prompt_token_ids))
+        wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
         later = () if self._config.batch_invariant else later_ranks(placement)
         most = max((whole[rank] for rank in later), default=0)
         room = [most if rank in later else count for rank, count in enumerate(whole)]
@@ -196,8 +196,7 @@ class Admission:
             return placement, NO_PREFIX
         continued = self._placement_behind(prefix, request)
         assert isinstance(continued, Continued)
-        most_blocks = min(self._config.num_blocks, -(-self._config.longest_local_tokens // block_tokens))
-        if max(self._blocks_needed(continued, request.capacity_tokens - 1)) > most_blocks:
+        if max(blocks_needed(continued, request.capacity_tokens - 1)) > self._config.most_blocks:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, and only what is local may be anywhere.
         alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
@@ -219,11 +218,6 @@ class Admission:
         own = self._pool.take_needed(seq)
         self._pool.swaps.swap_in(swapped, own[: len(swapped)])
         return blocks + own, tuple(zip(copied, own, strict=False))
-
-    def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
-        """Blocks on each KVP rank for the first tokens of a request."""
-        lengths = (placement.local_length(rank, tokens) for rank in range(self._config.kvp))
-        return [-(-length // self._config.block_tokens) for length in lengths]
 
     def _place(self, request: Request, start: int, later: tuple[int, ...] = ()) -> Placement:
         return self._config.place(request.given_tokens, request.capacity_tokens, start, later)

@@ -55,6 +55,14 @@ class BlockPool:
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
         )
 
+    def make_room(self, seq: Sequence, room: list[int]) -> bool:
+        """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
+        listed = [count + more - less for count, more, less in zip(self._listed, room, seq.room, strict=True)]
+        if max(listed) > self._most_listed:
+            return False
+        self._listed, seq.room = listed, room
+        return True
+
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
         """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
         that are swapped in."""

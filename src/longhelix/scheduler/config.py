@@ -86,6 +86,11 @@ class SchedulerConfig:
         return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))
 
     @property
+    def most_blocks(self) -> int:
+        """The most KV blocks that one request may have on one KVP rank."""
+        return min(self.num_blocks, -(-self.longest_local_tokens // self.block_tokens))
+
+    @property
     def longest_request_tokens(self) -> int:
         """The most tokens, prompt and new ones, that every request may have: max_model_len, or what the pools hold."""
         pool_tokens = self.num_blocks * self.block_tokens

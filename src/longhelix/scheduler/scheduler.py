@@ -28,6 +28,7 @@ from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
+from longhelix.scheduler.widening import Widening
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -44,6 +45,8 @@ class Usage(NamedTuple):
     preemptions: int = 0
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
+    moved_tokens: int = 0
+    moved_s: float = 0.0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -99,6 +102,7 @@ class Scheduler:
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
         self._decodes = Decodes(config.block_tokens)
+        self._widening = Widening(config, self.pool)
         # What the next step says.
         self._joining: list[Sequence] = []
         self._leaving: list[Sequence] = []
@@ -144,6 +148,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step: one row of every decode, and chunks of prompts. None if there is nothing to run."""
+        self._widening.name()
         self._resume(now_s)
         new = self._admit(now_s)
         joined = self._join()
@@ -178,6 +183,7 @@ class Scheduler:
             work,
             copies,
             *self.pool.swaps.of_step(),
+            self._widening.of_step(),
         )
         self._in_flight.append(step)
         return step
@@ -206,17 +212,25 @@ class Scheduler:
         return joining
 
     def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
-        """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
+        """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
             self.pool.choose_ranks(seq, seq.num_blocks + 1)
             while seq in self._decodes and not self.pool.can_take(seq):
-                self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
+                self._free_some(self.pool.next_owner(seq), seq)
             if seq in self._decodes:
                 grown.append((seq, self.pool.take(seq)))
         grown = [(seq, block) for seq, block in grown if seq in self._decodes]
         self._decodes.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
+
+    def _free_some(self, rank: int, growing: Sequence) -> None:
+        """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
+        its own."""
+        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._decodes)):
+            self._decodes.recount()
+        else:
+            self._preempt(self._cheapest(rank, growing))
 
     def _cheapest(self, rank: int, growing: Sequence) -> Sequence:
         """Of `growing` and the sequences that have blocks on a KVP rank or are promised some, the one whose preemption
@@ -246,6 +260,7 @@ class Scheduler:
             self._shares.remove(seq.request.service.client)
         if seq in self._decodes:
             self._decodes.leave(seq)
+        self._widening.forget(seq)
         self.pool.release(seq)
         self._ended.append(seq.id)
 
@@ -320,7 +335,10 @@ class Scheduler:
         assert step.id == result.step_id
         if step.chunks:
             self._step_s = result.taken_s
-        if self.cost is not None:
+        for widened in step.widened:
+            if (moved := self._running.get(widened.id) or self._preempted.get(widened.id)) is not None:
+                moved.job.moved_s += result.moved_s
+        if self.cost is not None and not step.moved:  # moves take time that no cost knows of
             self.cost.observe(step.work, result.taken_s)
         events, running = [], self._running
         for sampled in result.sampled:
@@ -383,4 +401,12 @@ def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable
 
 
 def _usage(job: Job, held: tuple[int, ...]) -> Usage:
-    return Usage(held, job.cached_tokens, job.preemptions, job.recomputed_tokens, job.swapped_tokens)
+    return Usage(
+        held,
+        job.cached_tokens,
+        job.preemptions,
+        job.recomputed_tokens,
+        job.swapped_tokens,
+        job.moved_tokens,
+        job.moved_s,
+    )

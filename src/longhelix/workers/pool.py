@@ -138,6 +138,7 @@ class WorkerPool:
             exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
             taken_s=max(result.taken_s for result in by_rank.values()),
+            moved_s=max(result.moved_s for result in by_rank.values()),
         )
 
     def expert_rows(self, ranks: range) -> list[list[list[int]]]:

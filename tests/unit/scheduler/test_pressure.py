@@ -130,10 +130,15 @@ def check_slots(scheduler):
 class Traffic(RuleBasedStateMachine):
     """Requests come, end early and run, in any order, under any policy and placement, in a pool that is short."""
 
+    kvps = st.integers(1, 4)
+    placements = st.sampled_from((*PLACEMENTS, "auto"))
+    batch_invariant = st.booleans()
+    more_blocks = st.integers(0, 8)
+
     @initialize(data=st.data())
     def begin(self, data):
         draw = data.draw
-        block_tokens, kvp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+        block_tokens, kvp = draw(st.integers(1, 5)), draw(self.kvps)
         made = SchedulerConfig(
             kvp=kvp,
             num_blocks=1,
@@ -141,10 +146,10 @@ class Traffic(RuleBasedStateMachine):
             block_tokens=block_tokens,
             chunk_tokens=draw(st.sampled_from([1, 7, 16, 10_000])),
             max_running=draw(st.integers(1, 6)),
-            placement=draw(st.sampled_from((*PLACEMENTS, "auto"))),
+            placement=draw(self.placements),
             growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
             kvp_threshold_tokens=draw(st.integers(0, 50)),
-            batch_invariant=draw(st.booleans()),
+            batch_invariant=draw(self.batch_invariant),
             policy=draw(st.sampled_from(POLICIES)),
             adaptive=draw(st.booleans()),
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
@@ -152,7 +157,7 @@ class Traffic(RuleBasedStateMachine):
             swap_blocks=draw(st.integers(0, 20)) if prefix_cache else 0,
         )
         least = -(-made.longest_local_tokens // block_tokens)
-        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(st.integers(0, 8))})
+        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(self.more_blocks)})
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
         self.engine = Pressed(made, draw(st.integers(1, 3)), swap_s)
@@ -212,13 +217,27 @@ class Traffic(RuleBasedStateMachine):
             ended_early = outcome.finish_reason == "abort"
             assert outcome.token_ids == (expected[: len(outcome.token_ids)] if ended_early else expected)
         assert all(usage.preemptions <= MOST_PREEMPTIONS for usage in self.engine.usages.values())
+        moved = self.engine.runner.moved_blocks
+        block_tokens = self.engine.scheduler.config.block_tokens
+        for id, usage in self.engine.usages.items():
+            assert usage.moved_tokens == block_tokens * moved.get(id, 0)
         self.engine.scheduler.pool.forget()
         assert not self.engine.scheduler.pool.index
         assert all(not allocator._more_holders for allocator in self.engine.scheduler.pool.allocators)
 
 
+class UnevenTraffic(Traffic):
+    """Ranks fill up one by one, so that blocks move to those that have room."""
+
+    kvps = st.integers(2, 4)
+    placements = st.sampled_from(("growing", "local"))
+    batch_invariant = st.just(False)
+    more_blocks = st.integers(0, 2)
+
+
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestUnevenTraffic = UnevenTraffic.TestCase
+TestTraffic.settings = TestUnevenTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 
 
 def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():

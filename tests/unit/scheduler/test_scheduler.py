@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
@@ -50,8 +51,9 @@ class Replica:
 
     def local_length(self, rank: int, length: int, block_tokens: int) -> int:
         """How many of the first `length` tokens are in blocks of a rank."""
-        owned = (block.owner == rank for block in self.blocks)
-        return sum(own * min(max(length - at * block_tokens, 0), block_tokens) for at, own in enumerate(owned))
+        full, rest = divmod(length, block_tokens)
+        local = sum(block.owner == rank for block in self.blocks[:full]) * block_tokens
+        return local + (rest if rest and self.blocks[full].owner == rank else 0)
 
     @property
     def prompt_left(self) -> int:
@@ -80,6 +82,7 @@ class FakeRunner:
         self.steps = []
         self.first_blocks: dict[int, int] = {}
         self.ended: dict[int, Replica] = {}
+        self.moved_blocks: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
 
@@ -99,6 +102,9 @@ class FakeRunner:
             del self.decoding[sequence_id]
         self.swap(step)
         self.copy(step)
+        for widened in step.widened:
+            assert widened.id in self.decoding or widened.id in step.joining
+            self.widen(widened)
         for new in step.new:
             assert new.id not in self.replicas
             self.first_blocks.pop(new.id, None)  # from before a preemption
@@ -135,6 +141,7 @@ class FakeRunner:
         out, back = step.swapped_out, step.swapped_in
         assert len({(block.owner, slot) for block, slot in out}) == len(out)
         assert len({block for _, block in back}) == len(back)
+        held -= {source for source, _ in step.moved}  # free by now, and cached
         assert {(block.owner, slot) for block, slot in out}.isdisjoint((block.owner, slot) for slot, block in back)
         assert held.isdisjoint(block for block, _ in out)
         assert held.isdisjoint(block for _, block in back)
@@ -147,16 +154,38 @@ class FakeRunner:
             self.pools[block.owner] |= dict(enumerate(self.slots[block.owner, slot], first))
 
     def copy(self, step) -> None:
-        """Before anything else: from blocks that somebody has to blocks that nobody has."""
+        """Before anything else: from blocks that somebody has to blocks that nobody has. All are read before one is
+        written, as what moves away may make room for what moves in."""
         block_tokens, held = self.config.block_tokens, self.held()
-        sources, targets = [source for source, _ in step.copies], [target for _, target in step.copies]
+        copies = step.copies + step.moved
+        sources, targets = [source for source, _ in step.copies], [target for _, target in copies]
         assert self.config.prefix_cache or held.issuperset(sources)
-        assert held.isdisjoint(targets)
+        assert held.issuperset(source for source, _ in step.moved)
+        assert (held - {source for source, _ in step.moved}).isdisjoint(targets)
         assert len(set(targets)) == len(targets)
-        for source, target in step.copies:
-            for offset in range(block_tokens):
-                copied = self.pools[source.owner].get(source.id * block_tokens + offset)
-                self.pools[target.owner][target.id * block_tokens + offset] = copied
+        assert set(targets).isdisjoint(sources)
+        assert all(source.owner == target.owner for source, target in step.copies)
+        assert all(source.owner != target.owner for source, target in step.moved)
+        first = [source.id * block_tokens for source, _ in copies]
+        read = [
+            [self.pools[source.owner].get(slot + offset) for offset in range(block_tokens)]
+            for slot, (source, _) in zip(first, copies, strict=True)
+        ]
+        for (_, target), found in zip(copies, read, strict=True):
+            self.pools[target.owner] |= dict(enumerate(found, target.id * block_tokens))
+
+    def widen(self, widened) -> None:
+        """Blocks in the middle of a sequence become others; each rank finds the place of a new one among its own."""
+        seq = self.replicas[widened.id]
+        moved = {move.source: move.target for move in widened.moves}
+        assert len(moved) == len(widened.moves)
+        assert moved.keys() <= set(seq.blocks[: seq.length // self.config.block_tokens])  # which are full
+        seq.blocks = [moved.get(block, block) for block in seq.blocks]
+        seq.new = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank)
+        for move in widened.moves:
+            assert [block for block in seq.blocks if block.owner == move.target.owner][move.place] == move.target
+        assert widened.moves == tuple(sorted(widened.moves, key=lambda move: seq.blocks.index(move.target)))
+        self.moved_blocks[widened.id] = self.moved_blocks.get(widened.id, 0) + len(moved)
 
     def load(self, blocks, first: int, token_ids) -> None:
         """Fill the blocks of a prompt from that with index `first` on, between two steps."""
