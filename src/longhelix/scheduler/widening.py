@@ -75,26 +75,30 @@ class Widening:
         self._of_step.clear()
         return widened
 
-    def forget(self, seq: Sequence) -> None:
-        """A sequence runs no longer; nothing more of it moves."""
-        self._of_step.pop(seq, None)
-        self._named.pop(seq.id, None)
-
     def name(self) -> None:
         """The step is made that moves what was to be moved: let it be found where it is, and no longer where it was."""
         for found in self._named.values():
-            left = defaultdict[int, "array[int]"](lambda: array("q"))
-            moved = []
-            for block in found:
-                there = self._pool.index.get(block.digest)
-                if there is None or (there == block.source and self._allocators[there.owner].is_cached(there.id)):
-                    moved.append((block.target, block.digest, block.start))
-                    if there is not None:
-                        left[there.owner].append(there.id)
-            for owner, ids in left.items():
-                self._allocators[owner].uncache(ids)
-            self._pool.name(moved)
+            self._name(found)
         self._named.clear()
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence runs no longer. What was to move with the step that is being made stays where it was."""
+        found = self._named.pop(seq.id, [])
+        if self._of_step.pop(seq, None) is None:
+            self._name(found)
+
+    def _name(self, found: list[_Named]) -> None:
+        left = defaultdict[int, "array[int]"](lambda: array("q"))
+        moved = []
+        for block in found:
+            there = self._pool.index.get(block.digest)
+            if there is None or (there == block.source and self._allocators[there.owner].is_cached(there.id)):
+                moved.append((block.target, block.digest, block.start))
+                if there is not None:
+                    left[there.owner].append(there.id)
+        for owner, ids in left.items():
+            self._allocators[owner].uncache(ids)
+        self._pool.name(moved)
 
     def _move(self, seq: Sequence, rank: int, level: int) -> bool:
         """Move blocks of a sequence away from a rank. False: it can give none."""
