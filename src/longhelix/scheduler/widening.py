@@ -104,7 +104,7 @@ class Widening:
         """Move blocks of a sequence away from a rank. False: it can give none."""
         blocks = _blocks(seq)
         movable = self._movable(seq, blocks, rank)
-        targets = self._targets(level, len(movable))
+        targets = self._targets(min(level, len(movable)))
         indices = movable[len(movable) - len(targets) :]
         owners = [block.owner for block in blocks]
         for index, target in zip(indices, targets, strict=True):
@@ -135,13 +135,11 @@ class Widening:
             if block.owner == rank and not allocator.is_shared(block.id)
         ]
 
-    def _targets(self, level: int, most: int) -> list[int]:
-        """The ranks that blocks go to, at most `most` and so many that none has less room than `level`, or the full
-        one more."""
-        room = {rank: each.available - level for rank, each in enumerate(self._allocators) if each.available > level}
-        targets = []
-        for _ in range(min(level, most, sum(room.values()))):
-            roomiest = max(room, key=lambda rank: (room[rank], -rank))
+    def _targets(self, count: int) -> list[int]:
+        """The ranks that so many blocks go to: each to the one with the most room by then."""
+        room, targets = [allocator.available for allocator in self._allocators], []
+        for _ in range(count):
+            roomiest = room.index(max(room))
             room[roomiest] -= 1
             targets.append(roomiest)
         return sorted(targets)

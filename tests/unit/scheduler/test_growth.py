@@ -79,6 +79,7 @@ def test_a_neighbours_load_changes_which_rank_a_prompt_takes(chunk_tokens):
         engine.step()
         check_blocks(engine.scheduler)
     assert [block.owner for block in engine.runner.replicas[0].blocks] == [0, 0, 2, 2, 1]
+    assert engine.scheduler._running[0].promised == [0, 0, 0]
     engine.drain()
 
 

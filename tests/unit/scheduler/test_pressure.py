@@ -109,6 +109,7 @@ def check_placements(scheduler):
             count + promised <= room for count, promised, room in zip(blocks, seq.promised, seq.room, strict=True)
         )
         assert max(seq.room) <= scheduler.config.num_blocks
+        assert all(block.id in seq.block_ids[block.owner] for block in seq.unnamed)
     listed = [sum(rooms) for rooms in zip(*(seq.room for seq in scheduler._running.values()), strict=True)]
     assert scheduler.pool._listed == (listed or [0] * scheduler.config.kvp)
     assert max(scheduler.pool._listed) <= scheduler.pool._most_listed

@@ -112,20 +112,43 @@ def test_in_batch_invariant_mode_nothing_moves():
     assert sum(usage.preemptions for usage in engine.usages.values()) == 1
 
 
-def test_a_request_that_moves_and_is_preempted_in_the_same_step_moves_nothing():
-    engine = Pressed(three_ranks())
+def until_rank_0_is_full(**more):
+    engine = Pressed(three_ranks(**more))
     engine.add(*ASKED)
-    scheduler = engine.scheduler
-    while scheduler.pool.allocators[0].available:
+    while engine.scheduler.pool.allocators[0].available:
         engine.step()
-    seq = scheduler._running[0]
+    return engine, engine.scheduler._running[0]
+
+
+def test_a_request_that_moves_and_is_preempted_in_the_same_step_moves_nothing():
+    """Its KV is found where it was, and nothing where it would have gone."""
+    engine, seq = until_rank_0_is_full(prefix_cache=True)
+    scheduler = engine.scheduler
+    before = dict(scheduler.pool.index)
     assert scheduler._widening.widen(0, seq, [seq])
     scheduler._preempt(seq)
+    assert scheduler.pool.index == before
     engine.step()
     assert engine.runner.steps[-1].widened == ()
     check_blocks(scheduler)
     engine.drain()
     assert engine.usages[0].moved_tokens == 4 * engine.runner.moved_blocks.get(0, 0)
+
+
+def test_a_request_moves_once_in_a_step():
+    """What has just moved is not there yet, to move on."""
+    engine, seq = until_rank_0_is_full()
+    widening = engine.scheduler._widening
+    assert widening._relieve(0, [seq])
+    targets = {move.target.owner for move in widening._of_step[seq].moves}
+    assert targets == {1, 2}
+    assert not any(widening._relieve(rank, [seq]) for rank in range(3))
+
+
+def test_a_request_does_not_move_from_where_it_was_promised_blocks():
+    engine, seq = until_rank_0_is_full()
+    seq.promised[1] = 1
+    assert not engine.scheduler._widening._relieve(0, [seq])
 
 
 def test_the_time_of_moves_is_the_request_s():
