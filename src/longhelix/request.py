@@ -104,6 +104,7 @@ class ServiceLevel:
     ttft_slo_s: the time to its first token that it wants; tbt_slo_s: the most between two tokens. priority: requests
     with a higher one go first, whatever the policy. client: whose it is; clients have equal shares of prefill, or
     weighted ones, while they compete. cache_salt: it shares cached KV only with requests that have the same.
+    growth_limit_tokens: the tokens of it that a KVP rank has before the next one joins, rounded down to KV blocks.
     """
 
     ttft_slo_s: float | None = None
@@ -111,6 +112,7 @@ class ServiceLevel:
     priority: int = 0
     client: str = ""
     cache_salt: str = ""
+    growth_limit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can ask; keeps plain Python values."""
@@ -120,6 +122,9 @@ class ServiceLevel:
             "priority": whole("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY),
             "client": _name("client", self.client),
             "cache_salt": _name("cache_salt", self.cache_salt),
+            "growth_limit_tokens": None
+            if self.growth_limit_tokens is None
+            else whole("growth_limit_tokens", self.growth_limit_tokens, 1, MOST_TOKENS),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

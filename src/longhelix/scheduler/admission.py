@@ -11,6 +11,7 @@ from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import later_ranks
+from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
@@ -41,12 +42,14 @@ class Admission:
         config: SchedulerConfig,
         pool: BlockPool,
         order: Order,
+        limits: GrowthLimits,
         prefixes: Prefixes | None,
         cache: PrefixCache | None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._order = order
+        self._limits = limits
         self._prefixes = prefixes
         self._cache = cache
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
@@ -67,6 +70,7 @@ class Admission:
                 + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
+        self._limits.check(request)
         needed = blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
@@ -220,12 +224,14 @@ class Admission:
         return blocks + own, tuple(zip(copied, own, strict=False))
 
     def _place(self, request: Request, start: int, later: tuple[int, ...] = ()) -> Placement:
-        return self._config.place(request.given_tokens, request.capacity_tokens, start, later)
+        limit_tokens = self._limits.of(request)
+        return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
     def _placement(self, request: Request, owners: tuple[int, ...] = ()) -> Placement:
         """A request's own placement, behind blocks with `owners`. It begins on the rank with the most free blocks, so
         that short requests and the ends of long ones spread over the ranks."""
-        name = self._config.placement_of(request.given_tokens, request.capacity_tokens)
+        limit_tokens = request.service.growth_limit_tokens
+        name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
         if self._config.batch_invariant and name != "local":
             return self._place(request, start=0)
         start, *later = self._pool.in_order(owners)

@@ -17,10 +17,11 @@ from longhelix.request import Chunk, Cost, NewSequence, Request, SampledToken, S
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
@@ -34,7 +35,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
-_TBT_S, _TBT_FACTOR = 0.08, 2.0  # targets that nobody asked for: seconds, or of what decodes take alone
+_TBT_FACTOR = 2.0  # a target that nobody asked for is at least so many times what decodes take alone
 
 
 class Usage(NamedTuple):
@@ -97,7 +98,8 @@ class Scheduler:
             prefixes = self._cache = PrefixCache(
                 self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
             )
-        self._waiting = Admission(config, self.pool, self._order, prefixes, self._cache)
+        limits = GrowthLimits(config, cost)
+        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
@@ -308,7 +310,7 @@ class Scheduler:
         decodes_s = self.cost.seconds(beside) if self.cost is not None and beside.decode_rows else 0.0
         target_s = self.config.tbt_target_s
         if target_s is None:
-            target_s = max(_TBT_S, _TBT_FACTOR * decodes_s)
+            target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
         target_s = _MARGIN * min(target_s, self._decodes.tbt_slo_s)
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
@@ -397,7 +399,12 @@ def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable
     """Where bits may not depend on who computed a prefix, requests of other placements have computed others."""
     if not config.batch_invariant:
         return root
-    return lambda request: root(request) + config.placement_of(request.given_tokens, request.capacity_tokens).encode()
+
+    def placed(request: Request) -> bytes:
+        limit_tokens = request.service.growth_limit_tokens
+        return config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens).encode()
+
+    return lambda request: root(request) + placed(request)
 
 
 def _usage(job: Job, held: tuple[int, ...]) -> Usage:

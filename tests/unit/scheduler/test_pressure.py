@@ -148,7 +148,7 @@ class Traffic(RuleBasedStateMachine):
             chunk_tokens=draw(st.sampled_from([1, 7, 16, 10_000])),
             max_running=draw(st.integers(1, 6)),
             placement=draw(self.placements),
-            growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
+            growth_limit_tokens=draw(st.sampled_from([None, 1, 2, 3]).map(lambda n: n and n * block_tokens)),
             kvp_threshold_tokens=draw(st.integers(0, 50)),
             batch_invariant=draw(self.batch_invariant),
             policy=draw(st.sampled_from(POLICIES)),
@@ -164,6 +164,15 @@ class Traffic(RuleBasedStateMachine):
         self.engine = Pressed(made, draw(st.integers(1, 3)), swap_s)
         self.asked = []
 
+    def limits(self, capacity_tokens):
+        """Those that a request may name: it has room on all ranks, and no rank has to hold more than it may."""
+        settings = self.engine.scheduler.config
+        if settings.placement not in ("growing", "auto"):
+            return st.none()
+        least = -(-capacity_tokens // (settings.kvp * settings.block_tokens)) * settings.block_tokens
+        most = settings.most_blocks * settings.block_tokens
+        return st.none() | st.integers(least, most) if least <= most else st.none()
+
     @precondition(lambda self: len(self.asked) < 12)
     @rule(data=st.data(), copies=st.integers(1, 3))
     def add(self, data, copies):
@@ -177,6 +186,7 @@ class Traffic(RuleBasedStateMachine):
             "priority": draw(st.integers(0, 1)),
             "client": draw(st.sampled_from(["", "a"])),
             "cache_salt": draw(st.sampled_from(["", "salt"])),
+            "growth_limit_tokens": draw(self.limits(len(tokens) + new_tokens)),
         }
         for _ in range(copies):
             one = request(len(self.asked), tokens, new_tokens, stop, self.engine.now_s, **service)
