@@ -3,10 +3,11 @@ transformers' logits and greedy tokens."""
 
 import numpy as np
 import pytest
-from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle
+from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from test_cached_prefix import layer_block_bytes
 from test_equality import assert_equal, make_case
 
+from longhelix import LLM, SamplingParams
 from longhelix.kv.placement import Growing
 from longhelix.layout import Layout
 
@@ -103,3 +104,20 @@ def assert_bytes_of_moves(model, ranks, moves, layout, scale):
     for rank, found in enumerate(ranks):
         left = sum(source == layout.kvp_rank(rank) for source, _ in moves)
         assert int(found["copied_bytes"]) == left * layers * layer_block_bytes(model, layout, rank)
+
+
+def test_results_say_what_has_moved(oracles):
+    """Two requests of one rank, and one of the other with room to spare."""
+    oracle = oracles("gqa-rows", 24, 26, 14)
+    save_tokenizer_files(oracle.path)
+    settings = {"placement": "local", "dtype": "float32", "block_tokens": BLOCK_TOKENS, "max_model_len": 48}
+    with LLM(str(oracle.path), Layout(kvp=2), kv_cache_tokens=2 * 17 * BLOCK_TOKENS, **settings) as llm:
+        results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+        token_bytes = sum(llm.config.kv_bytes_per_token(rank) for rank in (0, 1)) // 2
+    assert [result.token_ids for result in results] == oracle.tokens
+    first, *others = results
+    assert first.moved_tokens == first.kv_tokens_per_rank[1] > 0
+    assert first.moved_bytes == first.moved_tokens * token_bytes
+    assert 0 < first.moved_s < sum(first.tbt_s)
+    assert all((other.moved_tokens, other.moved_bytes, other.moved_s) == (0, 0, 0) for other in others)
+    assert not any(result.preemptions for result in results)
