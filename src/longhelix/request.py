@@ -105,6 +105,7 @@ class ServiceLevel:
     ttft_slo_s: the time to its first token that it wants; tbt_slo_s: the most between two tokens. priority: requests
     with a higher one go first, whatever the policy. client: whose it is; clients have equal shares of prefill, or
     weighted ones, while they compete. cache_salt: it shares cached KV only with requests that have the same.
+    growth_limit_tokens: the tokens of it that a KVP rank has before the next one joins, rounded down to KV blocks.
     """
 
     ttft_slo_s: float | None = None
@@ -112,6 +113,7 @@ class ServiceLevel:
     priority: int = 0
     client: str = ""
     cache_salt: str = ""
+    growth_limit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can ask; keeps plain Python values."""
@@ -121,6 +123,9 @@ class ServiceLevel:
             "priority": whole("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY),
             "client": _name("client", self.client),
             "cache_salt": _name("cache_salt", self.cache_salt),
+            "growth_limit_tokens": None
+            if self.growth_limit_tokens is None
+            else whole("growth_limit_tokens", self.growth_limit_tokens, 1, MOST_TOKENS),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -268,6 +273,24 @@ class Chunk:
         return len(self.token_ids) // TOKEN_BYTES
 
 
+class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A full KV block of a sequence goes from one KVP rank to another. place: how many blocks of the sequence lie
+    before it on its new rank, after all moves of the step."""
+
+    source: Block
+    target: Block
+    place: int
+
+
+class Widened(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that decodes and takes other KVP ranks than it was to. moves: of its blocks, in position order.
+    blocks_per_rank: as in its `NewSequence`, from now on."""
+
+    id: int
+    moves: tuple[Move, ...]
+    blocks_per_rank: tuple[int, ...]
+
+
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One iteration of the engine over a mixed batch: a row for each sequence that decodes, then prefill chunks.
 
@@ -279,6 +302,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     earlier steps or swaps have filled to targets that nobody reads yet, so that none is both, or a target twice.
     swapped_out, swapped_in: KV blocks and their owner's slots, outside of its pool: before copies, first blocks that
     earlier steps have filled go to slots, then slots to blocks that nobody reads yet.
+    widened: sequences of which blocks move with the copies. What a moved block had may be overwritten in this step, by
+    what moves into it as well: all are read before one is written.
     most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
     work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
     for each other forever if they disagreed.
@@ -297,6 +322,12 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     swapped_out: tuple[tuple[Block, int], ...] = ()
     swapped_in: tuple[tuple[int, Block], ...] = ()
     microbatch: int = 0
+    widened: tuple[Widened, ...] = ()
+
+    @property
+    def moved(self) -> tuple[tuple[Block, Block], ...]:
+        """The blocks that move, each with where it goes."""
+        return tuple((move.source, move.target) for one in self.widened for move in one.moves)
 
 
 @dataclass(frozen=True)
@@ -319,7 +350,7 @@ class StepResult:
     A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that
     a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
     fingerprint: of the collectives that the rank ran for it, the same on all ranks. taken_s: seconds that the step
-    took, of all ranks the longest; 0 where nobody measured.
+    took, of all ranks the longest; 0 where nobody measured. moved_s: those of them in which blocks moved between ranks.
     """
 
     step_id: int
@@ -330,3 +361,4 @@ class StepResult:
     exposed_s: float | None = None
     fingerprint: int = 0
     taken_s: float = 0.0
+    moved_s: float = 0.0

@@ -61,11 +61,13 @@ class RecordingRunner(ModelRunner):
         self.most_parts = 0
         self.copies = ()  # that the next step makes beside its own
         self.copied_bytes = 0
+        self.moves = []  # of sequences that were widened: owners before and after
         self._results = []
 
     def submit(self, step):
         self.most_parts = max(self.most_parts, step.work.parts)
         step = msgspec.structs.replace(step, copies=self.copies + step.copies)
+        self.moves += [(source.owner, target.owner) for source, target in step.moved]
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self.expect(step)
         self._results.append(replace(self.execute(step), sampled=self.tokens_of(step) if self._is_last else ()))
@@ -215,7 +217,7 @@ def run(case, rank, meshes, direct_rows):
     first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
     scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
     for allocator in scheduler.pool.allocators:
-        allocator.__init__(runner.pool.num_blocks)
+        allocator.__init__(case.get("pool_blocks", runner.pool.num_blocks))
     pp = config.layout.pp
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1 if pp == 1 else most_in_flight(pp)))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
@@ -225,7 +227,7 @@ def run(case, rank, meshes, direct_rows):
     ]
     for request in requests if first is None else requests[:1]:
         loop.add(request)
-    tokens, held = {}, {}
+    tokens, usages = {}, {}
     # Where layers run from Python: on tapes and in graphs it would be one operator more.
     routing_gap = RoutingGap()
     with mutation(case.get("mutation")), routing_gap if case.get("execution") == "eager" else nullcontext():
@@ -233,7 +235,7 @@ def run(case, rank, meshes, direct_rows):
             for event in stepped[1]:
                 tokens.setdefault(event.request_id, []).append(event.sampled.token_id)
                 if event.finish_reason:
-                    held[event.request_id] = event.usage.kv_tokens_per_rank
+                    usages[event.request_id] = event.usage
             if first is not None and stepped[1] and len(tokens[0]) == 2:
                 first.take(runner, scheduler)
             if first is not None and stepped[1] and len(tokens[0]) == 3:  # what was moved is there now
@@ -255,12 +257,17 @@ def run(case, rank, meshes, direct_rows):
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
     arrays |= {"history": np.array(runner.history), "rows": np.array(runner.rows), "counted": np.array(runner.counted)}
     arrays["fingerprints"] = np.array(runner.fingerprints, dtype=np.uint64)
-    arrays |= {"copied_bytes": np.array(runner.copied_bytes), "moves": np.array([] if first is None else first.owners)}
+    arrays |= {
+        "copied_bytes": np.array(runner.copied_bytes),
+        "moves": np.array(runner.moves if first is None else first.owners),
+    }
     arrays["parts"] = np.array(runner.most_parts)
     arrays["sequences_left"] = np.array(len(runner.sequences))
     for index in range(len(case["prompts"])):
         arrays[f"tokens_{index}"] = np.array(tokens[index])
-        arrays[f"held_{index}"] = np.array(held[index])
+        arrays[f"held_{index}"] = np.array(usages[index].kv_tokens_per_rank)
+        arrays[f"moved_{index}"] = np.array(usages[index].moved_tokens)
+        arrays[f"preemptions_{index}"] = np.array(usages[index].preemptions)
         if rank == config.layout.stage_groups()[-1][0]:
             arrays[f"logits_{index}"] = np.stack(runner.logits[index])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)

@@ -493,11 +493,14 @@ def test_ranks_hold_what_the_closed_form_says(worlds, oracles, placement):
         assert [int(rank["local_lengths"][index]) for rank in ranks] == held
         length = len(prompt) + NEW_TOKENS - 1
         closed_forms = {
-            "striped": lambda start: Striped(kvp, BLOCK_TOKENS, start),
-            "growing": lambda start: Growing(kvp, BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, start),
-            "local": lambda start: Local(kvp, BLOCK_TOKENS, start),
+            "striped": lambda start, *later: Striped(kvp, BLOCK_TOKENS, start),
+            "growing": lambda start, *later: Growing(kvp, BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, start, later),
+            "local": lambda start, *later: Local(kvp, BLOCK_TOKENS, start),
         }
-        forms = [[closed_forms[placement](start).local_length(r, length) for r in range(kvp)] for start in range(kvp)]
+        forms = [
+            [closed_forms[placement](*order).local_length(rank, length) for rank in range(kvp)]
+            for order in itertools.permutations(range(kvp))
+        ]
         assert held in forms
     assert all(int(rank["sequences_left"]) == 0 for rank in ranks)
 

@@ -33,6 +33,8 @@ def measurements(result: Result, config: EngineConfig) -> Table:
         row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens computed again")
     if result.swapped_tokens:
         row("swapped in", f"{result.swapped_tokens} tokens")
+    if result.moved_tokens:
+        row("moved between ranks", f"{result.moved_tokens} tokens, {result.moved_bytes} bytes, {result.moved_s:.3f} s")
     if result.tbt_s:
         ttl_s = statistics.median(result.tbt_s)
         p95_s = sorted(result.tbt_s)[int(0.95 * (len(result.tbt_s) - 1))]

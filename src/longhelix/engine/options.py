@@ -161,8 +161,11 @@ class EngineOptions:
         "its speed by the cost model]",
         flag="kvp-threshold",
     )
-    growth_limit_tokens: int = _setting(
-        4096, Count(), "With growing placement: tokens on a rank before the next one joins."
+    growth_limit_tokens: int | str = _setting(
+        4096,
+        chunk,
+        "With growing placement: tokens on a rank before the next one joins; auto: as many as a request's own decode "
+        "reads in half of its time between tokens by the performance model.",
     )
     batch_invariant: bool = _setting(
         False,

@@ -158,7 +158,7 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
         swap_blocks=-(-options.swap_tokens // (options.block_tokens * layout.kvp)),
         max_running=options.max_running,
         placement=placement,
-        growth_limit_tokens=options.growth_limit_tokens,
+        growth_limit_tokens=None if options.growth_limit_tokens == "auto" else options.growth_limit_tokens,
         kvp_threshold_tokens=threshold_tokens or 0,
         batch_invariant=options.batch_invariant,
     )

@@ -14,7 +14,8 @@ class Result:
     first token. tbt_s: between tokens, one entry fewer than tokens. kv_tokens_per_rank: this request's tokens on
     each KVP rank at its end. cached_tokens: of its prompt, those whose KV was there already. preemptions: how often
     others took its room; recomputed_tokens: those whose KV it lost by that and that ran again. swapped_tokens: those
-    whose KV had been swapped and came back.
+    whose KV had been swapped and came back. moved_tokens: those whose KV moved to other KVP ranks while it ran, because
+    one had no room left, each time; moved_bytes: what that was over all ranks; moved_s: how long steps took for it.
     exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of prompt and output that ran.
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
     for). error: why the request failed, where finish_reason is "error": this request alone.
@@ -32,6 +33,9 @@ class Result:
     preemptions: int
     recomputed_tokens: int
     swapped_tokens: int
+    moved_tokens: int
+    moved_bytes: int
+    moved_s: float
     exchanged_bytes_per_token: float
     hop_b: HopB
     logprobs: list[dict[int, float]] | None

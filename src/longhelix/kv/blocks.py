@@ -80,6 +80,11 @@ class BlockAllocator:
         assert count <= self.available
         self.reserved += count
 
+    def unreserve(self, count: int) -> None:
+        """Take back a promise of `count` blocks."""
+        self.reserved -= count
+        assert self.reserved >= 0
+
     def take_reserved(self) -> int:
         """Hand out one promised block."""
         assert self.reserved > 0
@@ -141,6 +146,14 @@ class BlockAllocator:
         """Whether nobody holds it, and it keeps its content."""
         return block_id in self._cached
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether it has more than one holder."""
+        return block_id in self._more_holders
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """The content hash under which it is found."""
+        return self._hashes.get(block_id)
+
     def share(self, ids: Iterable[int]) -> None:
         """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
         for block_id in ids:
@@ -167,10 +180,13 @@ class BlockAllocator:
 
     def forget(self) -> None:
         """Let all cached blocks be free."""
-        ids = array("q", self._cached)
+        self.uncache(array("q", self._cached))
+
+    def uncache(self, ids: "array[int]") -> None:
+        """Let cached blocks be free. The allocator keeps `ids`."""
         for block_id in ids:
+            del self._cached[block_id]
             del self.index[self._hashes.pop(block_id)]
-        self._cached.clear()
         self.release(ids, 0)
 
     def _unshared(self, ids: "array[int]") -> "array[int]":

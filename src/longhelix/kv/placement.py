@@ -6,7 +6,7 @@ attention over a set of keys may be split over any partition of that set (docs/a
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -48,9 +48,14 @@ class Placement(Protocol):
     @property
     def start(self) -> int: ...
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The KVP ranks in the order in which they are taken, from `start` on."""
+        ...
+
     def next_owner(self, last: int, count: int) -> int:
         """The KVP rank of the next block after `count` blocks, of which `last` owns the last one. Without blocks it is
-        `start`. With another `last`, all blocks that follow move on by as many ranks."""
+        `start`. With another `last`, all blocks that follow move on by as many ranks of `order`."""
         ...
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
@@ -75,10 +80,17 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
 
 
 @lru_cache
-def _stripes(kvp: int, first: int, start: int, stop: int) -> tuple[Share, ...]:
-    """Of `stop` blocks those from `start` on, which go round the ranks from rank `first` on."""
+def in_turn(kvp: int, start: int) -> tuple[int, ...]:
+    """All ranks, each after the one before it, from `start` on."""
+    return (*range(start, kvp), *range(start))
+
+
+@lru_cache
+def _stripes(order: tuple[int, ...], first: int, start: int, stop: int) -> tuple[Share, ...]:
+    """Of `stop` blocks those from `start` on, which go round the ranks in an order, from rank `first` on."""
+    kvp, turn = len(order), order.index(first)
     places = [slice(place, stop, kvp) for place in range(start, min(start + kvp, stop))]
-    return tuple(Share((first + turn) % kvp, len(range(stop)[each]), each) for turn, each in enumerate(places))
+    return tuple(Share(order[(turn + at) % kvp], len(range(stop)[each]), each) for at, each in enumerate(places))
 
 
 @dataclass(frozen=True)
@@ -91,11 +103,15 @@ class Striped:
     block_tokens: int
     start: int = 0
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        return in_turn(self.kvp, self.start)
+
     def next_owner(self, last: int, count: int) -> int:
         return (last + 1) % self.kvp if count else self.start
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
-        return _stripes(self.kvp, self.next_owner(last, count), 0, num)
+        return _stripes(in_turn(self.kvp, 0), self.next_owner(last, count), 0, num)
 
     def owner(self, position: int) -> int:
         return (self.start + position // self.block_tokens) % self.kvp
@@ -108,7 +124,8 @@ class Striped:
 class Growing:
     """One rank until it holds `limit_tokens`, then one more (Medha's dynamic KVP); striped once all are full.
 
-    `limit_tokens` is a multiple of the block.
+    `limit_tokens` is a multiple of the block. later: the other ranks in the order in which they are taken; without
+    them, those that follow `start`.
     """
 
     spread: ClassVar[bool] = False
@@ -116,10 +133,26 @@ class Growing:
     block_tokens: int
     limit_tokens: int
     start: int = 0
+    later: tuple[int, ...] = ()
 
     @property
     def home(self) -> int:
         return self.start
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        return (self.start, *self.later) if self.later else in_turn(self.kvp, self.start)
+
+    def swapped(self, one: int, other: int) -> "Growing":
+        """Two of the later ranks change places."""
+        places = {one: other, other: one}
+        return replace(self, later=tuple(places.get(rank, rank) for rank in self.order[1:]))
+
+    def openings(self, first: int, stop: int) -> range:
+        """Which of the blocks with an index from `first` to `stop` are a later rank's first ones."""
+        limit_blocks = self.limit_tokens // self.block_tokens
+        next_turn = max(-(-first // limit_blocks), 1)
+        return range(next_turn * limit_blocks, min(stop, self.kvp * limit_blocks), limit_blocks)
 
     def __post_init__(self) -> None:
         if self.limit_tokens < 1 or self.limit_tokens % self.block_tokens:
@@ -133,7 +166,7 @@ class Growing:
         if not count:
             return self.start
         if count >= self.kvp * limit_blocks or count % limit_blocks == 0:
-            return (last + 1) % self.kvp
+            return self.order[(self.order.index(last) + 1) % self.kvp]
         return last
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
@@ -145,16 +178,16 @@ class Growing:
             stop = min(start + limit_blocks - (count + start) % limit_blocks, growing)
             found.append(Share(last, stop - start, slice(start, stop)))
             start = stop
-        return [*found, *_stripes(self.kvp, self.next_owner(last, count + start), start, num)]
+        return [*found, *_stripes(self.order, self.next_owner(last, count + start), start, num)]
 
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
         beyond = position - filled
         turn = position // self.limit_tokens if beyond < 0 else beyond // self.block_tokens
-        return (self.start + turn) % self.kvp
+        return self.order[turn % self.kvp]
 
     def local_length(self, rank: int, length: int) -> int:
-        turn = (rank - self.start) % self.kvp
+        turn = self.order.index(rank)
         filling = min(max(length - turn * self.limit_tokens, 0), self.limit_tokens)
         beyond = max(length - self.kvp * self.limit_tokens, 0)
         return filling + striped_length(self.block_tokens, self.kvp, turn, beyond)
@@ -172,6 +205,10 @@ class Local:
     @property
     def home(self) -> int:
         return self.start
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return in_turn(self.kvp, self.start)
 
     def next_owner(self, last: int, count: int) -> int:
         return last if count else self.start
@@ -218,6 +255,10 @@ class Continued:
         return self.owners[0]
 
     @property
+    def order(self) -> tuple[int, ...]:
+        return self.base.order
+
+    @property
     def tokens(self) -> int:
         """How many tokens the blocks with `owners` hold when all of them are full."""
         return len(self.owners) * self.block_tokens
@@ -233,8 +274,16 @@ class Continued:
 
     @cached_property
     def _turn(self) -> int:
-        """How many ranks lie between the next owner and the one that `base` would choose without these blocks."""
-        return self.base.next_owner(self.owners[-1], len(self.owners)) - self.base.owner(self.tokens)
+        """How many ranks of the order lie between the next owner and the one that `base` would choose without these
+        blocks."""
+        order = self.order
+        return order.index(self.base.next_owner(self.owners[-1], len(self.owners))) - order.index(
+            self.base.owner(self.tokens)
+        )
+
+    def _turned(self, rank: int, turn: int) -> int:
+        """The rank that is `turn` places further on in the order."""
+        return self.order[(self.order.index(rank) + turn) % self.kvp]
 
     def next_owner(self, last: int, count: int) -> int:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
@@ -252,15 +301,20 @@ class Continued:
     def owner(self, position: int) -> int:
         if position < self.tokens:
             return self.owners[position // self.block_tokens]
-        return (self.base.owner(position) + self._turn) % self.kvp
+        return self._turned(self.base.owner(position), self._turn)
 
     def local_length(self, rank: int, length: int) -> int:
         if length < self.tokens:
             blocks, rest = divmod(length, self.block_tokens)
             return self.owners[:blocks].count(rank) * self.block_tokens + rest * (self.owners[blocks] == rank)
-        turned = (rank - self._turn) % self.kvp
+        turned = self._turned(rank, -self._turn)
         added = self.base.local_length(turned, length) - self.base.local_length(turned, self.tokens)
         return self.blocks_by_owner[rank] * self.block_tokens + added
+
+
+def blocks_needed(placement: Placement, tokens: int) -> list[int]:
+    """Blocks on each KVP rank for the first tokens of a request."""
+    return [-(-placement.local_length(rank, tokens) // placement.block_tokens) for rank in range(placement.kvp)]
 
 
 PLACEMENTS = ("striped", "growing", "local")
@@ -274,7 +328,9 @@ def placement_by_length(prompt_tokens: int, capacity_tokens: int, threshold_toke
     return "growing" if prompt_tokens <= threshold_tokens else "striped"
 
 
-def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int) -> Placement:
+def make_placement(
+    kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int, later: tuple[int, ...] = ()
+) -> Placement:
     """The placement of one request, by name. Raises UserError for a name that is none of PLACEMENTS."""
     if block_tokens < 1:
         raise UserError(f"block_tokens is {block_tokens}: set it to 1 or more")
@@ -282,7 +338,7 @@ def make_placement(kind: str, kvp: int, block_tokens: int, growth_limit_tokens: 
         case "striped":
             return Striped(kvp, block_tokens, start)
         case "growing":
-            return Growing(kvp, block_tokens, growth_limit_tokens, start)
+            return Growing(kvp, block_tokens, growth_limit_tokens, start, later)
         case "local":
             return Local(kvp, block_tokens, start)
     raise UserError(f"placement {kind!r} is not known: use one of {', '.join(PLACEMENTS)}, auto")

@@ -69,3 +69,9 @@ class EngineConfig:
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
         return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank)
+
+    @property
+    def instance_kv_bytes_per_token(self) -> int:
+        """Bytes of one token's K and V over all ranks that keep some of it, those of one KVP rank."""
+        ranks = range(self.layout.world_size)
+        return sum(self.kv_bytes_per_token(rank) for rank in ranks if self.layout.kvp_rank(rank) == 0)

@@ -12,8 +12,9 @@ from longhelix.request import Step
 def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
     """Copy KV blocks, given as (source, target), in all layers. Every rank of the KVP group gets the same `copies`.
 
-    Copies between ranks go in one all-to-all, which all ranks join if there is any such copy. No block is both source
-    and target, and none is a target twice.
+    Copies between ranks go in one all-to-all, which all ranks join if there is any such copy. They all read before one
+    of them writes, so that one's source may be another one's target. No block is a target twice, and none is both
+    source and target where a copy stays on its rank.
     """
     own = group.index
     for source, target in copies:

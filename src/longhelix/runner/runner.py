@@ -92,8 +92,7 @@ class ModelRunner:
         self.admit(step)
         if self.swap_space is not None:
             swap_blocks(step, self.swap_space, self.kvp_rank)
-        if step.copies:
-            copy_blocks(step.copies, self.pool, kvp)
+        moved_s = self._copy(step)
         sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
         num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
         sampled: tuple[SampledToken, ...] = ()
@@ -115,7 +114,19 @@ class ModelRunner:
             # A step that sampled nothing has not waited for it. Not the device: that may hang on other stages.
             torch.cuda.current_stream(self.device).synchronize()
         taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
-        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s)
+        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s, moved_s)
+
+    def _copy(self, step: Step) -> float:
+        """Copy and move KV blocks. Returns the seconds that moves took."""
+        begun_s = time.perf_counter()
+        moved = step.moved
+        if step.copies or moved:
+            copy_blocks(step.copies + moved, self.pool, self.mesh.kvp)
+        if not moved:
+            return 0.0
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter() - begun_s
 
     @property
     def _waited_for_stages_s(self) -> float:
@@ -157,6 +168,8 @@ class ModelRunner:
             self._microbatches[seq.microbatch].pop(sequence_id, None)
         for sequence_id in step.leaving:
             del self._microbatches[self.sequences[sequence_id].microbatch][sequence_id]
+        for widened in step.widened:
+            self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens, self.arena)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = torch.tensor(frequencies, dtype=torch.float64)

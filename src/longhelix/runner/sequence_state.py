@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena, Extent
 from longhelix.kv.blocks import Block
 from longhelix.parallel.pipeline import Travelling
-from longhelix.request import NewSequence
+from longhelix.request import NewSequence, Widened
 from longhelix.runner.seen_tokens import SeenTokens
 
 
@@ -47,6 +48,21 @@ class SequenceState:
         self.length = self.new.cached_tokens
         missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
         self.local_length = len(arena.ids(self.extent)) * block_tokens - missing
+
+    def widen(self, widened: Widened, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
+        """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
+        left = [move.source.id for move in widened.moves if move.source.owner == kvp_rank]
+        come = [move for move in widened.moves if move.target.owner == kvp_rank]
+        ids = arena.ids(self.extent)
+        ids = ids[~np.isin(ids, left)]
+        # Each goes before what will lie behind it, counted without those that have come.
+        before = [move.place - earlier for earlier, move in enumerate(come)]
+        ids = np.insert(ids, before, [move.target.id for move in come])
+        arena.close(self.extent)
+        self.extent = arena.open(widened.blocks_per_rank[kvp_rank])
+        arena.append(self.extent, ids)
+        self.holders.update(move.target.owner for move in widened.moves)
+        self.local_length += (len(come) - len(left)) * block_tokens
 
     def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
         if blocks:

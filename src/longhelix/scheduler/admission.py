@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
-from longhelix.kv.placement import Continued, Local, Placement
+from longhelix.kv.placement import Continued, Local, Placement, blocks_needed
 from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.growth import later_ranks
+from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
@@ -40,12 +42,14 @@ class Admission:
         config: SchedulerConfig,
         pool: BlockPool,
         order: Order,
+        limits: GrowthLimits,
         prefixes: Prefixes | None,
         cache: PrefixCache | None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._order = order
+        self._limits = limits
         self._prefixes = prefixes
         self._cache = cache
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
@@ -66,7 +70,8 @@ class Admission:
                 + f"--max-model-len to at least {prompt + new}",
                 "context_length_exceeded",
             )
-        needed = self._blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
+        self._limits.check(request)
+        needed = blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
             raise UserError(
@@ -115,7 +120,7 @@ class Admission:
         """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
         where the prompt would have them new ones. None if these are not free now."""
         assert self._cache is not None
-        return HeldPrefix.take(self._pool, self._cache.hashes(request), self._place(request, self._start(request)))
+        return HeldPrefix.take(self._pool, self._cache.hashes(request), self._placement(request))
 
     def _begin(self, job: Job, *, alone: bool) -> Begun | None:
         """A request that begins to run. None: there is no room for it now.
@@ -158,9 +163,12 @@ class Admission:
 
     def _room(self, job: Job, placement: Placement, prefix: Prefix) -> tuple[list[int], list[int]]:
         """The blocks that a request may come to have of each rank, and those that it is promised when it begins."""
-        room = self._blocks_needed(placement, job.request.capacity_tokens - 1)
+        whole = blocks_needed(placement, job.request.capacity_tokens - 1)
         bound = job.preemptions >= MOST_PREEMPTIONS
-        wanted = room if bound else self._blocks_needed(placement, len(job.request.prompt_token_ids))
+        wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
+        later = () if self._config.batch_invariant else later_ranks(placement)
+        most = max((whole[rank] for rank in later), default=0)
+        room = [most if rank in later else count for rank, count in enumerate(whole)]
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         shared = Counter(block.owner for block in full_blocks if isinstance(block, Block))
         return room, [count - shared[rank] for rank, count in enumerate(wanted)]
@@ -172,8 +180,9 @@ class Admission:
 
     def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
         """The request's own placement, which goes on after the blocks of a prefix."""
-        placement = self._place(request, self._start(request))
-        return Continued(placement, tuple(block.owner for block in prefix.blocks)) if prefix.blocks else placement
+        owners = tuple(block.owner for block in prefix.blocks)
+        placement = self._placement(request, owners)
+        return Continued(placement, owners) if owners else placement
 
     def _placed(self, request: Request) -> tuple[Placement, Prefix]:
         """A request's placement, and the prefix that it begins with.
@@ -181,7 +190,7 @@ class Admission:
         There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
         depend on who has computed it.
         """
-        placement = self._place(request, self._start(request))
+        placement = self._placement(request)
         if self._prefixes is None:
             return placement, NO_PREFIX
         block_tokens = self._config.block_tokens
@@ -189,9 +198,9 @@ class Admission:
         prefix = self._prefixes.find(request).cut(len(request.prompt_token_ids) - 1, block_tokens)
         if not prefix.blocks:
             return placement, NO_PREFIX
-        continued = Continued(placement, tuple(block.owner for block in prefix.blocks))
-        most_blocks = min(self._config.num_blocks, -(-self._config.longest_local_tokens // block_tokens))
-        if max(self._blocks_needed(continued, request.capacity_tokens - 1)) > most_blocks:
+        continued = self._placement_behind(prefix, request)
+        assert isinstance(continued, Continued)
+        if max(blocks_needed(continued, request.capacity_tokens - 1)) > self._config.most_blocks:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, and only what is local may be anywhere.
         alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
@@ -214,16 +223,16 @@ class Admission:
         self._pool.swaps.swap_in(swapped, own[: len(swapped)])
         return blocks + own, tuple(zip(copied, own, strict=False))
 
-    def _blocks_needed(self, placement: Placement, tokens: int) -> list[int]:
-        """Blocks on each KVP rank for the first tokens of a request."""
-        lengths = (placement.local_length(rank, tokens) for rank in range(self._config.kvp))
-        return [-(-length // self._config.block_tokens) for length in lengths]
+    def _place(self, request: Request, start: int, later: tuple[int, ...] = ()) -> Placement:
+        limit_tokens = self._limits.of(request)
+        return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
-    def _place(self, request: Request, start: int) -> Placement:
-        return self._config.place(request.given_tokens, request.capacity_tokens, start)
-
-    def _start(self, request: Request) -> int:
-        """The KVP rank with the most free blocks, so that short requests and the ends of long ones spread over the
-        ranks."""
-        name = self._config.placement_of(request.given_tokens, request.capacity_tokens)
-        return 0 if self._config.batch_invariant and name != "local" else self._pool.roomiest()
+    def _placement(self, request: Request, owners: tuple[int, ...] = ()) -> Placement:
+        """A request's own placement, behind blocks with `owners`. It begins on the rank with the most free blocks, so
+        that short requests and the ends of long ones spread over the ranks."""
+        limit_tokens = request.service.growth_limit_tokens
+        name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
+        if self._config.batch_invariant and name != "local":
+            return self._place(request, start=0)
+        start, *later = self._pool.in_order(owners)
+        return self._place(request, start, tuple(later))

@@ -8,6 +8,7 @@ from itertools import repeat
 
 from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
 
@@ -24,6 +25,7 @@ class BlockPool:
         self.block_tokens = config.block_tokens
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
         self._names = config.prefix_cache
+        self._chooses = not config.batch_invariant
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
@@ -34,9 +36,13 @@ class BlockPool:
             BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted) for rank in range(config.kvp)
         ]
 
-    def roomiest(self) -> int:
-        """The KVP rank with the most blocks that are neither held nor promised."""
-        return max(range(len(self.allocators)), key=lambda rank: (self.allocators[rank].available, -rank))
+    def in_order(self, owners: Items[int] = ()) -> tuple[int, ...]:
+        """The KVP ranks in the order in which a request takes them: the one with the most blocks that are neither held
+        nor promised first. Where its first blocks have `owners`, the last of these goes before all, the others last.
+        """
+        last, held, allocators = owners[-1] if owners else None, set(owners), self.allocators
+        ranks = range(len(allocators))
+        return tuple(sorted(ranks, key=lambda rank: (rank != last, rank in held, -allocators[rank].available, rank)))
 
     def fits(self, room: list[int], promised: list[int], shared: Iterable[Block], *, alone: bool) -> bool:
         """Whether a sequence can begin now: with `promised` blocks of each rank, and `shared` ones that are there.
@@ -51,6 +57,14 @@ class BlockPool:
         return all(
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
         )
+
+    def make_room(self, seq: Sequence, room: list[int]) -> bool:
+        """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
+        listed = [count + more - less for count, more, less in zip(self._listed, room, seq.room, strict=True)]
+        if max(listed) > self._most_listed:
+            return False
+        self._listed, seq.room = listed, room
+        return True
 
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
         """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
@@ -80,6 +94,11 @@ class BlockPool:
             blocks.append(block)
         self.swaps.swap_in(slots, targets)
         return tuple(blocks)
+
+    def choose_ranks(self, seq: Sequence, num_blocks: int) -> None:
+        """See `growth.choose_ranks`; where bits may not depend on the load, a sequence takes its ranks in turn."""
+        if self._chooses:
+            choose_ranks(seq, num_blocks, self.allocators)
 
     def next_owner(self, seq: Sequence) -> int:
         """The KVP rank of the sequence's next block."""

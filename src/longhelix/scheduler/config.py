@@ -10,6 +10,8 @@ from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
+DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -21,6 +23,8 @@ class SchedulerConfig:
     clients' shares, where they are not 1. prefix_cache: requests share KV blocks with what has run before;
     swap_blocks: of those whose room is needed, each KVP rank keeps so many elsewhere.
 
+    growth_limit_tokens: what a KVP rank has of a growing request before the next one joins; None: each request's time
+    between tokens decides, and never more than an even share of `max_model_len`.
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
     by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
     add up in the order of the ranks. pp: pipeline stages, each of which has such pools.
@@ -33,7 +37,7 @@ class SchedulerConfig:
     chunk_tokens: int = 512
     max_running: int = 64
     placement: str = "striped"
-    growth_limit_tokens: int = 4096
+    growth_limit_tokens: int | None = 4096
     kvp_threshold_tokens: int = 0
     batch_invariant: bool = False
     policy: str = "fcfs"
@@ -48,7 +52,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running", "pp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MOST_TOKENS))
-        for name in ("growth_limit_tokens", "kvp_threshold_tokens", "swap_blocks"):
+        if self.growth_limit_tokens is not None:
+            limit_tokens = whole("growth_limit_tokens", self.growth_limit_tokens, 0, MOST_TOKENS)
+            object.__setattr__(self, "growth_limit_tokens", limit_tokens)
+        for name in ("kvp_threshold_tokens", "swap_blocks"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
         for name in ("batch_invariant", "adaptive", "prefix_cache"):
             flag(name, getattr(self, name))
@@ -64,19 +71,37 @@ class SchedulerConfig:
         object.__setattr__(self, "client_weights", weights)
         self.place(1, 1, start=0)  # refuses a placement that cannot be
 
-    def placement_of(self, prompt_tokens: int, capacity_tokens: int) -> str:
-        """The name of the placement of a request of these lengths."""
+    def placement_of(self, prompt_tokens: int, capacity_tokens: int, limit_tokens: int | None = None) -> str:
+        """The name of the placement of a request of these lengths. limit_tokens: see `place`."""
         if self.placement != "auto":
             return self.placement
+        if limit_tokens is not None:
+            return "growing"
         return placement_by_length(prompt_tokens, capacity_tokens, self.kvp_threshold_tokens)
 
-    def place(self, prompt_tokens: int, capacity_tokens: int, start: int) -> Placement:
-        """A request's placement, beginning on KVP rank `start`."""
-        limit_tokens = self.growth_limit_tokens
-        if self.placement == "auto":
-            limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
-        name = self.placement_of(prompt_tokens, capacity_tokens)
-        return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start)
+    def place(
+        self,
+        prompt_tokens: int,
+        capacity_tokens: int,
+        start: int,
+        later: tuple[int, ...] = (),
+        limit_tokens: int | None = None,
+    ) -> Placement:
+        """A request's placement, beginning on KVP rank `start`. later: see `Growing`. limit_tokens: its own growth
+        limit, if it has one."""
+        name = self.placement_of(prompt_tokens, capacity_tokens, limit_tokens)
+        if limit_tokens is None:
+            limit_tokens = self.growth_limit_tokens
+            if self.placement == "auto":
+                limit_tokens = max(self.kvp_threshold_tokens // self.block_tokens, 1) * self.block_tokens
+            elif limit_tokens is None:
+                limit_tokens = self.share_tokens
+        return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start, later)
+
+    @property
+    def share_tokens(self) -> int:
+        """A KVP rank's even share of the longest request, in whole KV blocks."""
+        return -(-self.max_model_len // (self.kvp * self.block_tokens)) * self.block_tokens
 
     @property
     def longest_local_tokens(self) -> int:
@@ -85,6 +110,11 @@ class SchedulerConfig:
         requests = [(1, longest), (longest, longest), (min(1, short), short)]
         places = [(self.place(prompt, capacity, start=0), capacity) for prompt, capacity in requests]
         return max(place.local_length(rank, capacity) for place, capacity in places for rank in range(self.kvp))
+
+    @property
+    def most_blocks(self) -> int:
+        """The most KV blocks that one request may have on one KVP rank."""
+        return min(self.num_blocks, -(-self.longest_local_tokens // self.block_tokens))
 
     @property
     def longest_request_tokens(self) -> int:

@@ -67,6 +67,10 @@ class Decodes:
             if self._most_blocks is not None and seq.most_blocks > self._most_blocks:
                 self._most_blocks = seq.most_blocks
 
+    def recount(self) -> None:
+        """A sequence has other numbers of blocks on its ranks."""
+        self._most_blocks = None
+
     def leave(self, seq: Sequence) -> None:
         if seq in (due := self._due.get(seq.due, [])):  # it may come back, or be due in another set
             due.remove(seq)

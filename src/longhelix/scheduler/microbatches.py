@@ -111,6 +111,11 @@ class Microbatches:
         decodes = self._each[seq.microbatch]
         return seq in decodes and (seq.microbatch == self._current or decodes.has_more_rows(seq))
 
+    def recount(self) -> None:
+        """Some of the sequences have other KV blocks."""
+        for decodes in self._each:
+            decodes.recount()
+
     def leave(self, seq: Sequence) -> None:
         """A sequence ends, whether it decodes or was about to."""
         if seq in self:

@@ -18,10 +18,11 @@ from longhelix.request import Chunk, Cost, NewSequence, Request, SampledToken, S
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.order import Order
@@ -30,12 +31,13 @@ from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
+from longhelix.scheduler.widening import Widening
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
-_TBT_S, _TBT_FACTOR = 0.08, 2.0  # targets that nobody asked for: seconds, or of what decodes take alone
+_TBT_FACTOR = 2.0  # a target that nobody asked for is at least so many times what decodes take alone
 
 
 class Usage(NamedTuple):
@@ -46,6 +48,8 @@ class Usage(NamedTuple):
     preemptions: int = 0
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
+    moved_tokens: int = 0
+    moved_s: float = 0.0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -96,11 +100,13 @@ class Scheduler:
             prefixes = self._cache = PrefixCache(
                 self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
             )
-        self._waiting = Admission(config, self.pool, self._order, prefixes, self._cache)
+        limits = GrowthLimits(config, cost)
+        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
         self._microbatches = Microbatches(config.pp, config.block_tokens, cost)
+        self._widening = Widening(config, self.pool)
         # What the next step says.
         self._leaving: list[Sequence] = []
         self._ended: list[int] = []
@@ -148,6 +154,7 @@ class Scheduler:
         run now."""
         if not self._microbatches.may_begin:
             return None
+        self._widening.name()
         self._resume(now_s)
         new = self._admit(now_s)
         microbatch, joined, growing = self._microbatch()
@@ -184,6 +191,7 @@ class Scheduler:
             copies,
             *self.pool.swaps.of_step(),
             microbatch,
+            self._widening.of_step(),
         )
         self._in_flight.append(step)
         self._microbatches.began(microbatch, step.id)
@@ -223,19 +231,28 @@ class Scheduler:
         return self._in_flight[0].id if self._in_flight else self._next_step_id + 1
 
     def _grow(self, decoding: Decodes, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
-        """KV blocks for decodes whose next rows need one. Where there is none, a request is preempted."""
+        """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
+            self.pool.choose_ranks(seq, seq.num_blocks + 1)
             block = None
             while block is None and seq in decoding:
                 block = self.pool.take(seq)
                 if block is None:
-                    self._preempt(self._cheapest(self.pool.next_owner(seq), seq))
+                    self._free_some(self.pool.next_owner(seq), seq)
                 else:
                     grown.append((seq, block))
         grown = [(seq, block) for seq, block in grown if seq in decoding]
         decoding.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
+
+    def _free_some(self, rank: int, growing: Sequence) -> None:
+        """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
+        its own."""
+        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._microbatches)):
+            self._microbatches.recount()
+        else:
+            self._preempt(self._cheapest(rank, growing))
 
     def _cheapest(self, rank: int, growing: Sequence) -> Sequence:
         """Of `growing` and the sequences that have blocks on a KVP rank or are promised some, the one whose preemption
@@ -264,6 +281,7 @@ class Scheduler:
         if self._prompts.pop(seq.id, None) is not None:
             self._shares.remove(seq.request.service.client)
         self._microbatches.leave(seq)
+        self._widening.forget(seq)
         self.pool.release(seq)
         self._ended.append(seq.id)
 
@@ -310,7 +328,7 @@ class Scheduler:
         decodes_s = self.cost.seconds(beside) if self.cost is not None and beside.decode_rows else 0.0
         target_s = self.config.tbt_target_s
         if target_s is None:
-            target_s = max(_TBT_S, _TBT_FACTOR * decodes_s)
+            target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
         target_s = _MARGIN * min(target_s, self._microbatches.tbt_slo_s)
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
@@ -325,6 +343,7 @@ class Scheduler:
             self._shares.remove(client)
             if seq.length < seq.num_rows:
                 self._microbatches.prompt_done(seq, self._next_step_id + 1)
+        self.pool.choose_ranks(seq, -(-seq.length // self.config.block_tokens))
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
             self.pool.name(*self._cache.named(seq))
@@ -337,7 +356,10 @@ class Scheduler:
         self._microbatches.ended(step.microbatch)
         if step.chunks:
             self._step_s = result.taken_s
-        if self.cost is not None:
+        for widened in step.widened:
+            if (moved := self._running.get(widened.id) or self._preempted.get(widened.id)) is not None:
+                moved.job.moved_s += result.moved_s
+        if self.cost is not None and not step.moved:  # moves take time that no cost knows of
             self.cost.observe(step.work, result.taken_s)
         events, running = [], self._running
         for sampled in result.sampled:
@@ -396,8 +418,21 @@ def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable
     """Where bits may not depend on who computed a prefix, requests of other placements have computed others."""
     if not config.batch_invariant:
         return root
-    return lambda request: root(request) + config.placement_of(request.given_tokens, request.capacity_tokens).encode()
+
+    def placed(request: Request) -> bytes:
+        limit_tokens = request.service.growth_limit_tokens
+        return config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens).encode()
+
+    return lambda request: root(request) + placed(request)
 
 
 def _usage(job: Job, held: tuple[int, ...]) -> Usage:
-    return Usage(held, job.cached_tokens, job.preemptions, job.recomputed_tokens, job.swapped_tokens)
+    return Usage(
+        held,
+        job.cached_tokens,
+        job.preemptions,
+        job.recomputed_tokens,
+        job.swapped_tokens,
+        job.moved_tokens,
+        job.moved_s,
+    )

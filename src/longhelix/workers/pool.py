@@ -140,6 +140,7 @@ class WorkerPool:
             exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
             taken_s=sum(max(by_rank[rank].taken_s for rank in stage) for stage in self._stages),
+            moved_s=max(result.moved_s for result in by_rank.values()),
         )
 
     def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:

@@ -77,7 +77,7 @@ class CountingEngine:
         self.has_work = False
         text, ids = "".join(self._words), list(range(len(self._words)))
         return Result(
-            text, ids, self._prompt, reason, None, [], {}, [], 0, 0, 0, 0, 0.0, HopB(1, 0, None), None, self.error
+            text, ids, self._prompt, reason, None, [], {}, [], *[0] * 7, 0.0, HopB(1, 0, None), None, self.error
         )
 
 

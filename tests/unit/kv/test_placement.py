@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
@@ -34,7 +34,9 @@ def placements(draw):
     start = draw(st.integers(0, kvp - 1))
     kind = draw(st.sampled_from(["striped", "growing", "local"]))
     if kind == "growing":
-        return Growing(kvp, block_tokens, block_tokens * draw(st.integers(1, 6)), start)
+        others = draw(st.permutations([rank for rank in range(kvp) if rank != start]))
+        later = tuple(others) if draw(st.booleans()) else ()
+        return Growing(kvp, block_tokens, block_tokens * draw(st.integers(1, 6)), start, later)
     return (Striped if kind == "striped" else Local)(kvp, block_tokens, start)
 
 
@@ -136,6 +138,37 @@ def test_a_striped_request_goes_round_from_its_start():
 def test_a_growing_request_fills_each_rank_then_is_striped():
     placement = Growing(kvp=3, block_tokens=4, limit_tokens=8, start=1)
     assert owner_list(placement, 10) == [1, 1, 2, 2, 0, 0, 1, 2, 0, 1]
+
+
+def test_a_growing_request_takes_the_later_ranks_in_the_order_chosen():
+    placement = Growing(kvp=4, block_tokens=4, limit_tokens=8, start=1, later=(3, 0, 2))
+    assert owner_list(placement, 13) == [1, 1, 3, 3, 0, 0, 2, 2, 1, 3, 0, 2, 1]
+    assert placement.swapped(3, 2).later == (2, 0, 3)
+    assert [*placement.openings(0, 13)] == [2, 4, 6]
+    assert [*placement.openings(2, 4)] == [2]
+    assert [*placement.openings(3, 4)] == []
+
+
+@given(order=st.integers(3, 8).flatmap(lambda kvp: st.permutations(range(kvp))), data=st.data())
+def test_the_order_of_ranks_that_have_no_block_changes_nothing_that_is_there(order, data):
+    """Of a request that grows, and of one that goes on after others' blocks and then grows."""
+    limit_blocks = data.draw(st.integers(1, 4))
+    base = Growing(len(order), 4, 4 * limit_blocks, order[0], tuple(order[1:]))
+    owners = [order[0]] * data.draw(st.integers(0, 5))
+    placement = Continued(base, tuple(owners)) if owners else base
+    num_blocks = max(len(owners), data.draw(st.integers(0, (len(order) - 2) * limit_blocks)))
+    length = data.draw(st.integers(0, 4 * num_blocks))
+    there = owner_list(placement, num_blocks)
+    free = [rank for rank in order[1:] if rank not in there]
+    assume(len(free) > 1)
+    one, other = data.draw(st.permutations(free))[:2]
+    swapped = base.swapped(one, other)
+    swapped = Continued(swapped, tuple(owners)) if owners else swapped
+    assert owner_list(swapped, num_blocks) == there
+    for rank in range(base.kvp):
+        assert swapped.local_length(rank, length) == placement.local_length(rank, length)
+    exchanged = {one: other, other: one}
+    assert owner_list(swapped, 80) == [exchanged.get(rank, rank) for rank in owner_list(placement, 80)]
 
 
 def test_a_local_request_stays_on_its_rank():

@@ -91,6 +91,28 @@ def check_blocks(scheduler):
     named = sum(len(allocator._hashes) for allocator in scheduler.pool.allocators)
     assert len(scheduler.pool.index) == named
     check_slots(scheduler)
+    check_placements(scheduler)
+
+
+def check_placements(scheduler):
+    """The closed forms say where the blocks of each sequence are, and no rank has more than there is room for."""
+    block_tokens = scheduler.config.block_tokens
+    for seq in scheduler._running.values():
+        blocks = [len(ids) for ids in seq.block_ids]
+        tokens = seq.num_blocks * block_tokens
+        assert [seq.placement.local_length(rank, tokens) for rank in range(len(blocks))] == [
+            count * block_tokens for count in blocks
+        ]
+        most = [-(-seq.placement.local_length(rank, seq.num_rows) // block_tokens) for rank in range(len(blocks))]
+        assert all(count <= room for count, room in zip(most, seq.room, strict=True))
+        assert all(
+            count + promised <= room for count, promised, room in zip(blocks, seq.promised, seq.room, strict=True)
+        )
+        assert max(seq.room) <= scheduler.config.num_blocks
+        assert all(block.id in seq.block_ids[block.owner] for block in seq.unnamed)
+    listed = [sum(rooms) for rooms in zip(*(seq.room for seq in scheduler._running.values()), strict=True)]
+    assert scheduler.pool._listed == (listed or [0] * scheduler.config.kvp)
+    assert max(scheduler.pool._listed) <= scheduler.pool._most_listed
 
 
 def check_slots(scheduler):
@@ -109,10 +131,15 @@ def check_slots(scheduler):
 class Traffic(RuleBasedStateMachine):
     """Requests come, end early and run, in any order, under any policy and placement, in a pool that is short."""
 
+    kvps = st.integers(1, 4)
+    placements = st.sampled_from((*PLACEMENTS, "auto"))
+    batch_invariant = st.booleans()
+    more_blocks = st.integers(0, 8)
+
     @initialize(data=st.data())
     def begin(self, data):
         draw = data.draw
-        block_tokens, kvp = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+        block_tokens, kvp = draw(st.integers(1, 5)), draw(self.kvps)
         made = SchedulerConfig(
             kvp=kvp,
             num_blocks=1,
@@ -120,10 +147,10 @@ class Traffic(RuleBasedStateMachine):
             block_tokens=block_tokens,
             chunk_tokens=draw(st.sampled_from([1, 7, 16, 10_000])),
             max_running=draw(st.integers(1, 6)),
-            placement=draw(st.sampled_from((*PLACEMENTS, "auto"))),
-            growth_limit_tokens=block_tokens * draw(st.integers(1, 3)),
+            placement=draw(self.placements),
+            growth_limit_tokens=draw(st.sampled_from([None, 1, 2, 3]).map(lambda n: n and n * block_tokens)),
             kvp_threshold_tokens=draw(st.integers(0, 50)),
-            batch_invariant=draw(st.booleans()),
+            batch_invariant=draw(self.batch_invariant),
             policy=draw(st.sampled_from(POLICIES)),
             adaptive=draw(st.booleans()),
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
@@ -132,11 +159,20 @@ class Traffic(RuleBasedStateMachine):
             pp=(pp := draw(st.sampled_from([1, 1, 2, 3]))),
         )
         least = -(-made.longest_local_tokens // block_tokens)
-        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(st.integers(0, 8))})
+        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(self.more_blocks)})
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
         self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s)
         self.asked = []
+
+    def limits(self, capacity_tokens):
+        """Those that a request may name: it has room on all ranks, and no rank has to hold more than it may."""
+        settings = self.engine.scheduler.config
+        if settings.placement not in ("growing", "auto"):
+            return st.none()
+        least = -(-capacity_tokens // (settings.kvp * settings.block_tokens)) * settings.block_tokens
+        most = settings.most_blocks * settings.block_tokens
+        return st.none() | st.integers(least, most) if least <= most else st.none()
 
     @precondition(lambda self: len(self.asked) < 12)
     @rule(data=st.data(), copies=st.integers(1, 3))
@@ -151,6 +187,7 @@ class Traffic(RuleBasedStateMachine):
             "priority": draw(st.integers(0, 1)),
             "client": draw(st.sampled_from(["", "a"])),
             "cache_salt": draw(st.sampled_from(["", "salt"])),
+            "growth_limit_tokens": draw(self.limits(len(tokens) + new_tokens)),
         }
         for _ in range(copies):
             one = request(len(self.asked), tokens, new_tokens, stop, self.engine.now_s, **service)
@@ -192,13 +229,27 @@ class Traffic(RuleBasedStateMachine):
             ended_early = outcome.finish_reason == "abort"
             assert outcome.token_ids == (expected[: len(outcome.token_ids)] if ended_early else expected)
         assert all(usage.preemptions <= MOST_PREEMPTIONS for usage in self.engine.usages.values())
+        moved = self.engine.runner.moved_blocks
+        block_tokens = self.engine.scheduler.config.block_tokens
+        for id, usage in self.engine.usages.items():
+            assert usage.moved_tokens == block_tokens * moved.get(id, 0)
         self.engine.scheduler.pool.forget()
         assert not self.engine.scheduler.pool.index
         assert all(not allocator._more_holders for allocator in self.engine.scheduler.pool.allocators)
 
 
+class UnevenTraffic(Traffic):
+    """Ranks fill up one by one, so that blocks move to those that have room."""
+
+    kvps = st.integers(2, 4)
+    placements = st.sampled_from(("growing", "local"))
+    batch_invariant = st.just(False)
+    more_blocks = st.integers(0, 2)
+
+
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestUnevenTraffic = UnevenTraffic.TestCase
+TestTraffic.settings = TestUnevenTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 
 
 def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.kv.placement import PLACEMENTS, Continued, Placement
+from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
@@ -48,6 +49,12 @@ class Replica:
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
 
+    def local_length(self, rank: int, length: int, block_tokens: int) -> int:
+        """How many of the first `length` tokens are in blocks of a rank."""
+        full, rest = divmod(length, block_tokens)
+        local = sum(block.owner == rank for block in self.blocks[:full]) * block_tokens
+        return local + (rest if rest and self.blocks[full].owner == rank else 0)
+
     @property
     def prompt_left(self) -> int:
         return max(self.prompt_tokens - self.length, 0)
@@ -76,7 +83,8 @@ class FakeRunner:
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
-        self.given_tokens: dict[int, int] = {}
+        self.ended: dict[int, Replica] = {}
+        self.moved_blocks: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
 
@@ -91,7 +99,7 @@ class FakeRunner:
         self.steps.append(step)
         self.held_before = self.held()  # what a preempted sequence had keeps its content
         for sequence_id in step.ended:
-            del self.replicas[sequence_id]
+            self.ended[sequence_id] = self.replicas.pop(sequence_id)
             for decoding in self.microbatches:
                 decoding.pop(sequence_id, None)
         for sequence_id in step.leaving:
@@ -100,10 +108,12 @@ class FakeRunner:
         self.decoding = self.microbatches[step.microbatch]
         self.swap(step)
         self.copy(step)
+        for widened in step.widened:
+            assert any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
+            self.widen(widened)
         for new in step.new:
             assert new.id not in self.replicas
             self.first_blocks.pop(new.id, None)  # from before a preemption
-            self.given_tokens.setdefault(new.id, new.capacity_tokens - new.sampling.max_new_tokens)
             self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
         for sequence_id in step.joining:
@@ -137,6 +147,7 @@ class FakeRunner:
         out, back = step.swapped_out, step.swapped_in
         assert len({(block.owner, slot) for block, slot in out}) == len(out)
         assert len({block for _, block in back}) == len(back)
+        held -= {source for source, _ in step.moved}  # free by now, and cached
         assert {(block.owner, slot) for block, slot in out}.isdisjoint((block.owner, slot) for slot, block in back)
         assert held.isdisjoint(block for block, _ in out)
         assert held.isdisjoint(block for _, block in back)
@@ -149,16 +160,38 @@ class FakeRunner:
             self.pools[block.owner] |= dict(enumerate(self.slots[block.owner, slot], first))
 
     def copy(self, step) -> None:
-        """Before anything else: from blocks that somebody has to blocks that nobody has."""
+        """Before anything else: from blocks that somebody has to blocks that nobody has. All are read before one is
+        written, as what moves away may make room for what moves in."""
         block_tokens, held = self.config.block_tokens, self.held()
-        sources, targets = [source for source, _ in step.copies], [target for _, target in step.copies]
+        copies = step.copies + step.moved
+        sources, targets = [source for source, _ in step.copies], [target for _, target in copies]
         assert self.config.prefix_cache or self.held_before.issuperset(sources)
-        assert held.isdisjoint(targets)
+        assert held.issuperset(source for source, _ in step.moved)
+        assert (held - {source for source, _ in step.moved}).isdisjoint(targets)
         assert len(set(targets)) == len(targets)
-        for source, target in step.copies:
-            for offset in range(block_tokens):
-                copied = self.pools[source.owner].get(source.id * block_tokens + offset)
-                self.pools[target.owner][target.id * block_tokens + offset] = copied
+        assert set(targets).isdisjoint(sources)
+        assert all(source.owner == target.owner for source, target in step.copies)
+        assert all(source.owner != target.owner for source, target in step.moved)
+        first = [source.id * block_tokens for source, _ in copies]
+        read = [
+            [self.pools[source.owner].get(slot + offset) for offset in range(block_tokens)]
+            for slot, (source, _) in zip(first, copies, strict=True)
+        ]
+        for (_, target), found in zip(copies, read, strict=True):
+            self.pools[target.owner] |= dict(enumerate(found, target.id * block_tokens))
+
+    def widen(self, widened) -> None:
+        """Blocks in the middle of a sequence become others; each rank finds the place of a new one among its own."""
+        seq = self.replicas[widened.id]
+        moved = {move.source: move.target for move in widened.moves}
+        assert len(moved) == len(widened.moves)
+        assert moved.keys() <= set(seq.blocks[: seq.length // self.config.block_tokens])  # which are full
+        seq.blocks = [moved.get(block, block) for block in seq.blocks]
+        seq.new = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank)
+        for move in widened.moves:
+            assert [block for block in seq.blocks if block.owner == move.target.owner][move.place] == move.target
+        assert widened.moves == tuple(sorted(widened.moves, key=lambda move: seq.blocks.index(move.target)))
+        self.moved_blocks[widened.id] = self.moved_blocks.get(widened.id, 0) + len(moved)
 
     def load(self, blocks, first: int, token_ids) -> None:
         """Fill the blocks of a prompt from that with index `first` on, between two steps."""
@@ -253,22 +286,15 @@ class FakeRunner:
         assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
         return counts
 
-    def place(self, sequence_id: int) -> Placement:
-        new = self.new[sequence_id]
-        place = self.config.place(self.given_tokens[sequence_id], new.capacity_tokens, self.first_blocks[sequence_id])
-        owners = tuple(block.owner for block in new.cached_blocks)
-        return Continued(place, owners) if owners else place
-
     def read(self, sequence_id: int) -> list[int]:
         """The sequence's tokens as its KV has them: each rank's local tokens in local order, then by position."""
         seq, block_tokens = self.replicas[sequence_id], self.config.block_tokens
         found: dict[int, int] = {}
         for rank in range(self.config.kvp):
             local = [block.id for block in seq.blocks if block.owner == rank]
-            placement = self.place(sequence_id)
             slots = [
                 local[index // block_tokens] * block_tokens + index % block_tokens
-                for index in range(placement.local_length(rank, seq.length))
+                for index in range(seq.local_length(rank, seq.length, block_tokens))
             ]
             entries = [self.pools[rank][slot] for slot in slots]
             cached_tokens = seq.new.cached_tokens  # which others have written
@@ -380,8 +406,8 @@ def test_kv_tokens_at_the_end_follow_the_closed_form(placement, depth):
     for key, outcome in engine.drain().items():
         asked = BATCH[key]
         length = len(asked.prompt_token_ids) + len(outcome.token_ids) - 1
-        place = engine.runner.place(key)
-        assert outcome.kv_tokens_per_rank == tuple(place.local_length(rank, length) for rank in range(3))
+        held = engine.runner.ended[key]
+        assert outcome.kv_tokens_per_rank == tuple(held.local_length(rank, length, 4) for rank in range(3))
 
 
 def test_the_prompt_comes_in_chunks_of_the_budget():

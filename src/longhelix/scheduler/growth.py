@@ -1,0 +1,58 @@
+"""Growth: which KVP rank a growing request takes next."""
+
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+from longhelix.kv.blocks import BlockAllocator
+from longhelix.kv.placement import Continued, Growing, Placement
+from longhelix.scheduler.sequence import Sequence
+
+
+def later_ranks(placement: Placement) -> tuple[int, ...]:
+    """The KVP ranks that a request takes as it grows, which may be in any order; empty where it does not grow."""
+    if _growing(placement) is None:
+        return ()
+    held = placement.blocks_by_owner if isinstance(placement, Continued) else ()
+    return tuple(rank for rank in placement.order[1:] if rank not in held)
+
+
+def choose_ranks(seq: Sequence, num_blocks: int, allocators: Items[BlockAllocator]) -> None:
+    """Where a sequence that grows to `num_blocks` takes another KVP rank, let it be the one with the most blocks for it
+    of those that it does not have yet. What it was promised of the rank whose turn it was, it is promised of that one.
+    """
+    growing = _growing(seq.placement)
+    if growing is None:
+        return
+    last = seq.last_owner if seq.num_blocks else seq.placement.start
+    held = {last, *(rank for rank, block_ids in enumerate(seq.block_ids) if block_ids)}
+    for index in growing.openings(seq.num_blocks, num_blocks):
+        others = [rank for rank in range(growing.kvp) if rank not in held]
+        if not others:
+            return
+        in_turn = seq.placement.next_owner(last, index)
+        last = max(others, key=lambda rank: (allocators[rank].available + seq.promised[rank], -rank))
+        held.add(last)
+        _swap(seq, in_turn, last, allocators)
+
+
+def _swap(seq: Sequence, one: int, other: int, allocators: Items[BlockAllocator]) -> None:
+    """Two ranks of which a sequence has no block change places in its order."""
+    if one == other:
+        return
+    placement, promised = seq.placement, seq.promised
+    if isinstance(placement, Continued):
+        assert isinstance(placement.base, Growing)
+        seq.placement = replace(placement, base=placement.base.swapped(one, other))
+    else:
+        assert isinstance(placement, Growing)
+        seq.placement = placement.swapped(one, other)
+    for rank in (one, other):
+        allocators[rank].unreserve(promised[rank])
+    promised[one], promised[other] = promised[other], promised[one]
+    for rank in (one, other):
+        allocators[rank].reserve(promised[rank])
+
+
+def _growing(placement: Placement) -> Growing | None:
+    base = placement.base if isinstance(placement, Continued) else placement
+    return base if isinstance(base, Growing) else None

@@ -1,0 +1,174 @@
+"""Widening: blocks of requests that run move from a KVP rank without room to ranks that have some."""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from msgspec import structs
+
+from longhelix.kv.blocks import Block
+from longhelix.kv.placement import Continued, Striped, blocks_needed
+from longhelix.request import Move, Widened
+from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.sequence import Sequence
+
+
+class _Named(NamedTuple):
+    """What a moved block was found by. start: the position of its first token."""
+
+    source: Block
+    target: Block
+    digest: bytes
+    start: int
+
+
+class Widening:
+    """Of the sequence that has the most blocks on a full rank, the last ones move, until that rank has as much room as
+    all ranks have on the average, or the sequence has none left to give. Where there is too little room for that, the
+    next block of the sequence that grows goes elsewhere. From then on the sequence is striped.
+
+    Its last block stays, so that ranks go on writing where they are, and so do blocks that others share, which would
+    leave no room behind, and those that have yet to get their hashes. A block that moves is free, or cached, at once:
+    steps are executed in order, and copy before they compute.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self._pool = pool
+        self._allocators = pool.allocators
+        self._widens = config.kvp > 1 and not config.batch_invariant
+        self._most_blocks = config.most_blocks if self._widens else 0
+        # Ranks that are all but full would give each other a block or two in every step.
+        self._least_level = config.num_blocks // 100 + 1
+        self._of_step: dict[Sequence, Widened] = {}
+        self._named: dict[int, list[_Named]] = {}
+
+    def widen(self, rank: int, growing: Sequence, sequences: Iterable[Sequence]) -> bool:
+        """Make room for a sequence whose next block would go to a KVP rank that has none, if others have some.
+        sequences: those that decode. False: nothing can be done."""
+        return self._widens and (self._relieve(rank, sequences) or self._go_elsewhere(growing))
+
+    def _relieve(self, rank: int, sequences: Iterable[Sequence]) -> bool:
+        """Move blocks away from a rank."""
+        level = sum(allocator.available for allocator in self._allocators) // len(self._allocators)
+        if level < self._least_level:
+            return False
+        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.promised)]
+        able.sort(key=lambda seq: (-len(seq.block_ids[rank]), seq.id))
+        return any(self._move(seq, rank, level) for seq in able if seq.block_ids[rank])
+
+    def _go_elsewhere(self, seq: Sequence) -> bool:
+        """Let a sequence's next block go to the rank with the most room."""
+        room = [allocator.available for allocator in self._allocators]
+        if not any(room):
+            return False
+        owners = [block.owner for block in _blocks(seq)]
+        return self._place(seq, [*owners, room.index(max(room))])
+
+    def of_step(self) -> tuple[Widened, ...]:
+        """What the step that is made says."""
+        for seq, one in self._of_step.items():
+            seq.job.moved_tokens += len(one.moves) * seq.placement.block_tokens
+        widened = tuple(self._of_step.values())
+        self._of_step.clear()
+        return widened
+
+    def name(self) -> None:
+        """The step is made that moves what was to be moved: let it be found where it is, and no longer where it was."""
+        for found in self._named.values():
+            self._name(found)
+        self._named.clear()
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence runs no longer. What was to move with the step that is being made stays where it was."""
+        found = self._named.pop(seq.id, [])
+        if self._of_step.pop(seq, None) is None:
+            self._name(found)
+
+    def _name(self, found: list[_Named]) -> None:
+        left = defaultdict[int, "array[int]"](lambda: array("q"))
+        moved: list[_Named] = []
+        for block in found:
+            there = self._pool.index.get(block.digest)
+            if there is None or (there == block.source and self._allocators[there.owner].is_cached(there.id)):
+                moved.append(block)
+                if there is not None:
+                    left[there.owner].append(there.id)
+        for owner, ids in left.items():
+            self._allocators[owner].uncache(ids)
+        for block in moved:
+            self._pool.name([block.target], [block.digest], block.start)
+
+    def _move(self, seq: Sequence, rank: int, level: int) -> bool:
+        """Move blocks of a sequence away from a rank. False: it can give none."""
+        blocks = _blocks(seq)
+        movable = self._movable(seq, blocks, rank)
+        targets = self._targets(min(level, len(movable)))
+        indices = movable[len(movable) - len(targets) :]
+        owners = [block.owner for block in blocks]
+        for index, target in zip(indices, targets, strict=True):
+            owners[index] = target
+        if not indices or not self._place(seq, owners):
+            return False
+        moves = self._moves(seq, blocks, indices, targets)
+        self._of_step[seq] = structs.replace(self._of_step[seq], moves=moves)
+        return True
+
+    def _place(self, seq: Sequence, owners: list[int]) -> bool:
+        """Let a sequence's blocks have other owners. False: a rank would have too many of them."""
+        placement = Continued(Striped(seq.placement.kvp, seq.placement.block_tokens), tuple(owners))
+        room = blocks_needed(placement, seq.num_rows)
+        if max(room) > self._most_blocks or not self._pool.make_room(seq, room):
+            return False
+        seq.placement = placement
+        before = self._of_step.get(seq)
+        self._of_step[seq] = Widened(seq.id, () if before is None else before.moves, tuple(room))
+        return True
+
+    def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:
+        """The indices of its blocks that may move."""
+        allocator, stay = self._allocators[rank], max(len(seq.unnamed), 1)
+        return [
+            index
+            for index, block in enumerate(blocks[:-stay])
+            if block.owner == rank and not allocator.is_shared(block.id)
+        ]
+
+    def _targets(self, count: int) -> list[int]:
+        """The ranks that so many blocks go to: each to the one with the most room by then."""
+        room, targets = [allocator.available for allocator in self._allocators], []
+        for _ in range(count):
+            roomiest = room.index(max(room))
+            room[roomiest] -= 1
+            targets.append(roomiest)
+        return sorted(targets)
+
+    def _moves(self, seq: Sequence, blocks: list[Block], indices: Items[int], targets: Items[int]) -> tuple[Move, ...]:
+        """Give a sequence its new blocks, and take back those that they replace."""
+        new = {rank: iter(self._allocators[rank].take_many(count, 0)) for rank, count in Counter(targets).items()}
+        moved = {index: Block(target, next(new[target])) for index, target in zip(indices, targets, strict=True)}
+        block_ids, moves, left = [array("q") for _ in seq.block_ids], [], array("q")
+        for index, source in enumerate(blocks):
+            block = moved.get(index, source)
+            if block is not source:
+                moves.append(Move(source, block, len(block_ids[block.owner])))
+                left.append(source.id)
+            block_ids[block.owner].append(block.id)
+        allocator, block_tokens = self._allocators[blocks[indices[0]].owner], seq.placement.block_tokens
+        self._named[seq.id] = [
+            _Named(move.source, move.target, digest, index * block_tokens)
+            for move, index in zip(moves, indices, strict=True)
+            if (digest := allocator.hash_of(move.source.id)) is not None
+        ]
+        allocator.release(left, 0)
+        seq.block_ids, seq.most_blocks = block_ids, max(map(len, block_ids))
+        return tuple(moves)
+
+
+def _blocks(seq: Sequence) -> list[Block]:
+    """A sequence's blocks, in position order."""
+    ids, placement = [iter(of_rank) for of_rank in seq.block_ids], seq.placement
+    starts = range(0, seq.num_blocks * placement.block_tokens, placement.block_tokens)
+    return [Block(owner, next(ids[owner])) for owner in map(placement.owner, starts)]
