@@ -63,7 +63,7 @@ class ModelRunner:
         self.model = model
         self.execution = execution
         self.layers = make_layers(execution, model, pool, page_lists, spans)
-        self.sampling = Sampling(mesh, spec.vocab_size, pool.device)
+        self.sampling = Sampling(mesh, spec.vocab_size, pool.device, spans)
         self.pool = pool
         self.swap_space = swap_space
         self.block_tokens = pool.block_tokens
@@ -89,7 +89,9 @@ class ModelRunner:
         kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
         others_before_s = self._waited_for_stages_s
         self._step_id = step.id
+        span = self._spans.begin("admit", "host")
         self.admit(step)
+        self._spans.end(span)
         if self.swap_space is not None:
             swap_blocks(step, self.swap_space, self.kvp_rank)
         if step.copies:
@@ -101,9 +103,7 @@ class ModelRunner:
             whole = self._spans.begin(f"step {step.id}", "step")
             hidden_TH = self.forward(step)
             if self._is_last:
-                span = self._spans.begin("sampling")
                 sampled = self.sample(step, hidden_TH)
-                self._spans.end(span)
             if self.handover is not None:
                 self._hand_over(self.handover, step, hidden_TH)
             self._spans.end(whole)
@@ -172,7 +172,9 @@ class ModelRunner:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
         if self._is_first and self.handover is not None:
             self.handover.take_tokens(step.id, self.decoding.values())
+        span = self._spans.begin("batch", "host")
         batch = self._batch(step)
+        self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None
             return self.layers(self.handover.take_hidden(len(batch.token_ids_T)), batch)
@@ -189,7 +191,13 @@ class ModelRunner:
         chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
         ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
         last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
-        return self.sampling(self.model.logits(hidden_TH[last_rows]), sequences)
+        span = self._spans.begin("head")
+        logits_Sv = self.model.logits(hidden_TH[last_rows])
+        self._spans.end(span)
+        span = self._spans.begin("sampling", "host")
+        sampled = self.sampling(logits_Sv, sequences)
+        self._spans.end(span)
+        return sampled
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""

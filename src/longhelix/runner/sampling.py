@@ -16,14 +16,15 @@ from longhelix.parallel.mesh import Mesh
 from longhelix.request import CANDIDATES, SampledToken
 from longhelix.runner import choice, sampler
 from longhelix.runner.sequence_state import SequenceState
+from longhelix.spans import UNTRACED, Spans
 
 
 class Sampling:
     """One rank's share in the choice of tokens."""
 
-    def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
         self._stage, self._ffn, self._device = mesh.stage, mesh.ffn, device
-        self._size = vocab_size
+        self._size, self._spans = vocab_size, spans
         self._begin = mesh.layout.vocabulary(vocab_size, mesh.rank).start
         self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
 
@@ -71,7 +72,11 @@ class Sampling:
         params = [seq.new.sampling for seq in sequences]
         temperatures_S = torch.tensor([each.temperature for each in params], dtype=torch.float32)
         count = CANDIDATES if temperatures_S.any() else 1
-        shards = self._gather_candidates(candidates(logits_Sv, *_penalties(sequences), temperatures_S, count))
+        penalties = _penalties(sequences)
+        span = self._spans.begin("candidates")
+        found = candidates(logits_Sv, *penalties, temperatures_S, count)
+        self._spans.end(span)
+        shards = self._gather_candidates(found)
         if self._stage.index != 0:
             return []
         merged = choice.merge(shards, temperatures_S.numpy())

@@ -45,9 +45,11 @@ class TapedLayers:
         if recorded is None:
             return self._record(key, hidden_TH, batch)
         self._tapes[key] = recorded
+        span = self._spans.begin("inputs", "host")
         recorded.hidden_TH.copy_(hidden_TH)
         for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
             own.copy_(given)
+        self._spans.end(span)
         recorded.tape.run()
         self._spans.again(recorded.spans)
         return recorded.result_TH
