@@ -64,7 +64,8 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
 
 
 def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: float) -> "tuple[Tensor, Tensor]":
-    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64.
+    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64; as
+    frequencies_R they are those of all rows.
 
     Angles are float64: at position 16,000,000 a float32 angle would be off by half a radian.
     """

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, islice
+from functools import lru_cache, partial
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
@@ -81,6 +82,8 @@ class ModelRunner:
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
+        # One tensor for all sequences that turn alike.
+        self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64))
         self._spans = spans
 
     @torch.inference_mode()
@@ -150,7 +153,7 @@ class ModelRunner:
             del self._microbatches[self.sequences[sequence_id].microbatch][sequence_id]
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
-            frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
+            frequencies_R = self._frequencies(tuple(frequencies))
             extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
             seq = SequenceState(new, frequencies_R, extent, self._seen(new))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
@@ -192,7 +195,7 @@ class ModelRunner:
         ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
         last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
         span = self._spans.begin("head")
-        logits_Sv = self.model.logits(hidden_TH[last_rows])
+        logits_Sv = self.model.logits(hidden_TH if len(last_rows) == len(hidden_TH) else hidden_TH[last_rows])
         self._spans.end(span)
         span = self._spans.begin("sampling", "host")
         sampled = self.sampling(logits_Sv, sequences)
@@ -214,13 +217,12 @@ class ModelRunner:
         token_ids = [_last_tokens(decodes), *map(_prompt_tokens, prompts, step.chunks)]
         rows = [self._decode_rows(decodes), *map(self._chunk_rows, prompts, step.chunks)]
         sequences = decodes + prompts
-        held = [self.kvp_rank in seq.holders for seq in sequences]
-        extents = [(seq.extent.begin, seq.extent.end) for seq in compress(sequences, held)]
-        counts_B = torch.tensor([*held[: len(decodes)], *(len(some.positions) for some in rows[1:])], dtype=torch.int64)
-        frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
-        positions_t = _join(some.positions for some in rows)
+        held = [seq for seq in sequences if self.kvp_rank in seq.holders]
+        counts = [1] * len(rows[0].positions) + [len(some.positions) for some in rows[1:] if len(some.positions)]
+        bounds = [bound for seq in held for bound in (seq.extent.begin, seq.extent.end)]
+        positions_t, frequencies = _join(some.positions for some in rows), _frequencies(held or sequences, counts)
         cos_tR, sin_tR = rotation(
-            positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
+            positions_t.to(self.device), frequencies.to(self.device), self.spec.rope.attention_factor
         )
         return Batch(
             token_ids_T=_join(token_ids).to(self.device),
@@ -229,10 +231,10 @@ class ModelRunner:
             sin_tR=sin_tR,
             slots_t=_join(some.slots for some in rows).to(self.device),
             limits_t=_join(some.limits for some in rows).to(self.device),
-            row_starts_b=nn.functional.pad(counts_B[torch.tensor(held)].cumsum(0), (1, 0)).to(self.device),
+            row_starts_b=_join([[*accumulate(counts, initial=0)]]).to(self.device),
             blocks_X=self.arena.blocks_X,
-            extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
-            max_rows=int(counts_B.max()),
+            extents_b2=_join([bounds]).view(-1, 2).to(self.device),
+            max_rows=max(counts, default=0),
             num_sequences=len(sequences),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
@@ -268,7 +270,7 @@ class ModelRunner:
     def _slot(self, seq: SequenceState) -> int:
         """The slot of the next local token."""
         block, offset = divmod(seq.local_length, self.block_tokens)
-        return int(self.arena.ids(seq.extent)[block]) * self.block_tokens + offset
+        return self.arena.id(seq.extent, block) * self.block_tokens + offset
 
     def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
         """The next rows of a prompt, which see and are stored as above. None if the sequence keeps no KV here."""
@@ -312,6 +314,14 @@ def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
     if seq.seen is not None:
         seq.seen.add(ids)
     return ids
+
+
+def _frequencies(sequences: list[SequenceState], counts: list[int]) -> Tensor:
+    """Those of rows, of which each sequence has so many: frequencies_tR, or frequencies_R where all have the same."""
+    first_R = sequences[0].frequencies_R
+    if all(seq.frequencies_R is first_R for seq in sequences):
+        return first_R
+    return torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(torch.tensor(counts), dim=0)
 
 
 def _token_ids(message: bytes) -> np.ndarray:
