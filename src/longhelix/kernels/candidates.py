@@ -6,7 +6,9 @@ CPUs run a native kernel, everything else the reference. Tokens are chosen outsi
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.kernels import native
@@ -77,7 +79,7 @@ def penalise(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tens
         return
     seen_S = _addresses(seen)
     native.module.penalise(
-        logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, seen_S.data_ptr(), penalties_S.data_ptr()
+        logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, seen_S.ctypes.data, penalties_S.data_ptr()
     )
 
 
@@ -85,8 +87,8 @@ def _is_native(logits_Sv: Tensor) -> bool:
     return native.module is not None and logits_Sv.device.type == "cpu" and len(logits_Sv) > 0
 
 
-def _addresses(seen: Sequence[Tensor | None]) -> Tensor:
-    return torch.tensor([0 if words_W is None else words_W.data_ptr() for words_W in seen], dtype=torch.int64)
+def _addresses(seen: Sequence[Tensor | None]) -> NDArray[np.int64]:
+    return np.array([0 if words_W is None else words_W.data_ptr() for words_W in seen], np.int64)
 
 
 def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor) -> Tensor:
@@ -104,7 +106,8 @@ def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Te
 
 def _native(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
     rows, size = logits_Sv.shape
-    seen_S, inverse_S = _addresses(seen), torch.where(temperatures_S == 0, 0.0, 1 / temperatures_S)
+    temperatures, seen_S = temperatures_S.numpy(), _addresses(seen)
+    inverse_S = np.divide(1, temperatures, out=np.zeros_like(temperatures), where=temperatures != 0)
     found = Candidates(
         logits_Sv.new_empty(rows, count),
         logits_Sv.new_empty(rows, count, dtype=torch.int64),
@@ -115,9 +118,9 @@ def _native(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
         logits_Sv.stride(0),
         rows,
         size,
-        seen_S.data_ptr(),
+        seen_S.ctypes.data,
         penalties_S.data_ptr(),
-        inverse_S.data_ptr(),
+        inverse_S.ctypes.data,
         count,
         *(tensor.data_ptr() for tensor in found),
     )
