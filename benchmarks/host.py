@@ -62,8 +62,8 @@ def processor_s(pid: int) -> float:
 
 
 def between_kernels(events: list[Event], rank: int) -> dict[str, float]:
-    """Of a rank's decode steps, medians in seconds: the time outside of kernels from the end of a step to the end of the
-    next, without the trace's own, and the parts of it."""
+    """Of a rank's decode steps, medians in seconds: the time outside of kernels from the end of a step to the end of
+    the next, without the trace's own, and the parts of it."""
     own = sorted((event for event in events if event["pid"] == rank), key=lambda event: event["ts"])
     steps = [event for event in own if event["cat"] == "step"]
     found: dict[str, list[float]] = defaultdict(list)

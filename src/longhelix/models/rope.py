@@ -69,5 +69,8 @@ def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: 
 
     Angles are float64: at position 16,000,000 a float32 angle would be off by half a radian.
     """
-    angles_TR = positions_T.unsqueeze(-1).double() * frequencies_TR
-    return (angles_TR.cos() * attention_factor).float(), (angles_TR.sin() * attention_factor).float()
+    angles_TR = positions_T.unsqueeze(-1) * frequencies_TR
+    cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+    if attention_factor != 1:
+        cos_TR, sin_TR = cos_TR * attention_factor, sin_TR * attention_factor
+    return cos_TR.float(), sin_TR.float()

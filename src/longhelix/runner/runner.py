@@ -1,7 +1,7 @@
 """The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -191,16 +191,19 @@ class ModelRunner:
         sequences = self._sampled(step)
         if not sequences:
             return ()
-        chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
-        ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
-        last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
         span = self._spans.begin("head")
-        logits_Sv = self.model.logits(hidden_TH if len(last_rows) == len(hidden_TH) else hidden_TH[last_rows])
+        logits_Sv = self.model.logits(self._last_rows(step, hidden_TH) if step.chunks else hidden_TH)
         self._spans.end(span)
         span = self._spans.begin("sampling", "host")
         sampled = self.sampling(logits_Sv, sequences)
         self._spans.end(span)
         return sampled
+
+    def _last_rows(self, step: Step, hidden_TH: Tensor) -> Tensor:
+        """hidden_SH: after which is sampled."""
+        chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
+        ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
+        return hidden_TH[[*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]]
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The tokens that the last step chose, as every rank knows them: without logprobs and errors."""
@@ -220,25 +223,37 @@ class ModelRunner:
         held = [seq for seq in sequences if self.kvp_rank in seq.holders]
         counts = [1] * len(rows[0].positions) + [len(some.positions) for some in rows[1:] if len(some.positions)]
         bounds = [bound for seq in held for bound in (seq.extent.begin, seq.extent.end)]
-        positions_t, frequencies = _join(some.positions for some in rows), _frequencies(held or sequences, counts)
-        cos_tR, sin_tR = rotation(
-            positions_t.to(self.device), frequencies.to(self.device), self.spec.rope.attention_factor
+        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
+            token_ids,
+            [some.positions for some in rows],
+            [some.slots for some in rows],
+            [some.limits for some in rows],
+            [[*accumulate(counts, initial=0)]],
+            [bounds],
         )
+        frequencies = _frequencies(held or sequences, counts).to(self.device)
+        cos_tR, sin_tR = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
         return Batch(
-            token_ids_T=_join(token_ids).to(self.device),
+            token_ids_T=token_ids_T,
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
-            slots_t=_join(some.slots for some in rows).to(self.device),
-            limits_t=_join(some.limits for some in rows).to(self.device),
-            row_starts_b=_join([[*accumulate(counts, initial=0)]]).to(self.device),
+            slots_t=slots_t,
+            limits_t=limits_t,
+            row_starts_b=row_starts_b,
             blocks_X=self.arena.blocks_X,
-            extents_b2=_join([bounds]).view(-1, 2).to(self.device),
+            extents_b2=bounds_X.view(-1, 2),
             max_rows=max(counts, default=0),
             num_sequences=len(sequences),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
         )
+
+    def _on_device(self, *groups: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, ...]:
+        """Integers as tensors, each of a group's pieces. They are copied there at once."""
+        pieces = [np.asarray(piece, dtype=np.int64) for group in groups for piece in group]
+        together_X = torch.from_numpy(np.concatenate(pieces)).to(self.device)
+        return together_X.split([sum(map(len, group)) for group in groups])
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
         """Which KVP ranks hold KV for the rows of the step. None if all ranks hold KV for all rows."""
@@ -326,7 +341,3 @@ def _frequencies(sequences: list[SequenceState], counts: list[int]) -> Tensor:
 
 def _token_ids(message: bytes) -> np.ndarray:
     return np.frombuffer(message, np.int32).astype(np.int64)
-
-
-def _join(pieces: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhelix.kernels.candidates import Candidates, candidates, penalise
+from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import CANDIDATES, SampledToken
@@ -25,10 +25,11 @@ class _Settings:
     def __init__(self, sequences: Sequence[SequenceState]) -> None:
         self.news = [seq.new for seq in sequences]
         self.params = [new.sampling for new in self.news]
-        self.seen = [None if seq.seen is None else seq.seen.words_W for seq in sequences]
-        self.penalties_S = torch.tensor([each.repetition_penalty for each in self.params], dtype=torch.float32)
-        self.temperatures_S = torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
-        self.count = CANDIDATES if self.temperatures_S.any() else 1
+        seen = [None if seq.seen is None else seq.seen.words_W for seq in sequences]
+        penalties_S = torch.tensor([each.repetition_penalty for each in self.params], dtype=torch.float32)
+        temperatures_S = torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
+        self.weighing = Weighing(seen, penalties_S, temperatures_S)
+        self.count = CANDIDATES if temperatures_S.any() else 1
         self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
 
     def are_of(self, sequences: Sequence[SequenceState]) -> bool:
@@ -64,8 +65,7 @@ class Sampling:
         if left:
             undecided = [sequences[row] for row in left]
             left_Uv = logits_Sv if len(left) == len(sequences) else logits_Sv[left]
-            penalised = _Settings(undecided)
-            penalise(left_Uv, penalised.seen, penalised.penalties_S)
+            penalise(left_Uv, _Settings(undecided).weighing)
             whole_UV = self.gather(left_Uv)
             sampled = _sample(undecided, whole_UV) if is_first else []
             errors = {row: error for row, (_, error) in zip(left, sampled, strict=False) if error}
@@ -91,14 +91,13 @@ class Sampling:
 
     def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState], settings: _Settings) -> list[int]:
         """On the stage's first rank the tokens, where their candidates decide them; elsewhere none."""
-        temperatures_S = settings.temperatures_S
         span = self._spans.begin("candidates")
-        found = candidates(logits_Sv, settings.seen, settings.penalties_S, temperatures_S, settings.count)
+        found = candidates(logits_Sv, settings.weighing, settings.count)
         self._spans.end(span)
         shards = self._gather_candidates(found)
         if self._stage.index != 0:
             return []
-        merged = choice.merge(shards, temperatures_S.numpy())
+        merged = choice.merge(shards, settings.weighing.temperatures_S.numpy())
         return choice.choose(merged, self._size, settings.params, _keys(sequences)).tolist()
 
     def _gather_candidates(self, found: Candidates) -> list[choice.Shard]:

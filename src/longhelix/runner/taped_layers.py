@@ -50,8 +50,8 @@ class TapedLayers:
         for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
             own.copy_(given)
         self._spans.end(span)
-        recorded.tape.run()
         self._spans.again(recorded.spans)
+        recorded.tape.run()
         return recorded.result_TH
 
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:

@@ -2,10 +2,9 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from ctypes import addressof, c_int64
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -72,7 +71,8 @@ class Tracer(Spans):
     def __init__(self, device: torch.device) -> None:
         self._clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
         self._spans: list[_Span] = []
-        self._again: list[tuple[_Span, ...]] = []  # of tapes, to be read before they run again
+        self._read: list[TraceEvent] = []  # of tapes that have run again
+        self._taped: tuple[_Span, ...] = ()  # of the tape that ran last
         self._layer: dict[str, int] = {}
         self._part: dict[str, int] = {}
         self._attended: list[_Span] = []  # the attentions and exchanges of this layer
@@ -110,12 +110,13 @@ class Tracer(Spans):
         return spans
 
     def again(self, spans: tuple[_Span, ...]) -> None:
-        self._again.append(spans)
+        self._read += self._events(self._taped)
+        self._taped = spans
 
     def take(self) -> list[TraceEvent]:
-        """The events since the last call, after every step. Waits for their ends."""
-        events = self._events(chain(*self._again, self._spans))
-        self._spans, self._again, self._attended = [], [], []
+        """The events since the last call. Waits for their ends."""
+        events = [*self._read, *self._events(self._taped), *self._events(self._spans)]
+        self._spans, self._read, self._taped, self._attended = [], [], (), []
         return events
 
     def _new(self, name: str, kind: str, details: dict[str, int], start: Mark, follows: tuple[_Span, ...]) -> _Span:
@@ -123,7 +124,7 @@ class Tracer(Spans):
         self._spans.append(span)
         return span
 
-    def _events(self, spans: Iterable[_Span]) -> list[TraceEvent]:
+    def _events(self, spans: Sequence[_Span]) -> list[TraceEvent]:
         return [
             TraceEvent(span.name, span.kind, self._start_us(span), self._end_us(span), span.details) for span in spans
         ]
