@@ -8,8 +8,9 @@ class Spans:
         """What comes is of layer `index`; None: of none."""
 
     def begin(self, name: str, kind: str = "compute", part: int | None = None) -> object:
-        """Something begins: `kind` is what does it (compute, exchange, collective) or "step", `part` the part of a
-        batch. Returns what `end` wants. An exchange is that of the part that attended last."""
+        """Something begins: `kind` is what does it (compute, exchange, collective, or host: what no kernel does) or
+        "step", `part` the part of a batch. Returns what `end` wants. An exchange is that of the part that attended
+        last."""
         return None
 
     def follow(self, name: str) -> object:
@@ -31,7 +32,7 @@ class Spans:
         return ()
 
     def again(self, spans: tuple[object, ...]) -> None:
-        """A tape has run, and these with it once more."""
+        """A tape runs, and these with it once more: what others have left of their times is read now."""
 
 
 UNTRACED = Spans()

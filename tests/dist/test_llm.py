@@ -124,11 +124,15 @@ def test_a_traced_step_has_every_phase_on_every_rank_in_order(oracle, tmp_path):
     for rank in (0, 1):
         steps = [event["name"] for event in events if event["pid"] == rank and event["cat"] == "step"]
         assert steps == ["step 1", "step 2", "step 3"]
-        own = [event for event in events if event["pid"] == rank and event["cat"] not in ("collective", "step")]
-        assert all(event["ph"] == "X" and event["dur"] >= 0 for event in own)
-        assert [event["name"] for event in own] == ["embedding", *layer * 2, "sampling"] * 3
-        for before, after in itertools.pairwise(own):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+        own = [event for event in events if event["pid"] == rank and event["cat"] in ("compute", "exchange")]
+        assert [event["name"] for event in own] == ["embedding", *layer * 2, "head", "candidates"] * 3
+        host = [event for event in events if event["pid"] == rank and event["cat"] == "host"]
+        # That a result is sent is told with the next one.
+        assert [event["name"] for event in host] == (["wait", "admit", "batch", "sampling", "send"] * 3)[:-1]
+        for phases in (own, host):
+            assert all(event["ph"] == "X" and event["dur"] >= 0 for event in phases)
+            for before, after in itertools.pairwise(phases):
+                assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def test_result_counts_follow_their_formulas(llm, oracle):
@@ -422,7 +426,9 @@ def test_requests_come_and_go_and_others_do_not_notice(llm, oracle):
 
 def test_requests_are_placed_by_their_lengths(oracle):
     """Side by side: short ones on a rank each, one that outgrows the threshold on two, a long one striped."""
-    with LLM(str(oracle.path), Layout(kvp=2), placement="auto", kvp_threshold_tokens=40, chunk_tokens=16) as llm:
+    with LLM(
+        str(oracle.path), Layout(kvp=2), placement="auto", kvp_threshold_tokens=40, chunk_tokens=16, kv_cache_tokens=512
+    ) as llm:
         assert [len(prompt) for prompt in oracle.prompts] == [1, 3, 18, 41]
         results = llm.generate(oracle.prompts, SamplingParams(max_new_tokens=32))
     assert [result.token_ids for result in results] == oracle.tokens

@@ -60,6 +60,10 @@ class BlockArena:
         """A sequence's block ids, on the host."""
         return self._ids[extent.begin : extent.end]
 
+    def id(self, extent: Extent, index: int) -> int:
+        """One of a sequence's block ids."""
+        return int(self._ids[extent.begin + index])
+
     def _compact(self) -> None:
         self._tail = 0
         for extent in self._live:

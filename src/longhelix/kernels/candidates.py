@@ -27,21 +27,31 @@ class Candidates(NamedTuple):
     sums_S: Tensor
 
 
-def candidates(
-    logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor, temperatures_S: Tensor, count: int
-) -> Candidates:
-    """The `count` candidates of each row of logits_Sv (float32, its rows contiguous), a part of the vocabulary or all.
+class Weighing:
+    """How S rows are weighed, for any number of steps.
 
     seen: by row which logits are penalised, words_W (int32, on the CPU), a bit for each; None: no logit is.
     penalties_S: of repetition (arXiv 1909.05858, section 4.1). temperatures_S: of 0, only the largest are wanted. Both
     float32, on the CPU.
     """
-    arguments = logits_Sv, seen, penalties_S, temperatures_S, count
-    return _native(*arguments) if _is_native(logits_Sv) else reference(*arguments)
+
+    def __init__(self, seen: Sequence[Tensor | None], penalties_S: Tensor, temperatures_S: Tensor) -> None:
+        self.seen, self.penalties_S, self.temperatures_S = seen, penalties_S, temperatures_S
+        # What native kernels read.
+        addresses = [0 if words_W is None else words_W.data_ptr() for words_W in seen]
+        self.addresses_S = torch.tensor(addresses, dtype=torch.int64)
+        self.inverse_S = torch.where(temperatures_S == 0, 0.0, 1 / temperatures_S)
 
 
-def reference(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
+def candidates(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
+    """The `count` candidates of each row of logits_Sv (float32, its rows contiguous), a part of the vocabulary or
+    all."""
+    return (_native if _is_native(logits_Sv) else reference)(logits_Sv, weighing, count)
+
+
+def reference(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
     """In pieces, because it takes several times the memory of the logits that it is shown."""
+    seen, penalties_S, temperatures_S = weighing.seen, weighing.penalties_S, weighing.temperatures_S
     rows = max(1, _PIECE // max(1, logits_Sv.shape[1]))
     starts = range(0, max(1, len(logits_Sv)), rows)
     pieces = [slice(start, start + rows) for start in starts]
@@ -70,23 +80,17 @@ def _of_piece(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates
     return Candidates(values_SK, ids_SK, sums_S)
 
 
-def penalise(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor) -> None:
+def penalise(logits_Sv: Tensor, weighing: Weighing) -> None:
     """The repetition penalty, in place; arguments as above."""
     if not _is_native(logits_Sv):
-        logits_Sv.copy_(_penalised(logits_Sv, seen, penalties_S))
+        logits_Sv.copy_(_penalised(logits_Sv, weighing.seen, weighing.penalties_S))
         return
-    seen_S = _addresses(seen)
-    native.module.penalise(
-        logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, seen_S.data_ptr(), penalties_S.data_ptr()
-    )
+    of_rows = weighing.addresses_S.data_ptr(), weighing.penalties_S.data_ptr()
+    native.module.penalise(logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, *of_rows)
 
 
 def _is_native(logits_Sv: Tensor) -> bool:
     return native.module is not None and logits_Sv.device.type == "cpu" and len(logits_Sv) > 0
-
-
-def _addresses(seen: Sequence[Tensor | None]) -> Tensor:
-    return torch.tensor([0 if words_W is None else words_W.data_ptr() for words_W in seen], dtype=torch.int64)
 
 
 def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Tensor) -> Tensor:
@@ -102,9 +106,8 @@ def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Te
     return torch.where(seen_Sv, less_Sv, logits_Sv)
 
 
-def _native(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
+def _native(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
     rows, size = logits_Sv.shape
-    seen_S, inverse_S = _addresses(seen), torch.where(temperatures_S == 0, 0.0, 1 / temperatures_S)
     found = Candidates(
         logits_Sv.new_empty(rows, count),
         logits_Sv.new_empty(rows, count, dtype=torch.int64),
@@ -115,9 +118,9 @@ def _native(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates:
         logits_Sv.stride(0),
         rows,
         size,
-        seen_S.data_ptr(),
-        penalties_S.data_ptr(),
-        inverse_S.data_ptr(),
+        weighing.addresses_S.data_ptr(),
+        weighing.penalties_S.data_ptr(),
+        weighing.inverse_S.data_ptr(),
         count,
         *(tensor.data_ptr() for tensor in found),
     )

@@ -64,9 +64,13 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
 
 
 def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: float) -> "tuple[Tensor, Tensor]":
-    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64.
+    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64; as
+    frequencies_R they are those of all rows.
 
     Angles are float64: at position 16,000,000 a float32 angle would be off by half a radian.
     """
-    angles_TR = positions_T.unsqueeze(-1).double() * frequencies_TR
-    return (angles_TR.cos() * attention_factor).float(), (angles_TR.sin() * attention_factor).float()
+    angles_TR = positions_T.unsqueeze(-1) * frequencies_TR
+    cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+    if attention_factor != 1:
+        cos_TR, sin_TR = cos_TR * attention_factor, sin_TR * attention_factor
+    return cos_TR.float(), sin_TR.float()

@@ -25,7 +25,6 @@ class Shard(NamedTuple):
     sums_S: np.ndarray  # float64
 
 
-@np.errstate(all="ignore")
 def merge(shards: Sequence[Shard], temperatures_S: np.ndarray) -> Shard:
     """Candidates in the whole vocabulary, of those in its parts, which are given in its order."""
     if len(shards) == 1:
@@ -37,8 +36,10 @@ def merge(shards: Sequence[Shard], temperatures_S: np.ndarray) -> Shard:
     values_SK, ids_SK = np.take_along_axis(values_SX, order_SK, axis=1), np.take_along_axis(ids_SX, order_SK, axis=1)
     values_SK[np.isnan(values_SX).any(axis=1), 0] = np.nan
     largest_NS = np.array([shard.values_SK[:, 0] for shard in shards])
-    factors_NS = np.exp((largest_NS - largest_NS.max(axis=0)) / temperatures_S.astype(np.float64))
-    return Shard(values_SK, ids_SK, (np.array([shard.sums_S for shard in shards]) * factors_NS).sum(axis=0))
+    with np.errstate(all="ignore"):  # of temperature 0, and of logits that are not finite
+        factors_NS = np.exp((largest_NS - largest_NS.max(axis=0)) / temperatures_S.astype(np.float64))
+        sums_S = (np.array([shard.sums_S for shard in shards]) * factors_NS).sum(axis=0)
+    return Shard(values_SK, ids_SK, sums_S)
 
 
 @np.errstate(all="ignore")  # of a row whose largest logit is not finite nothing is said, whatever comes of it
@@ -48,11 +49,11 @@ def choose(
     """The token ids of S rows, int64, or UNDECIDED. candidates, size: of the whole vocabulary. keys: the seed and the
     position of each row's draw."""
     values_SK, ids_SK, sums_S = candidates
+    if all(each.temperature == 0 for each in params):
+        return np.where(np.isfinite(values_SK[:, 0]), ids_SK[:, 0], UNDECIDED)
     rows_S, rank_K = np.arange(len(ids_SK)), np.arange(ids_SK.shape[1])
     temperatures_S = np.array([each.temperature for each in params], np.float32)
     greedy_S = temperatures_S == 0
-    if greedy_S.all():
-        return np.where(np.isfinite(values_SK[:, 0]), ids_SK[:, 0], UNDECIDED)
     scaled_SK = (values_SK - values_SK[:, :1]) / np.where(greedy_S, np.float32(1), temperatures_S)[:, None]
     ids_SK, known_S = _in_order(scaled_SK, ids_SK, (ids_SK >= 0).sum(axis=1), size)
 

@@ -1,13 +1,14 @@
 """The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
 import time
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, islice
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
@@ -63,7 +64,7 @@ class ModelRunner:
         self.model = model
         self.execution = execution
         self.layers = make_layers(execution, model, pool, page_lists, spans)
-        self.sampling = Sampling(mesh, spec.vocab_size, pool.device)
+        self.sampling = Sampling(mesh, spec.vocab_size, pool.device, spans)
         self.pool = pool
         self.swap_space = swap_space
         self.block_tokens = pool.block_tokens
@@ -81,6 +82,8 @@ class ModelRunner:
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
+        # One tensor for all sequences that turn alike.
+        self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64))
         self._spans = spans
 
     @torch.inference_mode()
@@ -89,7 +92,9 @@ class ModelRunner:
         kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
         others_before_s = self._waited_for_stages_s
         self._step_id = step.id
+        span = self._spans.begin("admit", "host")
         self.admit(step)
+        self._spans.end(span)
         if self.swap_space is not None:
             swap_blocks(step, self.swap_space, self.kvp_rank)
         moved_s = self._copy(step)
@@ -100,9 +105,7 @@ class ModelRunner:
             whole = self._spans.begin(f"step {step.id}", "step")
             hidden_TH = self.forward(step)
             if self._is_last:
-                span = self._spans.begin("sampling")
                 sampled = self.sample(step, hidden_TH)
-                self._spans.end(span)
             if self.handover is not None:
                 self._hand_over(self.handover, step, hidden_TH)
             self._spans.end(whole)
@@ -172,7 +175,7 @@ class ModelRunner:
             self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens, self.arena)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
-            frequencies_R = torch.tensor(frequencies, dtype=torch.float64)
+            frequencies_R = self._frequencies(tuple(frequencies))
             extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
             seq = SequenceState(new, frequencies_R, extent, self._seen(new))
             seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
@@ -194,7 +197,9 @@ class ModelRunner:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
         if self._is_first and self.handover is not None:
             self.handover.take_tokens(self.decoding.values())
+        span = self._spans.begin("batch", "host")
         batch = self._batch(step)
+        self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None
             return self.layers(self.handover.take_hidden(), batch)
@@ -208,10 +213,19 @@ class ModelRunner:
         sequences = self._sampled(step)
         if not sequences:
             return ()
+        span = self._spans.begin("head")
+        logits_Sv = self.model.logits(self._last_rows(step, hidden_TH) if step.chunks else hidden_TH)
+        self._spans.end(span)
+        span = self._spans.begin("sampling", "host")
+        sampled = self.sampling(logits_Sv, sequences)
+        self._spans.end(span)
+        return sampled
+
+    def _last_rows(self, step: Step, hidden_TH: Tensor) -> Tensor:
+        """hidden_SH: after which is sampled."""
         chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
         ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
-        last_rows = [*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]
-        return self.sampling(self.model.logits(hidden_TH[last_rows]), sequences)
+        return hidden_TH[[*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]]
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The tokens that the last step chose, as every rank of the last stage knows them: without logprobs and
@@ -229,29 +243,40 @@ class ModelRunner:
         token_ids = [_last_tokens(decodes), *map(_prompt_tokens, prompts, step.chunks)]
         rows = [self._decode_rows(decodes), *map(self._chunk_rows, prompts, step.chunks)]
         sequences = decodes + prompts
-        held = [self.kvp_rank in seq.holders for seq in sequences]
-        extents = [(seq.extent.begin, seq.extent.end) for seq in compress(sequences, held)]
-        counts_B = torch.tensor([*held[: len(decodes)], *(len(some.positions) for some in rows[1:])], dtype=torch.int64)
-        frequencies_tR = torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(counts_B, dim=0)
-        positions_t = _join(some.positions for some in rows)
-        cos_tR, sin_tR = rotation(
-            positions_t.to(self.device), frequencies_tR.to(self.device), self.spec.rope.attention_factor
+        held = [seq for seq in sequences if self.kvp_rank in seq.holders]
+        counts = [1] * len(rows[0].positions) + [len(some.positions) for some in rows[1:] if len(some.positions)]
+        bounds = [bound for seq in held for bound in (seq.extent.begin, seq.extent.end)]
+        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
+            token_ids,
+            [some.positions for some in rows],
+            [some.slots for some in rows],
+            [some.limits for some in rows],
+            [[*accumulate(counts, initial=0)]],
+            [bounds],
         )
+        frequencies = _frequencies(held or sequences, counts).to(self.device)
+        cos_tR, sin_tR = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
         return Batch(
-            token_ids_T=_join(token_ids).to(self.device),
+            token_ids_T=token_ids_T,
             holders=self._holders(step, sequences),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
-            slots_t=_join(some.slots for some in rows).to(self.device),
-            limits_t=_join(some.limits for some in rows).to(self.device),
-            row_starts_b=nn.functional.pad(counts_B[torch.tensor(held)].cumsum(0), (1, 0)).to(self.device),
+            slots_t=slots_t,
+            limits_t=limits_t,
+            row_starts_b=row_starts_b,
             blocks_X=self.arena.blocks_X,
-            extents_b2=torch.tensor(extents, dtype=torch.int64).view(-1, 2).to(self.device),
-            max_rows=int(counts_B.max()),
+            extents_b2=bounds_X.view(-1, 2),
+            max_rows=max(counts, default=0),
             num_sequences=len(sequences),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
         )
+
+    def _on_device(self, *groups: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, ...]:
+        """Integers as tensors, each of a group's pieces. They are copied there at once."""
+        pieces = [np.asarray(piece, dtype=np.int64) for group in groups for piece in group]
+        together_X = torch.from_numpy(np.concatenate(pieces)).to(self.device)
+        return together_X.split([sum(map(len, group)) for group in groups])
 
     def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
         """Which KVP ranks hold KV for the rows of the step. None if all ranks hold KV for all rows."""
@@ -283,7 +308,7 @@ class ModelRunner:
     def _slot(self, seq: SequenceState) -> int:
         """The slot of the next local token."""
         block, offset = divmod(seq.local_length, self.block_tokens)
-        return int(self.arena.ids(seq.extent)[block]) * self.block_tokens + offset
+        return self.arena.id(seq.extent, block) * self.block_tokens + offset
 
     def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
         """The next rows of a prompt, which see and are stored as above. None if the sequence keeps no KV here."""
@@ -329,9 +354,13 @@ def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
     return ids
 
 
+def _frequencies(sequences: list[SequenceState], counts: list[int]) -> Tensor:
+    """Those of rows, of which each sequence has so many: frequencies_tR, or frequencies_R where all have the same."""
+    first_R = sequences[0].frequencies_R
+    if all(seq.frequencies_R is first_R for seq in sequences):
+        return first_R
+    return torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(torch.tensor(counts), dim=0)
+
+
 def _token_ids(message: bytes) -> np.ndarray:
     return np.frombuffer(message, np.int32).astype(np.int64)
-
-
-def _join(pieces: Iterable[Sequence[int] | np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]))

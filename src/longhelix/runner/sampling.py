@@ -10,21 +10,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhelix.kernels.candidates import Candidates, candidates, penalise
+from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import CANDIDATES, SampledToken
 from longhelix.runner import choice, sampler
 from longhelix.runner.sequence_state import SequenceState
+from longhelix.spans import UNTRACED, Spans
+
+
+class _Settings:
+    """How sequences choose their tokens: what does not change while the same ones do."""
+
+    def __init__(self, sequences: Sequence[SequenceState]) -> None:
+        self.news = [seq.new for seq in sequences]
+        self.params = [new.sampling for new in self.news]
+        seen = [None if seq.seen is None else seq.seen.words_W for seq in sequences]
+        penalties_S = torch.tensor([each.repetition_penalty for each in self.params], dtype=torch.float32)
+        temperatures_S = torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
+        self.weighing = Weighing(seen, penalties_S, temperatures_S)
+        self.count = CANDIDATES if temperatures_S.any() else 1
+        self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
+
+    def are_of(self, sequences: Sequence[SequenceState]) -> bool:
+        return len(sequences) == len(self.news) and all(
+            seq.new is new for seq, new in zip(sequences, self.news, strict=True)
+        )
 
 
 class Sampling:
     """One rank's share in the choice of tokens."""
 
-    def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
         self._stage, self._ffn, self._device = mesh.stage, mesh.ffn, device
-        self._size = vocab_size
+        self._size, self._spans = vocab_size, spans
         self._begin = mesh.layout.vocabulary(vocab_size, mesh.rank).start
+        self._settings = _Settings(())
         self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
 
     def __call__(self, logits_Sv: Tensor, sequences: Sequence[SequenceState]) -> tuple[SampledToken, ...]:
@@ -34,15 +55,17 @@ class Sampling:
         its sequence alone: other requests go on, and so do the ranks that wait for tokens.
         """
         is_first = self._stage.index == 0
-        asked = [row for row, seq in enumerate(sequences) if seq.new.sampling.logprobs is not None]
-        asked_AV = self.gather(logits_Sv[asked]) if asked else logits_Sv[:0]
-        token_ids = self._hear(self._choose(logits_Sv, sequences), len(sequences))
+        if not self._settings.are_of(sequences):
+            self._settings = _Settings(sequences)
+        asked = self._settings.asked
+        asked_AV = self.gather(logits_Sv[asked]) if asked else ()
+        token_ids = self._hear(self._choose(logits_Sv, sequences, self._settings), len(sequences))
         errors: dict[int, str] = {}
         left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
         if left:
             undecided = [sequences[row] for row in left]
             left_Uv = logits_Sv if len(left) == len(sequences) else logits_Sv[left]
-            penalise(left_Uv, *_penalties(undecided))
+            penalise(left_Uv, _Settings(undecided).weighing)
             whole_UV = self.gather(left_Uv)
             sampled = _sample(undecided, whole_UV) if is_first else []
             errors = {row: error for row, (_, error) in zip(left, sampled, strict=False) if error}
@@ -66,35 +89,30 @@ class Sampling:
         trimmed = [shard_Sv[:, : len(part)] for shard_Sv, part in zip(shards, self._parts, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(logits_Sv), 0)
 
-    def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
+    def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState], settings: _Settings) -> list[int]:
         """On the stage's first rank the tokens, where their candidates decide them; elsewhere none."""
-        params = [seq.new.sampling for seq in sequences]
-        temperatures_S = torch.tensor([each.temperature for each in params], dtype=torch.float32)
-        count = CANDIDATES if temperatures_S.any() else 1
-        shards = self._gather_candidates(candidates(logits_Sv, *_penalties(sequences), temperatures_S, count))
+        span = self._spans.begin("candidates")
+        found = candidates(logits_Sv, settings.weighing, settings.count)
+        self._spans.end(span)
+        shards = self._gather_candidates(found)
         if self._stage.index != 0:
             return []
-        merged = choice.merge(shards, temperatures_S.numpy())
-        return choice.choose(merged, self._size, params, _keys(sequences)).tolist()
+        merged = choice.merge(shards, settings.weighing.temperatures_S.numpy())
+        return choice.choose(merged, self._size, settings.params, _keys(sequences)).tolist()
 
     def _gather_candidates(self, found: Candidates) -> list[choice.Shard]:
         """Of all parts of the vocabulary, on the first rank of each copy of it; elsewhere none."""
-        ids_SK = torch.where(found.ids_SK < 0, found.ids_SK, found.ids_SK + self._begin)
         if self._ffn.size == 1:
-            return [choice.Shard(found.values_SK.cpu().numpy(), ids_SK.cpu().numpy(), found.sums_S.cpu().numpy())]
+            return [choice.Shard(*(tensor.cpu().numpy() for tensor in found))]
+        ids_SK = torch.where(found.ids_SK < 0, found.ids_SK, found.ids_SK + self._begin)
         # As one tensor, which holds all of them exactly: so little costs what a collective costs to start.
         packed_SX = torch.cat([found.values_SK.double(), ids_SK.double(), found.sums_S[:, None]], dim=1)
         return [_unpacked(shard_SX.cpu().numpy()) for shard_SX in self._ffn.gather(packed_SX)]
 
     def _hear(self, token_ids: list[int], count: int) -> list[int]:
         """What the stage's first rank says: `count` token ids."""
-        tokens_S = torch.tensor(token_ids or [0] * count, dtype=torch.int64, device=self._device)
+        tokens_S = torch.from_numpy(np.array(token_ids or [0] * count, np.int64)).to(self._device)
         return self._stage.broadcast(tokens_S).tolist()
-
-
-def _penalties(sequences: Sequence[SequenceState]) -> tuple[list[Tensor | None], Tensor]:
-    seen = [None if seq.seen is None else seq.seen.words_W for seq in sequences]
-    return seen, torch.tensor([seq.new.sampling.repetition_penalty for seq in sequences], dtype=torch.float32)
 
 
 def _unpacked(packed_SX: np.ndarray) -> choice.Shard:

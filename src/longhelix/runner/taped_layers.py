@@ -45,11 +45,13 @@ class TapedLayers:
         if recorded is None:
             return self._record(key, hidden_TH, batch)
         self._tapes[key] = recorded
+        span = self._spans.begin("inputs", "host")
         recorded.hidden_TH.copy_(hidden_TH)
         for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
             own.copy_(given)
-        recorded.tape.run()
+        self._spans.end(span)
         self._spans.again(recorded.spans)
+        recorded.tape.run()
         return recorded.result_TH
 
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:

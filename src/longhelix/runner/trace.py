@@ -12,9 +12,9 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a rank did. kind: what did it (compute, exchange, collective), or "step" for a whole one. Times
-    are microseconds of CLOCK_MONOTONIC, which all processes of a host share. details: the layer, for example, and the
-    part."""
+    """Something that a rank did. kind: what did it (compute, exchange, collective, or host: what no kernel does), or
+    "step" for a whole one. Times are microseconds of CLOCK_MONOTONIC, which all processes of a host share. details: the
+    layer, for example, and the part."""
 
     name: str
     kind: str

@@ -71,7 +71,8 @@ class Tracer(Spans):
     def __init__(self, device: torch.device) -> None:
         self._clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
         self._spans: list[_Span] = []
-        self._read: list[TraceEvent] = []  # of tapes, before they run again
+        self._read: list[TraceEvent] = []  # of tapes that have run again
+        self._taped: tuple[_Span, ...] = ()  # of the tape that ran last
         self._layer: dict[str, int] = {}
         self._part: dict[str, int] = {}
         self._attended: list[_Span] = []  # the attentions and exchanges of this layer
@@ -109,12 +110,13 @@ class Tracer(Spans):
         return spans
 
     def again(self, spans: tuple[_Span, ...]) -> None:
-        self._read += self._events(spans)
+        self._read += self._events(self._taped)
+        self._taped = spans
 
     def take(self) -> list[TraceEvent]:
         """The events since the last call. Waits for their ends."""
-        events = self._read + self._events(self._spans)
-        self._spans, self._read, self._attended = [], [], []
+        events = [*self._read, *self._events(self._taped), *self._events(self._spans)]
+        self._spans, self._read, self._taped, self._attended = [], [], (), []
         return events
 
     def _new(self, name: str, kind: str, details: dict[str, int], start: Mark, follows: tuple[_Span, ...]) -> _Span:

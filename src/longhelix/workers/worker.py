@@ -74,14 +74,19 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
         tracer.take()  # what the warm-up did
     saved = SavedBlocks.of(config, rank, runner.pool)
     socket.send(Ready(runner.execution))
-    inbox = _Inbox(socket, runner)
+    inbox, spans = _Inbox(socket, runner), tracer or UNTRACED
     while True:
-        match inbox.next():
+        waiting = spans.begin("wait", "host")
+        message = inbox.next()
+        spans.end(waiting)
+        match message:
             case Execute(step):
                 result = runner.execute(step)
                 if tracer is not None:
                     socket.send(Traced(tracer.take()))
+                sending = spans.begin("send", "host")
                 socket.send(Done(result))
+                spans.end(sending)
             case CountRows():
                 socket.send(RowCounts(runner.model.expert_rows()))
             case SaveBlocks() | LoadBlocks() as message:

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from longhelix.kernels import native
-from longhelix.kernels.candidates import candidates, penalise, reference
+from longhelix.kernels.candidates import Weighing, candidates, penalise, reference
 from longhelix.runner.seen_tokens import SeenTokens
 
 pytestmark = pytest.mark.unit
 
 
 def make_rows(seed: int, rows: int, size: int):
-    """Logits, of which some are equal and some are -inf, what is penalised of them, penalties and temperatures."""
+    """Logits, of which some are equal and some are -inf, and how they are weighed."""
     chance, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     logits_Sv = 4 * torch.randn(rows, size + 3, generator=generator)[:, :size]
     if seed % 3 == 0:
@@ -26,7 +26,7 @@ def make_rows(seed: int, rows: int, size: int):
         seen.append(None if row % 4 == 3 else marked.words_W)
     penalties_S = torch.from_numpy(chance.choice([0.5, 1.1, 3.0], rows).astype(np.float32))
     temperatures_S = torch.from_numpy(chance.choice([0.0, 0.1, 0.8, 5.0], rows).astype(np.float32))
-    return logits_Sv, seen, penalties_S, temperatures_S
+    return logits_Sv, Weighing(seen, penalties_S, temperatures_S)
 
 
 def assert_same(found, expected):
@@ -49,17 +49,17 @@ def test_native_candidates_are_those_of_the_reference(size, count):
 @pytest.mark.parametrize("count", [1, 64, 300])
 def test_candidates_are_the_first_that_a_stable_sort_gives(find, count):
     for seed in range(6):
-        logits_Sv, seen, penalties_S, temperatures_S = make_rows(seed, 5, 257)
-        found = find(logits_Sv, seen, penalties_S, temperatures_S, count)
-        penalise(logits_Sv, seen, penalties_S)
+        logits_Sv, weighing = make_rows(seed, 5, 257)
+        found = find(logits_Sv, weighing, count)
+        penalise(logits_Sv, weighing)
         sorted_Sv, ids_Sv = logits_Sv.sort(dim=1, descending=True, stable=True)
         kept = min(count, 257)
         assert torch.equal(found.values_SK[:, :kept], sorted_Sv[:, :kept])
         numbers_SK = found.values_SK[:, :kept] > -torch.inf
         assert torch.equal(found.ids_SK[:, :kept][numbers_SK], ids_Sv[:, :kept][numbers_SK])
         assert (found.ids_SK[:, kept:] == -1).all()
-        weights_Sv = ((sorted_Sv - sorted_Sv[:, :1]).double() / temperatures_S[:, None]).exp()
-        expected_S = torch.where(temperatures_S == 0, 0.0, weights_Sv.sum(dim=1))
+        weights_Sv = ((sorted_Sv - sorted_Sv[:, :1]).double() / weighing.temperatures_S[:, None]).exp()
+        expected_S = torch.where(weighing.temperatures_S == 0, 0.0, weights_Sv.sum(dim=1))
         assert torch.allclose(found.sums_S, expected_S, rtol=2e-6, atol=0)
 
 
@@ -68,7 +68,7 @@ def test_a_row_with_a_nan_says_so_and_the_others_do_not(find):
     logits_Sv = torch.zeros(3, 1000)
     logits_Sv[1, 999] = torch.nan
     logits_Sv[1, 3] = torch.inf
-    found = find(logits_Sv, [None] * 3, torch.ones(3), torch.ones(3), 2)
+    found = find(logits_Sv, Weighing([None] * 3, torch.ones(3), torch.ones(3)), 2)
     assert found.values_SK[:, 0].isnan().tolist() == [False, True, False]
     assert found.ids_SK[[0, 2]].tolist() == [[0, 1], [0, 1]]
 
@@ -83,5 +83,5 @@ def test_penalties_are_of_the_logits_that_are_marked(is_native, monkeypatch):
     seen.add_one(10_000)
     row = [1.0] * 5 + [-1.0] * 5
     logits_2v = torch.tensor([row, row])
-    penalise(logits_2v, [seen.words_W, None], torch.tensor([2.0, 2.0]))
+    penalise(logits_2v, Weighing([seen.words_W, None], torch.tensor([2.0, 2.0]), torch.ones(2)))
     assert logits_2v.tolist() == [[1.0, 1.0, 0.5, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -2.0], row]

@@ -8,7 +8,7 @@ import torch
 
 import sorted_rows
 from longhelix.kernels import native
-from longhelix.kernels.candidates import candidates, penalise
+from longhelix.kernels.candidates import Weighing, candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.request import SamplingParams
 from longhelix.runner import choice, sampler
@@ -58,34 +58,33 @@ class Rows:
                 tokens.append(None)
         return tokens
 
-    def seen(self, part: range) -> list[torch.Tensor | None]:
+    def weighing(self, part: range) -> Weighing:
         found = []
         for params, ids in zip(self.params, self.seen_ids, strict=True):
             seen = SeenTokens(part)
             seen.add(ids[1:])
             seen.add_one(int(ids[0]))
             found.append(None if params.repetition_penalty == 1 else seen.words_W)
-        return found
-
-    def penalties(self) -> torch.Tensor:
-        return torch.tensor([each.repetition_penalty for each in self.params])
+        penalties_S = torch.tensor([each.repetition_penalty for each in self.params], dtype=torch.float32)
+        return Weighing(
+            found, penalties_S, torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
+        )
 
     def chosen(self, parts: list[range], count: int) -> list[int]:
         """From candidates of parts of the vocabulary."""
-        temperatures_S = torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
         shards = []
         for part in parts:
             logits_Sv = self.logits_SV[:, part.start : part.stop].contiguous()
-            values_SK, ids_SK, sums_S = candidates(logits_Sv, self.seen(part), self.penalties(), temperatures_S, count)
+            values_SK, ids_SK, sums_S = candidates(logits_Sv, self.weighing(part), count)
             ids_SK = torch.where(ids_SK < 0, ids_SK, ids_SK + part.start)
             shards.append(choice.Shard(values_SK.numpy(), ids_SK.numpy(), sums_S.numpy()))
-        merged = choice.merge(shards, temperatures_S.numpy())
+        merged = choice.merge(shards, np.array([each.temperature for each in self.params], np.float32))
         return choice.choose(merged, self.logits_SV.shape[1], self.params, self.keys).tolist()
 
     def drawn(self) -> list[int]:
         """From whole rows that are not sorted."""
         penalised_SV = self.logits_SV.clone()
-        penalise(penalised_SV, self.seen(range(self.logits_SV.shape[1])), self.penalties())
+        penalise(penalised_SV, self.weighing(range(self.logits_SV.shape[1])))
         return sampler.sample_rows(penalised_SV, self.params, self.keys)
 
 

@@ -135,6 +135,13 @@ def test_graphs_hold_experts_of_which_padding_takes_none(device):
     assert [sum(of_layer) for of_layer in eager.model.expert_rows()] == [2 * rows] * LAYERS
 
 
+def split_events(tracer):
+    """The events of what computes and exchanges, and of the host, in their order."""
+    events = sorted(tracer.take(), key=lambda event: event.start_us)
+    kernels = [event for event in events if event.kind in ("compute", "exchange")]
+    return kernels, [event for event in events if event.kind == "host"]
+
+
 @needs_native
 def test_a_traced_run_uses_its_tapes_and_shows_what_is_on_them(expected, monkeypatch):
     runs = Counter()
@@ -153,14 +160,17 @@ def test_a_traced_run_uses_its_tapes_and_shows_what_is_on_them(expected, monkeyp
     assert tokens_of(runner) == (untraced_tokens, steps)
     assert runs["tapes"] == taped
     assert untraced_tokens == expected
-    events = sorted(tracer.take(), key=lambda event: event.start_us)
-    assert [event.name for event in events] == ["embedding", *PHASES * LAYERS, "sampling"] * steps
+    events, host = split_events(tracer)
+    assert [event.name for event in events] == ["embedding", *PHASES * LAYERS, "head", "candidates"] * steps
     for before, after in itertools.pairwise(events):
         assert before.start_us <= before.end_us <= after.start_us
     assert [event.details for event in events[1:5]] == [
         {"layer": 0}, {"layer": 0, "part": 0}, {"layer": 0}, {"layer": 0},
     ]  # fmt: skip
-    assert all(event.details == {} for event in events if event.name in ("embedding", "sampling"))
+    # A step without rows ends the last request.
+    counts = {"admit": steps + 1, "batch": steps, "inputs": taped, "sampling": steps}
+    assert Counter(event.name for event in host) == counts
+    assert all(event.details == {} for event in events if event.name in ("embedding", "head", "candidates"))
     assert tracer.take() == []
 
 
@@ -170,7 +180,7 @@ def test_compiled_layers_are_one_event(expected):
     tracer = Tracer(CPU)
     tokens, steps = tokens_of(make_runner(compile=True, replay=False, spans=tracer))
     assert tokens == expected
-    assert [event.name for event in tracer.take()] == ["embedding", "layers", "sampling"] * steps
+    assert [event.name for event in split_events(tracer)[0]] == ["embedding", "layers", "head", "candidates"] * steps
 
 
 def test_the_compiler_is_looked_for_at_the_start(monkeypatch):

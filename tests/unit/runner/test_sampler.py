@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from longhelix.errors import UserError
-from longhelix.kernels.candidates import candidates, penalise
+from longhelix.kernels.candidates import Weighing, candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.request import SamplingParams
 from longhelix.runner import choice, sampler
@@ -42,7 +42,7 @@ def seen_tokens(token_ids, size: int) -> SeenTokens:
 def penalised(logits_V: torch.Tensor, penalty: float, token_ids) -> torch.Tensor:
     seen = seen_tokens(token_ids, len(logits_V)) if penalty != 1 else None
     logits_1V = logits_V[None].clone()
-    penalise(logits_1V, [seen and seen.words_W], torch.tensor([penalty]))
+    penalise(logits_1V, Weighing([seen and seen.words_W], torch.tensor([penalty]), torch.ones(1)))
     return logits_1V[0]
 
 
@@ -59,7 +59,7 @@ def sample(logits_V: torch.Tensor, params: SamplingParams, seed: int, token_ids)
 def choose(logits_SV: torch.Tensor, params, keys, count: int = 8) -> list[int]:
     temperatures_S = torch.tensor([each.temperature for each in params], dtype=torch.float32)
     ones_S, rows = torch.ones(len(params)), len(params)
-    found = candidates(logits_SV, [None] * rows, ones_S, temperatures_S, count)
+    found = candidates(logits_SV, Weighing([None] * rows, ones_S, temperatures_S), count)
     shard = choice.Shard(*(tensor.numpy() for tensor in found))
     return choice.choose(shard, logits_SV.shape[1], params, keys).tolist()
 
