@@ -483,7 +483,13 @@ def assert_nothing_left(process_ids, directory):
 
 
 @pytest.mark.parametrize(
-    ("layout", "victim"), [(Layout(kvp=2), 1), (Layout(kvp=2, tpa=2), 3), (Layout(pp=2), 0), (Layout(kvp=2, pp=2), 3)]
+    ("layout", "victim"),
+    [
+        (Layout(kvp=2), 1),
+        (Layout(pp=2), 0),
+        pytest.param(Layout(kvp=2, tpa=2), 3, marks=pytest.mark.slow),
+        (Layout(kvp=2, pp=2), 3),
+    ],
 )
 @pytest.mark.parametrize(("signal", "words"), [("SIGKILL", "SIGKILL"), ("SIGSTOP", "not answered")])
 def test_worker_that_dies_or_stops_ends_the_engine_with_its_name(oracle, layout, victim, signal, words):

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 
-import numpy as np
 import pytest
 from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from test_equality import assert_equal, make_case
@@ -58,8 +57,9 @@ def show(value):
 @pytest.mark.parametrize(
     ("model", "layout", "chunk_tokens", "placement"),
     [
-        pytest.param(*case, marks=pytest.mark.slow) if np.prod(case[1]) > 4 and case[0] != "llama" else case
-        for case in CASES
+        # In CI every layout of one family, and some of the others.
+        case if case[0] == "llama" or number % 4 == 0 else pytest.param(*case, marks=pytest.mark.slow)
+        for number, case in enumerate(CASES)
     ],
     ids=show,
 )
@@ -85,7 +85,7 @@ def test_the_tied_layout_has_stages(worlds, deep, pp):
     assert_equal(deep("llama"), run(worlds, deep("llama"), pp, 2, 1, 7, "striped", tied=True))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 16, 4096])
+@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.slow), 16, 4096])
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_steps_have_equal_bits(worlds, deep, model, chunk_tokens):
     """One request: the same steps, whatever the number of stages."""

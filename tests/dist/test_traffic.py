@@ -56,8 +56,8 @@ CASES = [
     (Layout(kvp=2), "striped", "fcfs", 256),
     (Layout(pp=2), "striped", "lars", 0),
     (Layout(kvp=2, pp=2), "growing", "srpt", 0),
-    (Layout(tpa=2, pp=2), "striped", "edf", 224),
-    (Layout(kvp=2, pp=2, ffn_replicas=2), "auto", "lars", 0),
+    pytest.param(Layout(tpa=2, pp=2), "striped", "edf", 224, marks=pytest.mark.slow),
+    pytest.param(Layout(kvp=2, pp=2, ffn_replicas=2), "auto", "lars", 0, marks=pytest.mark.slow),
 ]
 
 
