@@ -32,23 +32,21 @@ COLUMNS = ["wait", "admit", "batch", "inputs", "sampling", "send", "else"]
 
 
 def engine(kvp: int, **settings: Any) -> LLM:
-    return LLM("builtin", Layout(kvp=kvp), kv_cache_tokens=64 * 1024, **settings)
+    # All prompts in one step: then all requests decode from the next one to the last.
+    return LLM("builtin", Layout(kvp=kvp), kv_cache_tokens=64 * 1024, chunk_tokens=8192, **settings)
 
 
 def decode(llm: LLM, requests: int, steps: int) -> tuple[float, dict[str, float]]:
     """The time of a decode step, and the processor time of one by process: "engine", "rank 0" and so on. In seconds."""
-    sampling = SamplingParams(max_new_tokens=WARM_UP_STEPS + steps + 8, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=steps, ignore_eos=True)
     for index in range(requests):
         llm.add([(index * 31 + place) % 1000 + 1 for place in range(PROMPT_TOKENS)], sampling)
-    decoding: set[int] = set()
-    while len(decoding) < requests:
-        decoding |= {delta.request_id for delta in llm.step()}
     for _ in range(WARM_UP_STEPS):
         llm.step()
     pids = {"engine": os.getpid()} | {f"rank {rank}": pid for rank, pid in llm.process_ids.items()}
     before, ends_s = {name: processor_s(pid) for name, pid in pids.items()}, []
-    for _ in range(steps - WARM_UP_STEPS):
-        llm.step()
+    for _ in range(steps - 2 * WARM_UP_STEPS):
+        assert len(llm.step()) == requests
         ends_s.append(time.perf_counter())
     spent = {name: (processor_s(pid) - before[name]) / len(ends_s) for name, pid in pids.items()}
     while llm.has_work:
@@ -67,7 +65,7 @@ def between_kernels(events: list[Event], rank: int) -> dict[str, float]:
     own = sorted((event for event in events if event["pid"] == rank), key=lambda event: event["ts"])
     steps = [event for event in own if event["cat"] == "step"]
     found: dict[str, list[float]] = defaultdict(list)
-    for last, step in list(pairwise(steps))[-WARM_UP_STEPS - 100 : -WARM_UP_STEPS]:
+    for last, step in list(pairwise(steps))[WARM_UP_STEPS:-WARM_UP_STEPS]:
         begin, end = last["ts"] + last["dur"], step["ts"] + step["dur"]
         inside = [event for event in own if begin <= event["ts"] < end]
         (send,) = [event for event in inside if event["name"] == "send"]
