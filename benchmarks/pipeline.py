@@ -12,14 +12,13 @@ import itertools
 import json
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from slow_link import RANKS, TIMEOUT_S, missing, namespaces, run_ranks
+from slow_link import RANKS, missing, namespaces, run_ranks, run_ranks_on_host
 
 BURST = "256kb"
 LAYOUTS = {"pp 2": {"pp": 2}, "tpa 2": {"tpa": 2}, "kvp 2": {"kvp": 2}}
@@ -44,7 +43,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces do not stay behind
     found = {}
     with tempfile.TemporaryDirectory(prefix="longhelix-pipeline-") as directory:
-        on_host(directory)
+        run_ranks_on_host([*sys.argv[1:], "--directory", directory, "--backend", "shm"])
         found["shared memory"] = json.loads((Path(directory) / "rows.json").read_text())
     with tempfile.TemporaryDirectory(prefix="longhelix-pipeline-") as directory:
         with namespaces(arguments.rate_mbit, BURST) as names:
@@ -52,20 +51,6 @@ def main() -> int:
         found[f"{arguments.rate_mbit:g} Mbit/s"] = json.loads((Path(directory) / "rows.json").read_text())
     report(arguments, found)
     return 0
-
-
-def on_host(directory: str) -> None:
-    """Both ranks, side by side."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--directory", directory, "--backend", "shm"]
-    processes = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in RANKS]
-    try:
-        statuses = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(statuses):
-        raise SystemExit(f"error: the ranks ended with {statuses}")
 
 
 def measure(arguments: argparse.Namespace) -> int:

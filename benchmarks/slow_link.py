@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 RANKS = (0, 1)
@@ -46,13 +46,18 @@ def namespaces(rate_mbit: float, burst: str) -> Iterator[list[str]]:
 
 def run_ranks(names: Sequence[str], arguments: Sequence[str]) -> None:
     """Both ranks: this program with `arguments` and --rank, each in its namespace; raises SystemExit if one fails."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": DEVICE}
+    _run([["ip", "netns", "exec", name] for name in names], arguments, os.environ | {"GLOO_SOCKET_IFNAME": DEVICE})
+
+
+def run_ranks_on_host(arguments: Sequence[str]) -> None:
+    """As `run_ranks`, both side by side in the namespace of this process."""
+    _run([[] for _ in RANKS], arguments, os.environ)
+
+
+def _run(prefixes: Sequence[list[str]], arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, sys.argv[0], *arguments, "--rank", str(rank)],
-            env=environment,
-        )
-        for rank, name in zip(RANKS, names, strict=True)
+        subprocess.Popen([*prefix, sys.executable, sys.argv[0], *arguments, "--rank", str(rank)], env=environment)
+        for rank, prefix in zip(RANKS, prefixes, strict=True)
     ]
     try:
         statuses = [process.wait(TIMEOUT_S) for process in processes]

@@ -48,9 +48,11 @@ class Microbatches:
     def spread(self) -> list[Sequence]:
         """Where a microbatch has no sequence, and another has several, let the longest of these join it. Returns those
         that leave theirs."""
-        moved = []
+        moved: list[Sequence] = []
+        if len(self._each) == 1 or max(map(len, self._each)) < 2:
+            return moved
         for empty, joining in enumerate(self._joining):
-            if len(self._each) > 1 and not joining and not len(self._each[empty]):
+            if not joining and not len(self._each[empty]):
                 fullest = max(range(len(self._each)), key=self._load)
                 seq = self._each[fullest].longest() if len(self._each[fullest]) > 1 else None
                 if seq is not None:
