@@ -5,7 +5,7 @@ what the step says (Medha, section 5: replicated sequence state).
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any, NamedTuple, Protocol
@@ -243,6 +243,8 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     its chunks bring the rest of the prompt. It only writes to the last of these blocks, and only if that is not full.
     seen_token_ids: the different ones among the cached tokens, where a repetition penalty asks for them; int32 in this
     machine's byte order.
+    instances: where KVP instances have clocks of their own, those that take part in it from now on. The first one
+    samples its tokens. last_token: the last one of its tokens that was sampled, where it has any.
     """
 
     id: int
@@ -254,6 +256,8 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     cached_blocks: tuple[Block, ...] = ()
     seen_token_ids: bytes = b""
+    instances: tuple[int, ...] = ()
+    last_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,10 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
     work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
     for each other forever if they disagreed.
+
+    instances: the KVP instances that take the step, each what concerns it (`of_instance`); empty: all take all of it.
+    enlisted: sequences that run, and that another one of these takes part in from now on: to that one they are new, and
+    their tokens cached.
     """
 
     id: int
@@ -323,6 +331,29 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     swapped_in: tuple[tuple[int, Block], ...] = ()
     microbatch: int = 0
     widened: tuple[Widened, ...] = ()
+    instances: tuple[int, ...] = ()
+    enlisted: tuple[NewSequence, ...] = ()
+
+    def of_instance(self, instance: int, known: Container[int]) -> "Step":
+        """What concerns one of its KVP instances, which has the `known` sequences so far: other sequences are left out,
+        and those that it takes part in from now on are new to it."""
+        new = tuple(one for one in self.new if instance in one.instances)
+        new += tuple(one for one in self.enlisted if instance in one.instances and one.id not in known)
+        ids = {one.id for one in new}
+
+        def has(id: int) -> bool:
+            return id in ids or id in known
+
+        return msgspec.structs.replace(
+            self,
+            new=new,
+            enlisted=tuple(one for one in self.enlisted if one.id in known and one.id not in ids),
+            joining=tuple(filter(has, self.joining)),
+            leaving=tuple(filter(has, self.leaving)),
+            grown=tuple(one for one in self.grown if has(one[0])),
+            chunks=tuple(chunk for chunk in self.chunks if has(chunk.id)),
+            ended=tuple(id for id in self.ended if id in known),
+        )
 
     @property
     def moved(self) -> tuple[tuple[Block, Block], ...]:

@@ -2,7 +2,6 @@
 
 from array import array
 from collections import Counter
-from typing import NamedTuple
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
@@ -13,6 +12,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import later_ranks
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.notices import Begun
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
@@ -22,15 +22,6 @@ from longhelix.scheduler.sequence import Job, Sequence
 MOST_PREEMPTIONS = 2
 _MOST_OVERTAKEN = 32
 _LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
-
-
-class Begun(NamedTuple):
-    """A request that begins to run: as the scheduler follows it and as workers hear of it; and the copy of the block
-    that its prefix does not fill."""
-
-    seq: Sequence
-    new: NewSequence
-    copies: tuple[tuple[Block, Block], ...]
 
 
 class Admission:

@@ -11,6 +11,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
+from longhelix.scheduler.turns import Turn
 
 _UNKNOWN = Block(0, 0)
 
@@ -25,7 +26,7 @@ class BlockPool:
         self.block_tokens = config.block_tokens
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
         self._names = config.prefix_cache
-        self._chooses = not config.batch_invariant
+        self._chooses = not config.batch_invariant and not config.own_clocks
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
@@ -96,7 +97,8 @@ class BlockPool:
         return tuple(blocks)
 
     def choose_ranks(self, seq: Sequence, num_blocks: int) -> None:
-        """See `growth.choose_ranks`; where bits may not depend on the load, a sequence takes its ranks in turn."""
+        """See `growth.choose_ranks`. Where bits may not depend on the load, a sequence takes its ranks in turn; where
+        ranks have clocks of their own, they are chosen before (`Instances`)."""
         if self._chooses:
             choose_ranks(seq, num_blocks, self.allocators)
 
@@ -176,11 +178,14 @@ class BlockPool:
         self.share([block])
         self._borrowed.append(block)
 
-    def give_back(self) -> None:
-        """What was borrowed."""
-        for block in self._borrowed:  # one may have been borrowed more than once
-            self.unshare([block])
-        self._borrowed.clear()
+    def give_back(self, turn: Turn) -> None:
+        """What was borrowed of those who take the turn's step."""
+        borrowed, self._borrowed = self._borrowed, []
+        for block in borrowed:  # one may have been borrowed more than once
+            if turn.has((block.owner,)):
+                self.unshare([block])
+            else:
+                self._borrowed.append(block)
 
     def forget(self) -> None:
         """Let all cached blocks be free."""

@@ -27,7 +27,8 @@ class SchedulerConfig:
     between tokens decides, and never more than an even share of `max_model_len`.
     placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
     by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
-    add up in the order of the ranks. pp: pipeline stages, each of which has such pools.
+    add up in the order of the ranks. pp: pipeline stages, each of which has such pools. own_clocks: KVP ranks, each
+    with a copy of the FFN, step by themselves where they share no request.
     """
 
     kvp: int
@@ -48,6 +49,7 @@ class SchedulerConfig:
     prefix_cache: bool = False
     swap_blocks: int = 0
     pp: int = 1
+    own_clocks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running", "pp"):
@@ -57,12 +59,14 @@ class SchedulerConfig:
             object.__setattr__(self, "growth_limit_tokens", limit_tokens)
         for name in ("kvp_threshold_tokens", "swap_blocks"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 0, MOST_TOKENS))
-        for name in ("batch_invariant", "adaptive", "prefix_cache"):
+        for name in ("batch_invariant", "adaptive", "prefix_cache", "own_clocks"):
             flag(name, getattr(self, name))
         if self.swap_blocks and not self.prefix_cache:
             raise UserError(
                 "swapped KV is found through the prefix cache: set prefix_cache to True, or leave swap_tokens out"
             )
+        if self.own_clocks and self.pp > 1:
+            raise UserError(f"KVP instances have clocks of their own in one stage, but pp is {self.pp}: set pp to 1")
         one_of("policy", self.policy, POLICIES)
         if self.tbt_target_s is not None:
             object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))
@@ -70,6 +74,11 @@ class SchedulerConfig:
         weights = {name: weight(f"the weight of client {name!r}", each) for name, each in self.client_weights.items()}
         object.__setattr__(self, "client_weights", weights)
         self.place(1, 1, start=0)  # refuses a placement that cannot be
+
+    @property
+    def clocks(self) -> int:
+        """Into how many parts the ranks fall that may be in different steps."""
+        return self.kvp if self.own_clocks else 1
 
     def placement_of(self, prompt_tokens: int, capacity_tokens: int, limit_tokens: int | None = None) -> str:
         """The name of the placement of a request of these lengths. limit_tokens: see `place`."""

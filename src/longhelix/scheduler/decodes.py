@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 
+from longhelix.request import Work
 from longhelix.scheduler.sequence import Sequence
 
 
@@ -45,6 +46,21 @@ class Decodes:
         """Whether one of the sequences has not had its last row."""
         return seq.length + self._round - seq.looked_at < seq.num_rows
 
+    @property
+    def work(self) -> Work:
+        """That of a row of each."""
+        rows = len(self._sequences)
+        return Work(rows, self.kv_tokens, sampled_rows=rows)
+
+    def next_growing(self) -> list[Sequence]:
+        """The sequences whose row in the next round needs a KV block."""
+        next_round = self._round + 1
+        return [
+            seq
+            for seq in self._due.get(next_round, ())
+            if seq.due == next_round and seq.length + next_round - seq.looked_at <= seq.num_rows
+        ]
+
     def longest(self) -> Sequence | None:
         """The longest of the sequences that have more rows; of equal ones that which came first."""
         left = (seq for seq in self._sequences if self.has_more_rows(seq))
@@ -57,15 +73,14 @@ class Decodes:
         self._sequences.add(seq)
         self.kv_tokens += seq.length
         seq.looked_at = self._round
-        self.look_again([seq])
+        self.look_again(seq)
 
-    def look_again(self, sequences: list[Sequence]) -> None:
-        """Set the round in which each of the sequences is due, from the KV blocks that it has now."""
-        for seq in sequences:
-            seq.due = self._round + 1 + min(seq.num_blocks * self._block_tokens, seq.num_rows) - seq.length
-            self._due[seq.due].append(seq)
-            if self._most_blocks is not None and seq.most_blocks > self._most_blocks:
-                self._most_blocks = seq.most_blocks
+    def look_again(self, seq: Sequence) -> None:
+        """Set the round in which a sequence is due, from the KV blocks that it has now."""
+        seq.due = self._round + 1 + min(seq.num_blocks * self._block_tokens, seq.num_rows) - seq.length
+        self._due[seq.due].append(seq)
+        if self._most_blocks is not None and seq.most_blocks > self._most_blocks:
+            self._most_blocks = seq.most_blocks
 
     def recount(self) -> None:
         """A sequence has other numbers of blocks on its ranks."""

@@ -3,6 +3,7 @@ runner."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from longhelix.request import Request, Step, StepResult
@@ -28,16 +29,25 @@ def leads_of(pp: int) -> Callable[[Step], bool]:
 
 
 class Runner(Protocol):
-    """Computes steps. `collect` returns their results in the order of `submit`, or None if the next one takes longer
-    than `timeout_s`."""
+    """Computes steps. `collect` returns the next result, or None if it takes longer than `timeout_s`: in the order of
+    `submit`, of instances with clocks of their own in that order for each of them."""
 
     def submit(self, step: Step) -> None: ...
 
     def collect(self, timeout_s: float) -> StepResult | None: ...
 
 
+@dataclass
+class _Clock:
+    """Ranks that are in one step at a time. is_led: by the last step that was sent."""
+
+    in_flight: int = 0
+    is_led: bool = True
+
+
 class Loop:
-    """One scheduler over one runner, with at most `depth` steps in flight. `clock` gives the time in seconds.
+    """One scheduler over one runner, with at most `depth` steps in flight, of instances with clocks of their own for
+    each of them. `clock` gives the time in seconds.
 
     leads: whether the next step may be sent before this one has ended (default: any step). hear: is told all that the
     loop says to the scheduler and hears from it, in order; a list's `append` records it.
@@ -58,12 +68,12 @@ class Loop:
         self._clock = clock
         self._depth = depth
         self._leads = leads
-        self._in_flight = 0
-        self._is_led = True  # by the last step that was sent
+        self._clocks = [_Clock() for _ in range(scheduler.config.clocks)]
+        self._of_step: dict[int, list[_Clock]] = {}  # of the steps in flight
 
     @property
     def has_work(self) -> bool:
-        return self._in_flight > 0 or self.scheduler.has_work
+        return bool(self._of_step) or self.scheduler.has_work
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
@@ -79,22 +89,34 @@ class Loop:
         return self.scheduler.end(request_id)
 
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
-        """Fill the pipeline, then wait for its oldest step. None: there is nothing to do, or the step takes longer than
+        """Fill the pipeline, then wait for its next result. None: there is nothing to do, or that takes longer than
         `timeout_s`."""
-        while self._in_flight < (self._depth if self._is_led else 1):
+        while len(busy := self._busy()) < len(self._clocks):
             now_s = self._clock()
-            step = self.scheduler.schedule(now_s)
+            step = self.scheduler.schedule(now_s, busy)
             self.hear(Scheduled(now_s, step))
             if step is None:
                 break
             self._runner.submit(step)
-            self._in_flight += 1
-            self._is_led = self._leads(step)
-        if not self._in_flight:
+            self._begin(step)
+        if not self._of_step:
             return None
         result = self._runner.collect(timeout_s)
         if result is None:
             return None
-        self._in_flight -= 1
+        for clock in self._of_step.pop(result.step_id):
+            clock.in_flight -= 1
         self.hear(Completed(result))
         return result, self.scheduler.complete(result)
+
+    def _busy(self) -> set[int]:
+        """The clocks that have all steps that they may have."""
+        return {
+            at for at, clock in enumerate(self._clocks) if clock.in_flight >= (self._depth if clock.is_led else 1)
+        }
+
+    def _begin(self, step: Step) -> None:
+        clocks = self._of_step[step.id] = [self._clocks[at] for at in step.instances or (0,)]
+        for clock in clocks:
+            clock.in_flight += 1
+            clock.is_led = self._leads(step)

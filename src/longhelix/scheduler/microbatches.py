@@ -1,12 +1,16 @@
 """Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
 
+from collections.abc import Collection
+
 from longhelix.request import Cost, Work
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.turns import Turn
 
 # Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
 # leaves the last stage, and requests that come meanwhile wait for no more.
 _MOST_IN_FLIGHT = 2
+_ONLY = Turn()
 
 
 class Microbatches:
@@ -28,26 +32,27 @@ class Microbatches:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._each[seq.microbatch]
 
-    def __getitem__(self, microbatch: int) -> Decodes:
-        return self._each[microbatch]
+    def decoding(self, turn: Turn) -> tuple[Decodes]:
+        return (self._each[turn.microbatch],)
 
-    @property
-    def tbt_slo_s(self) -> float:
-        """The least time between tokens that any sequence asks for: each waits for the steps of all microbatches."""
+    def work(self, turn: Turn) -> Work:
+        return self._each[turn.microbatch].work
+
+    def tbt_slo_s(self, turn: Turn) -> float:
+        """Each waits for the steps of all microbatches."""
         return min(decodes.tbt_slo_s for decodes in self._each)
 
-    @property
-    def may_begin(self) -> bool:
-        """Whether there may be another step in flight."""
+    def may_begin(self, busy: Collection[int]) -> bool:
         return len(self._each) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
 
+    def begin(self, seq: Sequence) -> None:
+        """It has no microbatch yet."""
+
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
-        """A sequence's last chunk is in this step; it decodes as soon as it can."""
         self._let_join(seq, min(range(len(self._each)), key=self._load), step_id)
 
-    def spread(self) -> list[Sequence]:
-        """Where a microbatch has no sequence, and another has several, let the longest of these join it. Returns those
-        that leave theirs."""
+    def deal(self) -> list[Sequence]:
+        """Where a microbatch has no sequence, and another has several, the longest of these joins it."""
         moved: list[Sequence] = []
         if len(self._each) == 1 or max(map(len, self._each)) < 2:
             return moved
@@ -74,17 +79,18 @@ class Microbatches:
         kv_tokens = decodes.kv_tokens + sum(seq.length for seq in joining)
         return self._cost.seconds(Work(rows, kv_tokens, sampled_rows=rows)), rows
 
-    def in_turn(self, step_id: int, oldest_id: int, any_first: bool) -> list[int]:
-        """The microbatches of which one may be that of the step with this id, where `oldest_id` is that of the oldest
-        step in flight. Those that have rows come before the others, unless any may be first."""
+    def in_turn(
+        self, step_id: int, oldest_id: int, busy: Collection[int], prompts: Collection[Sequence]
+    ) -> list[Turn]:
+        """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
         pp = len(self._each)
         if pp == 1:
-            return [0]
+            return [_ONLY]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
         found = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
-        if not any_first:
+        if not prompts:
             found.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
-        return found
+        return [Turn(microbatch) for microbatch in found]
 
     def _has_rows(self, microbatch: int, step_id: int, oldest_id: int) -> bool:
         return len(self._each[microbatch]) > 0 or bool(self._ready(microbatch, step_id, oldest_id))
@@ -97,9 +103,8 @@ class Microbatches:
             seq for seq in self._joining[microbatch] if step_id >= seq.joins_after + pp or seq.joins_after < oldest_id
         ]
 
-    def join(self, microbatch: int, step_id: int, oldest_id: int) -> list[Sequence]:
-        """Let sequences decode, of one microbatch whose next step is made."""
-        self._current = microbatch
+    def join(self, turn: Turn, step_id: int, oldest_id: int) -> list[Sequence]:
+        microbatch = self._current = turn.microbatch
         if not self._joining[microbatch]:
             return []
         joined = self._ready(microbatch, step_id, oldest_id)
@@ -109,27 +114,27 @@ class Microbatches:
         return joined
 
     def may_lose(self, seq: Sequence) -> bool:
-        """Whether a sequence decodes and has a row that no step has yet."""
         decodes = self._each[seq.microbatch]
         return seq in decodes and (seq.microbatch == self._current or decodes.has_more_rows(seq))
 
+    def look_again(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self._each[seq.microbatch].look_again(seq)
+
     def recount(self) -> None:
-        """Some of the sequences have other KV blocks."""
         for decodes in self._each:
             decodes.recount()
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence ends, whether it decodes or was about to."""
         if seq in self:
             self._each[seq.microbatch].leave(seq)
         elif seq in (joining := self._joining[seq.microbatch]):
             joining.remove(seq)
 
-    def began(self, microbatch: int, step_id: int) -> None:
-        """A step of it is in flight."""
-        self._last, self._last_step[microbatch] = microbatch, step_id
-        self._in_flight[microbatch] += 1
+    def began(self, turn: Turn, step_id: int) -> None:
+        self._last = turn.microbatch
+        self._last_step[turn.microbatch] = step_id
+        self._in_flight[turn.microbatch] += 1
 
-    def ended(self, microbatch: int) -> None:
-        """The oldest step of it is no longer in flight."""
-        self._in_flight[microbatch] -= 1
+    def ended(self, turn: Turn) -> None:
+        self._in_flight[turn.microbatch] -= 1

@@ -25,7 +25,7 @@ class Scheduled(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The oldest step in flight came back."""
+    """A step came back."""
 
     result: StepResult
 

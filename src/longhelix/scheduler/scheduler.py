@@ -5,7 +5,6 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -14,23 +13,25 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from longhelix.kv.blocks import Block
-from longhelix.request import Chunk, Cost, NewSequence, Request, SampledToken, Step, StepResult, Work
+from longhelix.request import Chunk, Cost, Request, SampledToken, Step, StepResult, Work
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
-from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.instances import Instances, tokens_within
 from longhelix.scheduler.microbatches import Microbatches
+from longhelix.scheduler.notices import Notices
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
+from longhelix.scheduler.turns import Turn, Turns
 from longhelix.scheduler.widening import Widening
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -105,19 +106,21 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
-        self._microbatches = Microbatches(config.pp, config.block_tokens, cost)
+        self._notices = Notices()
+        self._turns: Turns = (
+            Instances(config, self.pool, self._notices)
+            if config.own_clocks
+            else Microbatches(config.pp, config.block_tokens, cost)
+        )
         self._widening = Widening(config, self.pool)
-        # What the next step says.
-        self._leaving: list[Sequence] = []
-        self._ended: list[int] = []
-        self._copies: list[tuple[Block, Block]] = []
+        self._leaving: list[Sequence] = []  # as their next step says
         self._next_step_id = 0
         self._step_s = 0.0  # what the last step with chunks took
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: dict[int, Step] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._preempted or self._ended)
+        return bool(self._waiting or self._running or self._preempted or self._notices.any_end)
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -149,35 +152,36 @@ class Scheduler:
         seq = self._running.get(request_id)
         return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
-    def schedule(self, now_s: float) -> Step | None:
-        """The next step: one row of every decode of a microbatch, and chunks of prompts. None if there is nothing to
-        run now."""
-        if not self._microbatches.may_begin:
+    def schedule(self, now_s: float, busy: Collection[int] = ()) -> Step | None:
+        """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, and
+        chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""
+        if not self._turns.may_begin(busy):
             return None
         self._widening.name()
         self._resume(now_s)
-        new = self._admit(now_s)
-        microbatch, joined, growing = self._microbatch()
-        if microbatch is None:
+        self._admit(now_s)
+        turn, joined, growing = self._turn(busy)
+        if turn is None:
             return None
-        decoding = self._microbatches[microbatch]
-        grown = self._grow(decoding, growing)
-        decodes = len(decoding)
-        work = Work(decodes, decoding.kv_tokens, sampled_rows=decodes)
-        most_blocks = decoding.most_blocks
-        chunks, work = self._chunks(work, now_s)
-        self.pool.give_back()
-        if not (decodes or chunks or self._ended):
+        enlisted = self._notices.enlisted_in(turn)
+        grown = self._grow(growing)
+        chunks, work = self._chunks(turn, self._turns.work(turn), now_s)
+        self.pool.give_back(turn)
+        decoding = self._turns.decoding(turn)
+        if not (work.rows or self._notices.has_for(turn)):
             return None
         if self._cut is not None:
             work = work._replace(parts=self._cut.parts(work))
+        most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
         if chunks:
             most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
-        joining, leaving = self._still_running(joined), self._still_running(self._leaving)
-        ended, copies = tuple(self._ended), tuple(self._copies)
-        self._leaving, self._ended, self._copies = [], [], []
+        joining = self._still_running(joined)
+        leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
+        self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
+        new, copies = self._notices.begun_in(turn)
+        enlisted = tuple(one for one in enlisted if one.id in self._running)
+        joining += tuple(one.id for one in enlisted if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
-        most_tokens = most_blocks * self.config.block_tokens
         step = Step(
             self._next_step_id,
             new,
@@ -185,16 +189,18 @@ class Scheduler:
             leaving,
             grown,
             chunks,
-            ended,
-            most_tokens,
+            self._notices.ended_in(turn),
+            most_blocks * self.config.block_tokens,
             work,
             copies,
-            *self.pool.swaps.of_step(),
-            microbatch,
+            *self.pool.swaps.of_step(turn),
+            turn.microbatch,
             self._widening.of_step(),
+            turn.instances,
+            enlisted,
         )
-        self._in_flight.append(step)
-        self._microbatches.began(microbatch, step.id)
+        self._in_flight[step.id] = step
+        self._turns.began(turn, step.id)
         return step
 
     def _swap_pays(self, start: int) -> bool:
@@ -204,53 +210,57 @@ class Scheduler:
     def _still_running(self, sequences: Items[Sequence]) -> tuple[int, ...]:
         return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
 
-    def _admit(self, now_s: float) -> tuple[NewSequence, ...]:
-        begun = self._waiting.admit(now_s, len(self._running))
-        for seq, _, copies in begun:
-            seq.begun_in = self._next_step_id + 1
+    def _admit(self, now_s: float) -> None:
+        for begun in self._waiting.admit(now_s, len(self._running)):
+            seq = begun.seq
             self._running[seq.id] = self._prompts[seq.id] = seq
-            self._copies += copies
-        return tuple(one.new for one in begun)
+            self._notices.begin(begun)
+            self._turns.begin(seq)
 
-    def _microbatch(self) -> tuple[int | None, list[Sequence], list[Sequence]]:
-        """The microbatch of the next step, the sequences that join it, and those whose rows in it need a KV block."""
-        self._leaving += self._microbatches.spread()
-        step_id, oldest_id = self._next_step_id + 1, self._oldest_id
-        others = bool(self._prompts or self._ended)
-        for microbatch in self._microbatches.in_turn(step_id, oldest_id, any_first=bool(self._prompts)):
-            joined = self._microbatches.join(microbatch, step_id, oldest_id)
-            done, growing = self._microbatches[microbatch].advance()
-            self._leaving += done
-            if others or len(self._microbatches[microbatch]):
-                return microbatch, joined, growing
+    def _turn(self, busy: Collection[int]) -> tuple[Turn | None, list[Sequence], list[Sequence]]:
+        """Whose rows the next step has, the sequences that join them, and those whose rows in it need a KV block."""
+        self._leaving += self._turns.deal()
+        step_id, oldest_id, prompts = self._next_step_id + 1, self._oldest_id, self._prompts.values()
+        for turn in self._turns.in_turn(step_id, oldest_id, busy, prompts):
+            joined, growing = self._turns.join(turn, step_id, oldest_id), list[Sequence]()
+            for decodes in self._turns.decoding(turn):
+                done, more = decodes.advance()
+                self._leaving += done
+                growing += more
+            if (
+                any(turn.has(seq.instances) for seq in prompts)
+                or any(map(len, self._turns.decoding(turn)))
+                or self._notices.has_for(turn)
+            ):
+                return turn, joined, growing
         return None, [], []
 
     @property
     def _oldest_id(self) -> int:
         """Of the steps in flight, or if there is none, of the next one."""
-        return self._in_flight[0].id if self._in_flight else self._next_step_id + 1
+        return next(iter(self._in_flight), self._next_step_id + 1)
 
-    def _grow(self, decoding: Decodes, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
+    def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
         """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
         grown: list[tuple[Sequence, Block]] = []
         for seq in growing:
             self.pool.choose_ranks(seq, seq.num_blocks + 1)
             block = None
-            while block is None and seq in decoding:
+            while block is None and seq in self._turns:
                 block = self.pool.take(seq)
                 if block is None:
                     self._free_some(self.pool.next_owner(seq), seq)
                 else:
                     grown.append((seq, block))
-        grown = [(seq, block) for seq, block in grown if seq in decoding]
-        decoding.look_again([seq for seq, _ in grown])
+        grown = [(seq, block) for seq, block in grown if seq in self._turns]
+        self._turns.look_again([seq for seq, _ in grown])
         return tuple((seq.id, block) for seq, block in grown)
 
     def _free_some(self, rank: int, growing: Sequence) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
         its own."""
-        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._microbatches)):
-            self._microbatches.recount()
+        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._turns)):
+            self._turns.recount()
         else:
             self._preempt(self._cheapest(rank, growing))
 
@@ -266,8 +276,8 @@ class Scheduler:
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
-        runs = seq.prompt_left > 0 or self._microbatches.may_lose(seq)
-        return runs and seq.begun_in <= self._next_step_id and seq.job.preemptions < MOST_PREEMPTIONS
+        runs = seq.prompt_left > 0 or self._turns.may_lose(seq)
+        return runs and not self._notices.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
@@ -280,14 +290,14 @@ class Scheduler:
         del self._running[seq.id]
         if self._prompts.pop(seq.id, None) is not None:
             self._shares.remove(seq.request.service.client)
-        self._microbatches.leave(seq)
+        self._turns.leave(seq)
         self._widening.forget(seq)
         self.pool.release(seq)
-        self._ended.append(seq.id)
+        self._notices.end(seq)
 
     def _resume(self, now_s: float) -> None:
-        """Let preempted requests wait to be admitted, once all of their tokens have come back."""
-        for seq in [seq for seq in self._preempted.values() if seq.last_step < self._oldest_id]:
+        """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""
+        for seq in [seq for seq in self._preempted.values() if self._has_come_back(seq)]:
             del self._preempted[seq.id]
             request, job = seq.request.resumed(seq.output), seq.job
             self._waiting.push(
@@ -301,25 +311,33 @@ class Scheduler:
                 now_s,
             )
 
-    def _chunks(self, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
+    def _has_come_back(self, seq: Sequence) -> bool:
+        if not seq.instances:
+            return seq.last_step < self._oldest_id
+        steps = (step for id, step in self._in_flight.items() if id <= seq.last_step)
+        under_way = any(Turn(instances=step.instances).has(seq.instances) for step in steps)
+        return not under_way and seq.id not in self._notices.ending
+
+    def _chunks(self, turn: Turn, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
         """The next chunks of prompts, and the work of them and of `beside` together."""
-        if not self._prompts:
+        prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
+        if not prompts:
             return (), beside
-        prompts = list(self._prompts.values())
         if len(prompts) > 1:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
             prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
-        target_s = self._target_s(beside, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
+        target_s = self._target_s(turn, beside, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
         sizes = self._chunk_rule.sizes(prompts, beside, target_s)
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
+                num_tokens = tokens_within(seq, num_tokens)
                 beside += Work.chunk(num_tokens, seq.length, sampled=num_tokens == seq.prompt_left)
                 chunks.append(self._chunk(seq, num_tokens))
         return tuple(chunks), beside
 
-    def _target_s(self, beside: Work, first: Sequence, now_s: float) -> float:
+    def _target_s(self, turn: Turn, beside: Work, first: Sequence, now_s: float) -> float:
         """What the step may take, where `first` is the prompt that goes first.
 
         A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
@@ -329,7 +347,7 @@ class Scheduler:
         target_s = self.config.tbt_target_s
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
-        target_s = _MARGIN * min(target_s, self._microbatches.tbt_slo_s)
+        target_s = _MARGIN * min(target_s, self._turns.tbt_slo_s(turn))
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
@@ -342,7 +360,7 @@ class Scheduler:
             del self._prompts[seq.id]
             self._shares.remove(client)
             if seq.length < seq.num_rows:
-                self._microbatches.prompt_done(seq, self._next_step_id + 1)
+                self._turns.prompt_done(seq, self._next_step_id + 1)
         self.pool.choose_ranks(seq, -(-seq.length // self.config.block_tokens))
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
@@ -351,9 +369,8 @@ class Scheduler:
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
-        step = self._in_flight.popleft()
-        assert step.id == result.step_id
-        self._microbatches.ended(step.microbatch)
+        step = self._in_flight.pop(result.step_id)
+        self._turns.ended(Turn(step.microbatch, step.instances))
         if step.chunks:
             self._step_s = result.taken_s
         for widened in step.widened:

@@ -43,8 +43,8 @@ class Sequence:
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
     microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
-    begun_in, joins_after, last_step: ids of the first step after its admission, of the one that samples the token of
-    its first row in a microbatch, and of the last step before its preemption.
+    joins_after, last_step: ids of the step that samples the token of its first row in a microbatch, and of the last
+    step before its preemption. instances: see `NewSequence`.
     """
 
     job: Job
@@ -69,9 +69,9 @@ class Sequence:
     microbatch: int = 0
     looked_at: int = 0
     due: int = 0
-    begun_in: int = 0
     joins_after: int = 0
     last_step: int = 0
+    instances: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.request = self.job.request

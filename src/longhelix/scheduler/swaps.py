@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
 from longhelix.kv.blocks import Block, Slot
+from longhelix.scheduler.turns import Turn
 
 
 class Swaps:
@@ -48,10 +49,13 @@ class Swaps:
             self._start(content_hash)
         self.evicted.clear()
 
-    def of_step(self) -> tuple[tuple[tuple[Block, int], ...], tuple[tuple[int, Block], ...]]:
-        """What the step that is made swaps out and in."""
-        read, out = {slot for slot, _ in self._in}, dict[Slot, Block]()
-        for block, content_hash in self.evicted:
+    def of_step(self, turn: Turn) -> tuple[tuple[tuple[Block, int], ...], tuple[tuple[int, Block], ...]]:
+        """What those swap out and in who take the turn's step."""
+        if not (self.evicted or self._in):
+            return (), ()
+        evicted, swapped_in = self._of(turn)
+        read, out = {slot for slot, _ in swapped_in}, dict[Slot, Block]()
+        for block, content_hash in evicted:
             start = self._start(content_hash)
             if content_hash in self.index:
                 slot = self.index[content_hash]
@@ -62,10 +66,16 @@ class Swaps:
                     self._used[block.owner][new] = content_hash
                     self.index[content_hash] = new
                     out[new] = block
-        swapped = tuple((block, slot.id) for slot, block in out.items()), tuple((slot.id, to) for slot, to in self._in)
-        self.evicted.clear()
-        self._in.clear()
-        return swapped
+        return tuple((block, slot.id) for slot, block in out.items()), tuple((slot.id, to) for slot, to in swapped_in)
+
+    def _of(self, turn: Turn) -> tuple[list[tuple[Block, bytes]], list[tuple[Slot, Block]]]:
+        """What was evicted of them and what is swapped in, which others need no longer hear of."""
+        evicted = [one for one in self.evicted if turn.has((one[0].owner,))]
+        swapped_in = [one for one in self._in if turn.has((one[0].owner,))]
+        # Blocks are evicted to the same list.
+        self.evicted[:] = [one for one in self.evicted if not turn.has((one[0].owner,))]
+        self._in = [one for one in self._in if not turn.has((one[0].owner,))]
+        return evicted, swapped_in
 
     def _start(self, content_hash: bytes) -> int | None:
         """The first position of a block that was evicted. None: another block has its content by now."""

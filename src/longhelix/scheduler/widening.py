@@ -38,7 +38,8 @@ class Widening:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._pool = pool
         self._allocators = pool.allocators
-        self._widens = config.kvp > 1 and not config.batch_invariant
+        # What moved from one clock to another would tie the two.
+        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks)
         self._most_blocks = config.most_blocks if self._widens else 0
         # Ranks that are all but full would give each other a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1

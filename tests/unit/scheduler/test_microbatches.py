@@ -104,7 +104,7 @@ def test_long_requests_are_dealt_by_what_they_take():
     """In whatever order they come: each microbatch has one long and one short request."""
     for order in ([0, 1, 2, 3], [2, 0, 1, 3], [0, 2, 1, 3]):
         run = engine(2, chunk_tokens=1000)
-        run.scheduler._microbatches._cost = ByTokens()
+        run.scheduler._turns._cost = ByTokens()
         prompts = {0: 100, 1: 90, 2: 4, 3: 6}
         for id in order:
             run.add(request(id, prompts[id], 30))

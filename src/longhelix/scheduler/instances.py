@@ -1,0 +1,176 @@
+"""KVP instances with clocks of their own: in the tied layout each has all of the model, and steps without the others."""
+
+from collections import Counter
+from collections.abc import Collection
+from functools import reduce
+
+from longhelix.request import NO_WORK, Work
+from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.growth import choose_ranks
+from longhelix.scheduler.notices import Notices
+from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.turns import Turn
+
+
+class Instances:
+    """One set of sequences for all that the same instances take part in; they step as teams.
+
+    An instance takes part in a sequence from when it has KV of it on, or is about to: then it computes all rows of it.
+    Instances that share a sequence are in one team, and so are those that share one with either of them. A step is for
+    one team. So no instance waits for one that has nothing for it.
+
+    A sequence that grows takes the next instance when its last block is full, before the row that needs it. An instance
+    that begins to take part in one that decodes has not heard its tokens, so there is no step in flight then.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, notices: Notices) -> None:
+        self._kvp = kvp = config.kvp
+        self._block_tokens = config.block_tokens
+        self._chooses = not config.batch_invariant
+        self._pool = pool
+        self._notices = notices
+        self._each: dict[tuple[int, ...], Decodes] = {}
+        self._joining: list[Sequence] = []
+        self._running: Counter[tuple[int, ...]] = Counter()
+        self._last_step = [0] * kvp
+        self._in_flight = [0] * kvp
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._each.get(seq.instances, ())
+
+    def may_begin(self, busy: Collection[int]) -> bool:
+        return len(busy) < self._kvp
+
+    def begin(self, seq: Sequence) -> None:
+        owners = dict.fromkeys(rank for rank, blocks in enumerate(seq.block_ids) if blocks)
+        first = seq.placement.start
+        others = range(self._kvp) if seq.placement.spread else owners
+        seq.instances = (first, *(rank for rank in others if rank != first))
+        self._running[seq.instances] += 1
+
+    def prompt_done(self, seq: Sequence, step_id: int) -> None:
+        self._joining.append(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        if seq in self:
+            self._each[seq.instances].leave(seq)
+        elif seq in self._joining:
+            self._joining.remove(seq)
+        self._running[seq.instances] -= 1
+        self._running += Counter()  # without what is 0
+
+    def _join_set(self, seq: Sequence) -> None:
+        self._each.setdefault(seq.instances, Decodes(self._block_tokens)).join(seq)
+
+    def _reach(self, seq: Sequence) -> None:
+        """A sequence's next row needs a KV block. The instance that has it takes part from now on."""
+        if self._pool.next_owner(seq) in seq.instances:
+            return
+        if self._chooses:
+            choose_ranks(seq, seq.num_blocks + 1, self._pool.allocators)
+        owner = self._pool.next_owner(seq)
+        decodes = seq in self
+        if decodes:
+            self._each[seq.instances].leave(seq)
+        self._running[seq.instances] -= 1
+        self._running += Counter()
+        seq.instances += (owner,)
+        self._running[seq.instances] += 1
+        if decodes:
+            self._join_set(seq)
+        self._notices.enlist(seq)
+
+    def in_turn(
+        self, step_id: int, oldest_id: int, busy: Collection[int], prompts: Collection[Sequence]
+    ) -> list[Turn]:
+        """Teams that have something to do, the one first whose last step is the longest ago."""
+        self._each = {instances: decodes for instances, decodes in self._each.items() if len(decodes)}
+        begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.num_blocks * self._block_tokens)
+        decoding = (seq for decodes in self._each.values() for seq in decodes.next_growing())
+        for seq in [*begun, *decoding]:
+            self._reach(seq)
+        wanted = {one for seq in prompts for one in seq.instances}
+        wanted |= {one for instances in (*self._each, *(seq.instances for seq in self._joining)) for one in instances}
+        turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
+        turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._notices.has_for(turn)]
+        turns = [turn for turn in turns if self._has_tokens(turn)]
+        return sorted(turns, key=lambda turn: max(self._last_step[one] for one in turn.instances))
+
+    def _has_tokens(self, turn: Turn) -> bool:
+        """Whether the last tokens of those are known that another instance is to hear of."""
+        return not any(
+            any(self._in_flight[one] for one in seq.instances)
+            for seq in self._notices.enlisted
+            if not seq.prompt_left and turn.has(seq.instances)
+        )
+
+    def _teams(self) -> list[tuple[int, ...]]:
+        teams = [{one} for one in range(self._kvp)]
+        for instances in self._running:
+            if len(instances) > 1:
+                apart = [team for team in teams if not team.isdisjoint(instances)]
+                teams = [team for team in teams if team.isdisjoint(instances)] + [set().union(*apart)]
+        return [tuple(sorted(team)) for team in teams]
+
+    def deal(self) -> list[Sequence]:
+        return []
+
+    def join(self, turn: Turn, step_id: int, oldest_id: int) -> list[Sequence]:
+        joined = [seq for seq in self._joining if turn.has(seq.instances)]
+        for seq in joined:
+            self._joining.remove(seq)
+            self._join_set(seq)
+        return joined
+
+    def decoding(self, turn: Turn) -> list[Decodes]:
+        return [decodes for instances, decodes in self._each.items() if turn.has(instances)]
+
+    def work(self, turn: Turn) -> Work:
+        """That of the instance with the most rows or KV."""
+        each = [self._work(one) for one in turn.instances]
+        return Work(
+            max(work.decode_rows for work in each),
+            max(work.decode_kv_tokens for work in each),
+            sampled_rows=max(work.sampled_rows for work in each),
+        )
+
+    def _work(self, instance: int) -> Work:
+        sets = [decodes for instances, decodes in self._each.items() if instance in instances]
+        return reduce(Work.__add__, (decodes.work for decodes in sets), NO_WORK)
+
+    def tbt_slo_s(self, turn: Turn) -> float:
+        return min((decodes.tbt_slo_s for decodes in self.decoding(turn)), default=float("inf"))
+
+    def may_lose(self, seq: Sequence) -> bool:
+        return seq in self
+
+    def look_again(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self._each[seq.instances].look_again(seq)
+
+    def recount(self) -> None:
+        for decodes in self._each.values():
+            decodes.recount()
+
+    def began(self, turn: Turn, step_id: int) -> None:
+        for one in turn.instances:
+            self._last_step[one] = step_id
+            self._in_flight[one] += 1
+
+    def ended(self, turn: Turn) -> None:
+        for one in turn.instances:
+            self._in_flight[one] -= 1
+
+
+def tokens_within(seq: Sequence, num_tokens: int) -> int:
+    """Of a prompt's next tokens, those whose KV is for instances that take part in it by now; all where ranks have one
+    clock."""
+    if not seq.instances:
+        return num_tokens
+    block_tokens = seq.placement.block_tokens
+    num_blocks = -(-(seq.length + num_tokens) // block_tokens) - seq.num_blocks
+    shares = seq.placement.shares(seq.last_owner, seq.num_blocks, num_blocks) if num_blocks > 0 else ()
+    beyond = [share.places.start for share in shares if share.rank not in seq.instances]
+    return min(num_tokens, (seq.num_blocks + min(beyond)) * block_tokens - seq.length) if beyond else num_tokens
