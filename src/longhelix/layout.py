@@ -236,6 +236,11 @@ class Layout:
             return self.query_heads(heads, rank)
         return self.merged_query_heads(heads, rank)
 
+    def heads_among(self, heads: HeadShape, rank: int, instances: int) -> list[int]:
+        """How many of this rank's query heads each of so many KVP instances merges, where these share a request and
+        each has a copy of the FFN."""
+        return list(map(len, split(len(self.query_heads(heads, rank)), instances)))
+
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
         """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
         return piece_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)

@@ -145,6 +145,8 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
     return SchedulerConfig(
         kvp=layout.kvp,
         pp=layout.pp,
+        # Where every request is on all instances, there is nothing that one could do alone.
+        own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
         num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from longhelix.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
-from longhelix.models.overlap import attend_and_exchange
+from longhelix.models.overlap import attend_and_exchange, attend_and_meet
 from longhelix.models.projection import add_projected
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
@@ -55,11 +55,14 @@ class Attention(nn.Module):
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )
         self.spans.end(span)
-        out_TnC = attend_and_exchange(
-            q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, partial_attention, self.spans
-        )
+        if batch.shared is not None:
+            out_TnC = attend_and_meet(q_tqC, kv, batch, batch.shared, self.scale, partial_attention, self.spans)
+        else:
+            out_TnC = attend_and_exchange(
+                q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, partial_attention, self.spans
+            )
         span = self.spans.follow("merge and output projection")
-        if self.mesh.layout.ffn_replicas > 1:
+        if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
         self.spans.end(span)

@@ -7,6 +7,7 @@ from torch import Tensor
 from longhelix.kernels import take_rows
 from longhelix.layout import split
 from longhelix.parallel.holders import Holding
+from longhelix.parallel.meetings import Shared
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Batch:
     owns it. limits_t: how many local tokens of its request a row sees. row_starts_b: (b + 1) first rows. blocks_X:
     local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and end there.
     max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
-    step. padding_T: which rows stand for none (bool); None if all are rows of sequences.
+    step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
+    have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
+    `holders` says.
     """
 
     token_ids_T: Tensor
@@ -36,6 +39,7 @@ class Batch:
     most_tokens: int
     parts: int = 1
     padding_T: Tensor | None = None
+    shared: tuple[Shared, ...] | None = None
 
     @property
     def decodes(self) -> bool:

@@ -19,7 +19,7 @@ from longhelix.kernels import (
 )
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
-from longhelix.models.overlap import attend_and_exchange
+from longhelix.models.overlap import attend_and_exchange, attend_and_meet
 from longhelix.models.projection import add_projected
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
@@ -91,23 +91,21 @@ class LatentAttention(nn.Module):
         down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
         latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
         self._write(latent_tX, batch, latent)
-        values = self.values_first or not batch.decodes  # the same on all ranks
+        # The same on all ranks that exchange: instances with clocks of their own may have chunks beside shared rows.
+        values = self.values_first or batch.shared is not None or not batch.decodes
         if not values:
             q_tqC = self._absorb(q_tqC)
         self.spans.end(span)
-        out_TnX = attend_and_exchange(
-            q_tqC,
-            latent,
-            batch,
-            self.scale,
-            self.mesh.kvp,
-            self.merged_heads_per_rank,
-            partial(self._attend, values),
-            self.spans,
-        )
+        attend = partial(self._attend, values)
+        if batch.shared is not None:
+            out_TnX = attend_and_meet(q_tqC, latent, batch, batch.shared, self.scale, attend, self.spans)
+        else:
+            out_TnX = attend_and_exchange(
+                q_tqC, latent, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend, self.spans
+            )
         span = self.spans.follow("merge and output projection")
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
-        if self.mesh.layout.ffn_replicas > 1:
+        if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
         self.spans.end(span)

@@ -1,4 +1,5 @@
-"""HOP-B: a part of the batch attends while the part before is exchanged (Helix, arXiv 2507.07120, section 2.1.3)."""
+"""Attention and its exchange. HOP-B: a part of the batch attends while the part before is exchanged (Helix, arXiv
+2507.07120, section 2.1.3)."""
 
 from collections.abc import Callable
 
@@ -8,7 +9,8 @@ from torch import Tensor
 from longhelix.kernels import KVLayer
 from longhelix.models.batch import Batch
 from longhelix.parallel.collectives import RankGroup
-from longhelix.parallel.exchange import exchange, start_exchange
+from longhelix.parallel.exchange import exchange, gather_heads, start_exchange
+from longhelix.parallel.meetings import Shared
 from longhelix.spans import UNTRACED, Spans
 
 
@@ -41,3 +43,24 @@ def attend_and_exchange(
         spans.end(span)
         under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
     return torch.cat([result() for result in under_way])
+
+
+def attend_and_meet(
+    q_TqC: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    shared: tuple[Shared, ...],
+    scale: float,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    spans: Spans = UNTRACED,
+) -> Tensor:
+    """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
+    as well are merged with theirs, each head by one of them, and gathered."""
+    span = spans.begin("attention", part=0)
+    table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+    out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
+    spans.end(span)
+    for rows in shared:
+        merged_SnC = exchange(out_TqC[rows.rows_S], lse_Tq[rows.rows_S], rows.group, rows.heads_per_rank)
+        out_TqC[rows.rows_S] = gather_heads(merged_SnC, rows.group, rows.heads_per_rank)
+    return out_TqC

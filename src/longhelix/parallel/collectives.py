@@ -135,10 +135,12 @@ class RankGroup:
         self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
         return gathered
 
-    def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite `values` on all ranks by the first rank's."""
+    def broadcast(self, values: Tensor, root: int = 0) -> Tensor:
+        """Overwrite `values` on all ranks by those of the rank with index `root`."""
         if self.size > 1:
-            self._run("broadcast", values.nbytes, self._handle.broadcast, [values], dist.BroadcastOptions())
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._run("broadcast", values.nbytes, self._handle.broadcast, [values], options)
         return values
 
     def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
@@ -224,3 +226,11 @@ class SharedMemoryRankGroup(RankGroup):
 
     def _begin(self, kind: str, size_bytes: int) -> str:
         return kind
+
+
+def group_of(
+    ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, backend: str | None, spans: Spans
+) -> RankGroup:
+    """The group over a handle of torch's, of that backend; without a handle one rank alone."""
+    kind = SharedMemoryRankGroup if backend == "shm" and len(ranks) > 1 else RankGroup
+    return kind(ranks, rank, handle, spans)

@@ -4,6 +4,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from longhelix.kernels import native
 from longhelix.layout import Layout
-from longhelix.parallel.collectives import RankGroup, SharedMemoryRankGroup
+from longhelix.parallel.collectives import RankGroup, group_of
+from longhelix.parallel.meetings import Meetings
 from longhelix.parallel.pipeline import Pipeline
 from longhelix.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
@@ -21,7 +23,7 @@ from longhelix.spans import UNTRACED, Spans
 class Mesh:
     """The place of this rank. `stage`: the N ranks of its pipeline stage. `kvp`: the ranks that it exchanges attention
     with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary. `pipeline`: its peers in other stages, if
-    there are any."""
+    there are any. `meetings`: of KVP instances with clocks of their own, those that share requests."""
 
     layout: Layout
     rank: int
@@ -29,6 +31,7 @@ class Mesh:
     kvp: RankGroup
     ffn: RankGroup
     pipeline: Pipeline | None = None
+    meetings: Meetings | None = None
 
     @classmethod
     def build(cls, layout: Layout, rank: int, backend: str | None = None, spans: Spans = UNTRACED) -> "Mesh":
@@ -47,12 +50,29 @@ class Mesh:
         kvp = _own_group(layout.kvp_groups(), rank, backend, spans)
         # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else _own_group(layout.ffn_groups(), rank, backend, spans)
-        return cls(layout, rank, stage, kvp, ffn, Pipeline.build(layout, rank, spans) if layout.pp > 1 else None)
+        pipeline = Pipeline.build(layout, rank, spans) if layout.pp > 1 else None
+        meetings = Meetings(kvp, rank, backend, spans) if layout.ffn_replicas > 1 else None
+        return cls(layout, rank, stage, kvp, ffn, pipeline, meetings)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """All groups, each once."""
-        return (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
+        """All groups so far, each once, in the order in which they were made."""
+        first = (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
+        return first + self._met
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes that this rank has given to the transport for other KVP ranks."""
+        return self.kvp.exchanged_bytes + sum(group.exchanged_bytes for group in self._met)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for what was started to be exchanged."""
+        return self.kvp.waited_s + sum(group.waited_s for group in self._met)
+
+    @property
+    def _met(self) -> tuple[RankGroup, ...]:
+        return () if self.meetings is None else self.meetings.groups
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -60,8 +80,8 @@ class Mesh:
         return tuple(group.traffic for group in self.groups)
 
     def fingerprint(self, since: tuple[Traffic, ...]) -> int:
-        """The fingerprint of the collectives after `since`: the same number on all ranks of the stage."""
-        new = (now.since(before) for now, before in zip(self.traffic, since, strict=True))
+        """The fingerprint of the collectives after `since`: the same number on all ranks that take the same steps."""
+        new = (now.since(before) for now, before in zip_longest(self.traffic, since, fillvalue=Traffic()))
         return reduce(Traffic.then, new).fingerprint
 
     def progress(self) -> tuple[int, str]:
@@ -73,8 +93,7 @@ class Mesh:
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, backend: str | None, spans: Spans) -> RankGroup:
     handles = {ranks: dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in groups}
     ranks = next(ranks for ranks in groups if rank in ranks)
-    kind = SharedMemoryRankGroup if backend == "shm" and len(ranks) > 1 else RankGroup
-    return kind(ranks, rank, handles[ranks], spans)
+    return group_of(ranks, rank, handles[ranks], backend, spans)
 
 
 def _share_memory() -> bool:

@@ -86,6 +86,7 @@ class _Inputs:
             most_tokens=bucket.most_tokens,
             parts=bucket.parts,
             padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
+            shared=batch.shared,
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
@@ -146,13 +147,15 @@ class GraphedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
+        if batch.shared:  # with others, who have rows of their own beside these
+            return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.pop(bucket, None)
         if graph is None:
             graph = self._new_graph(bucket, hidden_TH, batch)
         else:
             self._fill(graph.inputs, hidden_TH, batch)
-            for group, traffic in zip(self._mesh.groups, graph.traffic, strict=True):
+            for group, traffic in zip(self._mesh.groups, graph.traffic, strict=False):  # others were made since
                 group.count(traffic)
         self._graphs[bucket] = graph
         graph.replay()

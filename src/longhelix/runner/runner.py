@@ -1,9 +1,10 @@
 """The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,12 @@ from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
+from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.models.rope import inverse_frequencies, rotation
 from longhelix.parallel.holders import Holders
+from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner.copies import copy_blocks, swap_blocks
@@ -89,7 +92,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step. Afterwards every rank of the last stage knows the sampled tokens; its first rank returns them."""
-        kvp, traffic_before, begun_s = self.mesh.kvp, self.mesh.traffic, time.perf_counter()
+        traffic_before, begun_s = self.mesh.traffic, time.perf_counter()
+        if step.instances:
+            step = step.of_instance(self.kvp_rank, self.sequences)
         others_before_s = self._waited_for_stages_s
         self._step_id = step.id
         span = self._spans.begin("admit", "host")
@@ -98,10 +103,10 @@ class ModelRunner:
         if self.swap_space is not None:
             swap_blocks(step, self.swap_space, self.kvp_rank)
         moved_s = self._copy(step)
-        sent_before, waited_before_s = kvp.exchanged_bytes, kvp.waited_s
-        num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
+        sent_before, waited_before_s = self.mesh.exchanged_bytes, self.mesh.waited_s
+        num_rows = self._num_rows(step)
         sampled: tuple[SampledToken, ...] = ()
-        if num_rows:
+        if self.decoding or step.chunks:
             whole = self._spans.begin(f"step {step.id}", "step")
             hidden_TH = self.forward(step)
             if self._is_last:
@@ -110,7 +115,7 @@ class ModelRunner:
                 self._hand_over(self.handover, step, hidden_TH)
             self._spans.end(whole)
         self._step_id = 0
-        sent, waited_s = kvp.exchanged_bytes - sent_before, kvp.waited_s - waited_before_s
+        sent, waited_s = self.mesh.exchanged_bytes - sent_before, self.mesh.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
         if self.device.type == "cuda" and (step.chunks or not self._is_last):
@@ -118,6 +123,16 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
         taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
         return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s, moved_s)
+
+    def _num_rows(self, step: Step) -> int:
+        """The rows of the step that no other instance counts."""
+        decodes = sum(map(self._leads, self.decoding.values())) if step.instances else len(self.decoding)
+        return decodes + sum(chunk.num_tokens for chunk in step.chunks if self._leads(self.sequences[chunk.id]))
+
+    def _leads(self, seq: SequenceState) -> bool:
+        """Whether this rank samples the sequence's tokens: where instances have clocks of their own, the first of those
+        that take part in it does."""
+        return not seq.instances or seq.instances[0] == self.kvp_rank
 
     def _copy(self, step: Step) -> float:
         """Copy and move KV blocks. Returns the seconds that moves took."""
@@ -173,12 +188,16 @@ class ModelRunner:
             del self._microbatches[self.sequences[sequence_id].microbatch][sequence_id]
         for widened in step.widened:
             self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens, self.arena)
+        for enlisted in step.enlisted:
+            self.sequences[enlisted.id].instances = enlisted.instances
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = self._frequencies(tuple(frequencies))
             extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
-            seq = SequenceState(new, frequencies_R, extent, self._seen(new))
-            seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
+            seq = SequenceState(new, frequencies_R, extent, self._seen(new), instances=new.instances)
+            # An instance with a clock of its own has only sequences that it takes part in.
+            seq.holders.update(range(self.mesh.layout.kvp) if new.spread or new.instances else ())
+            seq.last_token = new.last_token or 0
             seq.begin(self.kvp_rank, self.block_tokens, self.arena)
             self.sequences[new.id] = seq
         self.decoding = self._microbatches[step.microbatch]
@@ -187,7 +206,8 @@ class ModelRunner:
             seq.microbatch = step.microbatch
 
     def _seen(self, new: NewSequence) -> SeenTokens | None:
-        if new.sampling.repetition_penalty == 1 or not self._is_last:
+        leads = not new.instances or new.instances[0] == self.kvp_rank
+        if new.sampling.repetition_penalty == 1 or not (self._is_last and leads):
             return None
         seen = SeenTokens(self.mesh.layout.vocabulary(self.spec.vocab_size, self.mesh.rank))
         seen.add(_token_ids(new.seen_token_ids))
@@ -209,23 +229,40 @@ class ModelRunner:
         return self.layers(hidden_TH, batch)
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Next tokens of the sequences that want one, on ranks of the last stage; its first rank returns them."""
-        sequences = self._sampled(step)
-        if not sequences:
-            return ()
-        span = self._spans.begin("head")
-        logits_Sv = self.model.logits(self._last_rows(step, hidden_TH) if step.chunks else hidden_TH)
-        self._spans.end(span)
-        span = self._spans.begin("sampling", "host")
-        sampled = self.sampling(logits_Sv, sequences)
-        self._spans.end(span)
+        """Next tokens of the sequences that want one, on ranks of the last stage; its first rank returns them, and that
+        of every instance with a clock of its own those of the sequences that it leads."""
+        sampling = self._sampled(step)
+        sequences = list(filter(self._leads, sampling)) if step.instances else sampling
+        sampled: tuple[SampledToken, ...] = ()
+        if sequences:
+            span = self._spans.begin("head")
+            whole = not step.chunks and len(sequences) == len(hidden_TH)
+            logits_Sv = self.model.logits(hidden_TH if whole else self._last_rows(step, hidden_TH))
+            self._spans.end(span)
+            span = self._spans.begin("sampling", "host")
+            sampled = self.sampling(logits_Sv, sequences, self.mesh.ffn if step.instances else self.mesh.stage)
+            self._spans.end(span)
+        if step.instances:
+            self._hear_tokens(sampling)
         return sampled
 
     def _last_rows(self, step: Step, hidden_TH: Tensor) -> Tensor:
-        """hidden_SH: after which is sampled."""
+        """hidden_SH: after which is sampled here."""
         chunk_ends = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding) - 1)
         ends = zip(step.chunks, islice(chunk_ends, 1, None), strict=True)
-        return hidden_TH[[*range(len(self.decoding)), *(end for chunk, end in ends if chunk.sample)]]
+        decodes = (row for row, seq in enumerate(self.decoding.values()) if self._leads(seq))
+        prompts = (end for chunk, end in ends if chunk.sample and self._leads(self.sequences[chunk.id]))
+        return hidden_TH[[*decodes, *prompts]]
+
+    def _hear_tokens(self, sequences: list[SequenceState]) -> None:
+        """The tokens of sequences that several instances take part in, from those that have sampled them."""
+        for instances, together in _by_instances(sequences):
+            assert self.mesh.meetings is not None
+            group = self.mesh.meetings.of(tuple(sorted(instances)))
+            tokens_S = torch.tensor([seq.last_token for seq in together], device=self.device)
+            heard = group.broadcast(tokens_S, root=sorted(instances).index(instances[0]))
+            for seq, token_id in zip(together, heard.tolist(), strict=True):
+                seq.last_token = token_id
 
     def tokens_of(self, step: Step) -> tuple[SampledToken, ...]:
         """The tokens that the last step chose, as every rank of the last stage knows them: without logprobs and
@@ -270,7 +307,21 @@ class ModelRunner:
             num_sequences=len(sequences),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
+            shared=self._shared(sequences, counts) if step.instances else None,
         )
+
+    def _shared(self, sequences: list[SequenceState], counts: list[int]) -> tuple[Shared, ...]:
+        """The rows that other instances have as well, where each sequence has so many."""
+        assert self.mesh.meetings is not None
+        heads, ids = HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads), [seq.new.id for seq in sequences]
+        bounds = pairwise(accumulate(counts, initial=0))
+        rows = {id: range(start, stop) for id, (start, stop) in zip(ids, bounds, strict=True)}
+        found: list[Shared] = []
+        for instances, together in _by_instances(sequences):
+            rows_S = torch.tensor([row for seq in together for row in rows[seq.new.id]], device=self.device)
+            group = self.mesh.meetings.of(tuple(sorted(instances)))
+            found.append(Shared(group, rows_S, self.mesh.layout.heads_among(heads, self.mesh.rank, group.size)))
+        return tuple(found)
 
     def _on_device(self, *groups: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, ...]:
         """Integers as tensors, each of a group's pieces. They are copied there at once."""
@@ -336,6 +387,15 @@ class ModelRunner:
         stop_block = -(-(seq.length + chunk.num_tokens) // self.block_tokens)
         num_old = stop_block - seq.length // self.block_tokens - len(chunk.new_blocks)
         return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
+
+
+def _by_instances(sequences: list[SequenceState]) -> list[tuple[tuple[int, ...], list[SequenceState]]]:
+    """The sequences that several instances take part in, by these; all of them come to the same in the same order."""
+    found: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
+    for seq in sorted(sequences, key=lambda seq: seq.new.id):
+        if len(seq.instances) > 1:
+            found[seq.instances].append(seq)
+    return sorted(found.items())
 
 
 def _last_tokens(decodes: list[SequenceState]) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise
 from longhelix.kernels.draw import UNDECIDED
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import CANDIDATES, SampledToken
 from longhelix.runner import choice, sampler
@@ -42,24 +43,27 @@ class Sampling:
     """One rank's share in the choice of tokens."""
 
     def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
-        self._stage, self._ffn, self._device = mesh.stage, mesh.ffn, device
+        self._ffn, self._device = mesh.ffn, device
         self._size, self._spans = vocab_size, spans
         self._begin = mesh.layout.vocabulary(vocab_size, mesh.rank).start
         self._settings = _Settings(())
         self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
 
-    def __call__(self, logits_Sv: Tensor, sequences: Sequence[SequenceState]) -> tuple[SampledToken, ...]:
-        """Choose each sequence's `last_token`; the stage's first rank returns them, with what else was asked for.
+    def __call__(
+        self, logits_Sv: Tensor, sequences: Sequence[SequenceState], together: RankGroup
+    ) -> tuple[SampledToken, ...]:
+        """Choose each sequence's `last_token`; the first of the ranks that sample together, which is the first one of a
+        copy of the vocabulary, returns them, with what else was asked for.
 
         logits_Sv: float32, over this rank's part of the vocabulary; they are used up. What goes wrong with one row ends
         its sequence alone: other requests go on, and so do the ranks that wait for tokens.
         """
-        is_first = self._stage.index == 0
+        is_first = together.index == 0
         if not self._settings.are_of(sequences):
             self._settings = _Settings(sequences)
         asked = self._settings.asked
         asked_AV = self.gather(logits_Sv[asked]) if asked else ()
-        token_ids = self._hear(self._choose(logits_Sv, sequences, self._settings), len(sequences))
+        token_ids = self._hear(self._choose(logits_Sv, sequences, is_first), len(sequences), together)
         errors: dict[int, str] = {}
         left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
         if left:
@@ -69,7 +73,7 @@ class Sampling:
             whole_UV = self.gather(left_Uv)
             sampled = _sample(undecided, whole_UV) if is_first else []
             errors = {row: error for row, (_, error) in zip(left, sampled, strict=False) if error}
-            found = self._hear([token_id for token_id, _ in sampled], len(left))
+            found = self._hear([token_id for token_id, _ in sampled], len(left), together)
             for row, token_id in zip(left, found, strict=True):
                 token_ids[row] = token_id
         for seq, token_id in zip(sequences, token_ids, strict=True):
@@ -89,13 +93,13 @@ class Sampling:
         trimmed = [shard_Sv[:, : len(part)] for shard_Sv, part in zip(shards, self._parts, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(logits_Sv), 0)
 
-    def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState], settings: _Settings) -> list[int]:
-        """On the stage's first rank the tokens, where their candidates decide them; elsewhere none."""
-        span = self._spans.begin("candidates")
+    def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState], is_first: bool) -> list[int]:
+        """On the first rank the tokens, where their candidates decide them; elsewhere none."""
+        settings, span = self._settings, self._spans.begin("candidates")
         found = candidates(logits_Sv, settings.weighing, settings.count)
         self._spans.end(span)
         shards = self._gather_candidates(found)
-        if self._stage.index != 0:
+        if not is_first:
             return []
         merged = choice.merge(shards, settings.weighing.temperatures_S.numpy())
         return choice.choose(merged, self._size, settings.params, _keys(sequences)).tolist()
@@ -109,10 +113,10 @@ class Sampling:
         packed_SX = torch.cat([found.values_SK.double(), ids_SK.double(), found.sums_S[:, None]], dim=1)
         return [_unpacked(shard_SX.cpu().numpy()) for shard_SX in self._ffn.gather(packed_SX)]
 
-    def _hear(self, token_ids: list[int], count: int) -> list[int]:
-        """What the stage's first rank says: `count` token ids."""
+    def _hear(self, token_ids: list[int], count: int, together: RankGroup) -> list[int]:
+        """What the first rank says: `count` token ids."""
         tokens_S = torch.from_numpy(np.array(token_ids or [0] * count, np.int64)).to(self._device)
-        return self._stage.broadcast(tokens_S).tolist()
+        return together.broadcast(tokens_S).tolist()
 
 
 def _unpacked(packed_SX: np.ndarray) -> choice.Shard:

@@ -40,6 +40,7 @@ class SequenceState:
     local_length: int = 0
     last_owner: int = -1  # of the last KV block
     holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
+    instances: tuple[int, ...] = ()  # see `NewSequence`
 
     def begin(self, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
         """Take over the cached tokens. Their blocks are full, except perhaps the last one."""

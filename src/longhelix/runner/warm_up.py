@@ -1,6 +1,9 @@
 """Steps that a rank runs before the first request, so that compiling and capturing are done by then."""
 
+import dataclasses
 from collections.abc import Iterable
+
+from msgspec import structs
 
 from longhelix.kv.blocks import Block
 from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step, Work
@@ -15,11 +18,14 @@ _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be a
 def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
     """Steps of single rows in all padded numbers, a chunk, a chunk of two prompts, and chunks beside some single rows;
     each of them as for sequences of each of `lengths`. Where requests may keep their KV on one rank, also of sequences
-    that are dealt to the ranks in turn.
+    that are dealt to the ranks in turn; of ranks with clocks of their own each has all of them once.
 
     Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only
     into KV blocks that no request has used yet, and have all ended with the last step.
     """
+    if config.own_clocks:
+        alone = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths)
+        return [_of_instance(step, instance, config.kvp) for step in alone for instance in range(config.kvp)]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0
@@ -35,6 +41,24 @@ def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]
                 steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens, work=work))
                 first, ended = ids.stop, tuple(ids)
     return [*steps, Step(len(steps), ended=ended)]
+
+
+def _of_instance(step: Step, instance: int, kvp: int) -> Step:
+    """A step of one rank, for one of several instances alone."""
+
+    def own(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        return tuple(Block(instance, block.id) for block in blocks)
+
+    new = tuple(
+        structs.replace(
+            one,
+            blocks_per_rank=tuple(one.blocks_per_rank[0] * (rank == instance) for rank in range(kvp)),
+            instances=(instance,),
+        )
+        for one in step.new
+    )
+    chunks = tuple(dataclasses.replace(chunk, new_blocks=own(chunk.new_blocks)) for chunk in step.chunks)
+    return structs.replace(step, new=new, chunks=chunks, instances=(instance,))
 
 
 def _batches(config: SchedulerConfig, spread: bool) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""KVP instances with clocks of their own: in the tied layout each has all of the model, and steps without the others."""
+"""KVP instances with clocks of their own: in the tied layout each has the whole model, and steps without others."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from functools import reduce
 
 from longhelix.request import NO_WORK, Work
@@ -40,7 +40,7 @@ class Instances:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._each.get(seq.instances, ())
 
-    def may_begin(self, busy: Collection[int]) -> bool:
+    def may_begin(self, busy: Set[int]) -> bool:
         return len(busy) < self._kvp
 
     def begin(self, seq: Sequence) -> None:
@@ -82,9 +82,7 @@ class Instances:
             self._join_set(seq)
         self._notices.enlist(seq)
 
-    def in_turn(
-        self, step_id: int, oldest_id: int, busy: Collection[int], prompts: Collection[Sequence]
-    ) -> list[Turn]:
+    def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Teams that have something to do, the one first whose last step is the longest ago."""
         self._each = {instances: decodes for instances, decodes in self._each.items() if len(decodes)}
         begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.num_blocks * self._block_tokens)

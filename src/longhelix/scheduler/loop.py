@@ -111,9 +111,7 @@ class Loop:
 
     def _busy(self) -> set[int]:
         """The clocks that have all steps that they may have."""
-        return {
-            at for at, clock in enumerate(self._clocks) if clock.in_flight >= (self._depth if clock.is_led else 1)
-        }
+        return {at for at, clock in enumerate(self._clocks) if clock.in_flight >= (self._depth if clock.is_led else 1)}
 
     def _begin(self, step: Step) -> None:
         clocks = self._of_step[step.id] = [self._clocks[at] for at in step.instances or (0,)]

@@ -1,6 +1,6 @@
 """Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from longhelix.request import Cost, Work
 from longhelix.scheduler.decodes import Decodes
@@ -42,7 +42,7 @@ class Microbatches:
         """Each waits for the steps of all microbatches."""
         return min(decodes.tbt_slo_s for decodes in self._each)
 
-    def may_begin(self, busy: Collection[int]) -> bool:
+    def may_begin(self, busy: Set[int]) -> bool:
         return len(self._each) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
 
     def begin(self, seq: Sequence) -> None:
@@ -79,9 +79,7 @@ class Microbatches:
         kv_tokens = decodes.kv_tokens + sum(seq.length for seq in joining)
         return self._cost.seconds(Work(rows, kv_tokens, sampled_rows=rows)), rows
 
-    def in_turn(
-        self, step_id: int, oldest_id: int, busy: Collection[int], prompts: Collection[Sequence]
-    ) -> list[Turn]:
+    def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
         pp = len(self._each)
         if pp == 1:

@@ -1,4 +1,4 @@
-"""What ranks have yet to hear, beside the rows of a step: which sequences begin and end, and what is copied for them."""
+"""What ranks have yet to hear beside a step's rows: which sequences begin and end, and what is copied for them."""
 
 from collections.abc import Collection
 from typing import NamedTuple

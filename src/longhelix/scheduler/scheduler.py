@@ -5,7 +5,7 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -152,7 +152,7 @@ class Scheduler:
         seq = self._running.get(request_id)
         return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
-    def schedule(self, now_s: float, busy: Collection[int] = ()) -> Step | None:
+    def schedule(self, now_s: float, busy: Set[int] = frozenset()) -> Step | None:
         """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, and
         chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""
         if not self._turns.may_begin(busy):
@@ -217,7 +217,7 @@ class Scheduler:
             self._notices.begin(begun)
             self._turns.begin(seq)
 
-    def _turn(self, busy: Collection[int]) -> tuple[Turn | None, list[Sequence], list[Sequence]]:
+    def _turn(self, busy: Set[int]) -> tuple[Turn | None, list[Sequence], list[Sequence]]:
         """Whose rows the next step has, the sequences that join them, and those whose rows in it need a KV block."""
         self._leaving += self._turns.deal()
         step_id, oldest_id, prompts = self._next_step_id + 1, self._oldest_id, self._prompts.values()

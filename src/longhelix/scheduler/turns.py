@@ -1,6 +1,6 @@
 """Turns: whose rows a step has."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ class Turns(Protocol):
 
     def __contains__(self, seq: Sequence) -> bool: ...
 
-    def may_begin(self, busy: Collection[int]) -> bool:
+    def may_begin(self, busy: Set[int]) -> bool:
         """Whether there may be another step in flight."""
         ...
 
@@ -45,9 +45,7 @@ class Turns(Protocol):
         """A sequence runs no longer, whether it decodes or not."""
         ...
 
-    def in_turn(
-        self, step_id: int, oldest_id: int, busy: Collection[int], prompts: Collection[Sequence]
-    ) -> Items[Turn]:
+    def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> Items[Turn]:
         """What the step may be of, the first to be tried first. prompts: the sequences with prompt tokens left."""
         ...
 

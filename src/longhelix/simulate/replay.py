@@ -1,6 +1,7 @@
 """A recording of a live loop, gone through again by the simulator: requests come as they came, and steps take what they
 took."""
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -15,8 +16,8 @@ class MeasuredRunner(SimulatedRunner):
     """Gives the results that were recorded, each in its turn. Its clock says what the recorded one said when the loop
     asked it: at that time the scheduler decided."""
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        super().__init__()
+    def __init__(self, events: Iterable[Event], clocks: int) -> None:
+        super().__init__(clocks=clocks)
         self._events = deque(events)
         self._results = {event.result.step_id: event.result for event in self._events if isinstance(event, Completed)}
         self._tell_time()
@@ -38,9 +39,13 @@ class MeasuredRunner(SimulatedRunner):
     def _result(self, step: Step) -> StepResult:
         return self._results[step.id]
 
+    def _next(self) -> int:
+        assert isinstance(self.next, Completed)
+        return [ran.step.id for ran in self._in_flight].index(self.next.result.step_id)
+
     def collect(self, timeout_s: float) -> StepResult | None:
         """None where the live loop did not wait for the step's end."""
-        return super().collect(timeout_s) if isinstance(self.next, Completed) else None
+        return super().collect(math.inf) if isinstance(self.next, Completed) else None
 
 
 class Replay(Simulation):
@@ -51,7 +56,7 @@ class Replay(Simulation):
     """
 
     def __init__(self, scheduler: Scheduler, events: Iterable[Event]) -> None:
-        self._measured = MeasuredRunner(events)
+        self._measured = MeasuredRunner(events, scheduler.config.clocks)
         super().__init__(scheduler, self._measured, ())
         self.heard: list[Event] = []
         self._first_s = self._measured.now_s

@@ -1,7 +1,8 @@
 """Runners that compute nothing: steps take the time that they are said to, and a clock moves by that."""
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
+from itertools import chain
 from typing import NamedTuple
 
 from longhelix.request import Cost, SampledToken, Step, StepResult
@@ -20,17 +21,18 @@ class SimulatedRunner(ABC):
     """A `Runner` with a clock of its own, which is moved by results and by `wait_until`.
 
     A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
-    when its predecessor has left that, and the steps that sampled the last tokens of its decodes have ended: the last
-    one of their microbatch, and those with the last chunks of the prompts of decodes that join it.
+    when its predecessor has left that, of KVP instances with clocks of their own the last one of any of its own, and
+    the steps that sampled the last tokens of its decodes have ended: the last one of their microbatch, and those with
+    the last chunks of the prompts of decodes that join it.
     """
 
-    def __init__(self, stages: int = 1) -> None:
+    def __init__(self, stages: int = 1, clocks: int = 1) -> None:
         self.now_s = 0.0
         self.stages = stages
-        self._left_s = [0.0] * stages  # when the last step left each stage
+        self._left_s = [[0.0] * stages for _ in range(clocks)]  # when the last step of each clock left each stage
         self._decoded_s: dict[int, float] = {}  # when the last step of each microbatch ended
         self._prompt_s: dict[int, float] = {}  # and that of each prompt's last chunk, until it decodes
-        self._in_flight: deque[RanStep] = deque()
+        self._in_flight: list[RanStep] = []
         self.last: RanStep | None = None
 
     @abstractmethod
@@ -39,12 +41,15 @@ class SimulatedRunner(ABC):
 
     def submit(self, step: Step) -> None:
         result = self._result(step)
-        begin_s = max(self.now_s, self._left_s[0])
+        clocks = [self._left_s[at] for at in step.instances or (0,)]
+        begin_s = max(self.now_s, *(left_s[0] for left_s in clocks))
         if self.stages > 1 and step.work.decode_rows:
             begin_s = max(begin_s, self._tokens_s(step))
         end_s, stage_s = begin_s, result.taken_s / self.stages
-        for stage, left_s in enumerate(self._left_s):
-            end_s = self._left_s[stage] = max(end_s, left_s) + stage_s
+        for stage in range(self.stages):
+            end_s = max(end_s, *(left_s[stage] for left_s in clocks)) + stage_s
+            for left_s in clocks:
+                left_s[stage] = end_s
         if self.stages > 1:
             self._note_tokens(step, end_s)
         self._in_flight.append(RanStep(step, result, begin_s, end_s))
@@ -65,14 +70,26 @@ class SimulatedRunner(ABC):
             self._prompt_s.pop(id, None)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        """The oldest step's result, at the time of its end; the clock does not know a timeout."""
-        self.last = self._in_flight.popleft()
+        """The result of the step that ends first, at the time of its end. None: it takes longer than `timeout_s`, which
+        passes only in `wait_until`."""
+        next_one = self._next()
+        if self._in_flight[next_one].end_s > self.now_s + timeout_s:
+            return None
+        self.last = self._in_flight.pop(next_one)
         self.now_s = max(self.now_s, self.last.end_s)
         return self.last.result
 
+    def _next(self) -> int:
+        """Which of the steps in flight ends next; of several at once that which was submitted first."""
+        return min(range(len(self._in_flight)), key=lambda at: self._in_flight[at].end_s)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a step in flight."""
+        return bool(self._in_flight)
+
     def wait_until(self, time_s: float) -> None:
-        """Let time pass with nothing to run."""
-        assert not self._in_flight
+        """Let time pass in which no step ends."""
         self.now_s = max(self.now_s, time_s)
 
 
@@ -81,12 +98,13 @@ class PredictedRunner(SimulatedRunner):
     and back, to and from all KVP ranks at once. A step without rows takes none. Every token of a sequence has the same
     id."""
 
-    def __init__(self, cost: Cost, stages: int = 1, swap_s: float = 0.0) -> None:
-        super().__init__(stages)
+    def __init__(self, cost: Cost, stages: int = 1, swap_s: float = 0.0, clocks: int = 1) -> None:
+        super().__init__(stages, clocks)
         self._cost = cost
         self._swap_s = swap_s
         self._tokens: dict[int, SampledToken] = {}
-        self._decoding: dict[int, dict[int, SampledToken]] = {}  # by microbatch
+        self._leads: dict[int, int] = {}  # the instance that samples a sequence's tokens
+        self._decoding: dict[int, dict[int, SampledToken]] = {}  # by microbatch, or by instance
         self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # those that have not changed
 
     def _result(self, step: Step) -> StepResult:
@@ -100,21 +118,29 @@ class PredictedRunner(SimulatedRunner):
         """A token of every sequence that decodes, then of those whose prompts end; and follow what the step changes."""
         for id in step.ended:
             self._tokens.pop(id, None)
+            self._leads.pop(id, None)
         for id in (*step.ended, *step.leaving):
-            for microbatch, decoding in self._decoding.items():
+            for at, decoding in self._decoding.items():
                 if decoding.pop(id, None) is not None:
-                    self._decoded.pop(microbatch, None)
+                    self._decoded.pop(at, None)
         for new in step.new:
             self._tokens[new.id] = SampledToken(new.id, 0)
-        if step.joining:
-            self._decoding.setdefault(step.microbatch, {}).update((id, self._tokens[id]) for id in step.joining)
-            self._decoded.pop(step.microbatch, None)
-        decoded = self._decoded.get(step.microbatch)
-        if decoded is None:
-            decoded = tuple(self._decoding.get(step.microbatch, {}).values())
-            self._decoded[step.microbatch] = decoded
+            if new.instances:
+                self._leads[new.id] = new.instances[0]
+        for id in step.joining:
+            at = self._leads.get(id, step.microbatch)
+            self._decoding.setdefault(at, {})[id] = self._tokens[id]
+            self._decoded.pop(at, None)
+        decoded = tuple(chain.from_iterable(map(self._decoded_at, step.instances or (step.microbatch,))))
         ending = tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
         return decoded + ending if ending else decoded
+
+    def _decoded_at(self, at: int) -> tuple[SampledToken, ...]:
+        """Of the sequences of one microbatch, or that one instance leads."""
+        decoded = self._decoded.get(at)
+        if decoded is None:
+            decoded = self._decoded[at] = tuple(self._decoding.get(at, {}).values())
+        return decoded
 
 
 def _most_swapped(step: Step) -> int:

@@ -1,5 +1,6 @@
 """A simulation: the engine's loop and scheduler, over a runner that computes nothing."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -42,7 +43,7 @@ class Server:
         return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None, swap_s=self._swap_s)
 
     def make_runner(self) -> PredictedRunner:
-        return PredictedRunner(self.cost, self.layout.pp, self._swap_s)
+        return PredictedRunner(self.cost, self.layout.pp, self._swap_s, self.scheduler.clocks)
 
     @property
     def _swap_s(self) -> float:
@@ -64,7 +65,8 @@ class Outcome:
     """What came of a workload. Times in seconds; `duration_s` from the first arrival to the last step's end.
 
     steps: those with rows. met: requests that finished within their service level; refused: those that could never
-    run, for the reason `refusal`. busy_s: while at least one step ran. wait: from arrival to the first chunk.
+    run, for the reason `refusal`. busy_s: while a step ran, of KVP instances with clocks of their own on the average.
+    wait: from arrival to the first chunk.
     """
 
     requests: int
@@ -123,7 +125,9 @@ class Simulation:
         self._next_id = 0
         self._in_sessions: dict[int, Arrival] = {}
         self._refused, self._refusal = 0, ""
-        self._steps, self._busy_s, self._busy_until_s = 0, 0.0, 0.0
+        self._steps = 0
+        clocks = scheduler.config.clocks
+        self._busy_s, self._busy_until_s = [0.0] * clocks, [0.0] * clocks
 
     def run(self) -> None:
         while self.step():
@@ -132,19 +136,26 @@ class Simulation:
     def step(self) -> bool:
         """Let requests arrive, and run until the next step's end; False once all is over."""
         self._arrive()
-        stepped = self._loop.step()
+        stepped = self._loop.step(self._patience_s)
         if stepped is not None:
             self._note(stepped[1])
             return True
         return self._wait()
 
+    @property
+    def _patience_s(self) -> float:
+        """How long a result is waited for: where instances have clocks of their own, one may serve who comes next."""
+        next_s = self._arrivals.next_s if len(self._busy_s) > 1 else None
+        return math.inf if next_s is None else next_s - self._runner.now_s
+
     def _wait(self) -> bool:
-        """Let time pass until the next request arrives; False if none does."""
-        assert not self._loop.has_work, "requests wait, and nothing runs"
+        """Let time pass until the next request arrives; False if none does. Steps may be in flight meanwhile."""
+        assert self._runner.runs or not self._loop.has_work, "requests wait, and nothing runs"
         next_s = self._arrivals.next_s
         if next_s is None:
             return False
-        self._sample()
+        if not self._runner.runs:
+            self._sample()
         self._runner.wait_until(next_s)
         return True
 
@@ -159,8 +170,8 @@ class Simulation:
             steps=self._steps,
             tokens=ledger.tokens,
             duration_s=self._runner.now_s - self._first_s,
-            busy_s=self._busy_s,
-            gpu_s=num_gpus * self._busy_s,
+            busy_s=sum(self._busy_s) / len(self._busy_s),
+            gpu_s=num_gpus * sum(self._busy_s) / len(self._busy_s),
             ttft=ledger.ttft,
             tbt=ledger.tbt,
             wait=ledger.wait,
@@ -191,8 +202,9 @@ class Simulation:
         assert ran is not None
         if ran.end_s > ran.begin_s:
             self._steps += 1
-            self._busy_s += ran.end_s - max(ran.begin_s, self._busy_until_s)
-            self._busy_until_s = ran.end_s
+            for clock in ran.step.instances or (0,):
+                self._busy_s[clock] += ran.end_s - max(ran.begin_s, self._busy_until_s[clock])
+                self._busy_until_s[clock] = ran.end_s
         ended = self._ledger.add(ran, events)
         for id, _ in ended:
             if id in self._in_sessions:

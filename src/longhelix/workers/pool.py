@@ -3,12 +3,15 @@
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 import zmq
 
 from longhelix.errors import EngineError, UserError
+from longhelix.layout import Layout
 from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution
@@ -67,9 +70,9 @@ class WorkerPool:
         loaded, `on_warmed` with the share of the first rank's warm-up that is done, if there is one, `on_traced` with a
         rank and its events of one step, where steps are traced."""
         self._ranks = range(config.layout.world_size)
-        self._stages = config.layout.stage_groups()
         self._watchdog = Watchdog(config)
-        self._results: dict[int, dict[int, StepResult]] = {}
+        self._layout = config.layout
+        self._in_flight: dict[int, _InFlight] = {}
         # Quiet time counts while the engine listens, and a little between two times that it does, so that a suspended
         # engine blames nobody, and one that is polled without waiting sees who is silent.
         self._listened_at = time.monotonic()
@@ -105,43 +108,48 @@ class WorkerPool:
         return self._processes.process_ids
 
     def submit(self, step: Step) -> None:
-        """Give a step to all ranks. If it cannot be sent, the engine ends, because the step is lost."""
+        """Give a step to its ranks. If it cannot be sent, the engine ends, because the step is lost."""
         self._check_open()
+        in_flight = _InFlight(_stages(self._layout, step))
         try:
-            self._socket.send(self._ranks, Execute(step))
+            self._socket.send(in_flight.ranks, Execute(step))
         except Exception as error:
             self.close(grace_s=0)
             raise EngineError(f"step {step.id} cannot be sent: {type(error).__name__}: {error}") from error
-        self._results[step.id] = {}
+        self._in_flight[step.id] = in_flight
         self._watchdog.submitted(step.id, step.work)
 
     def collect(self, timeout_s: float = math.inf) -> StepResult | None:
-        """The oldest step's result once every rank has done it, or None if that takes longer than `timeout_s`. Raises
-        EngineError, and closes, if a rank fails."""
+        """The result of the first step that all of its ranks have done, or None if that takes longer than `timeout_s`.
+        Raises EngineError, and closes, if a rank fails."""
         self._check_open()
-        step_id, deadline_s = next(iter(self._results)), time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         try:
-            while len(done := self._results[step_id]) < len(self._ranks):
+            while (step_id := self._done()) is None:
                 received = self._receive(deadline_s)
-                self._watchdog.check(step_id, set(done))
+                self._check_progress()
                 if received is None:
                     return None
                 self._take(*received)
-            for stage in self._stages:
-                _check_same_collectives([done[rank] for rank in stage], stage)
+            result = self._in_flight[step_id].result()
         except BaseException:
             self.close(grace_s=0)
             raise
         self._watchdog.finished(step_id)
-        by_rank = self._results.pop(step_id)
-        exposed_s = [result.exposed_s for result in by_rank.values()]
-        return replace(
-            by_rank[self._stages[-1][0]],
-            exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
-            exposed_s=None if None in exposed_s else max(exposed_s),
-            taken_s=sum(max(by_rank[rank].taken_s for rank in stage) for stage in self._stages),
-            moved_s=max(result.moved_s for result in by_rank.values()),
-        )
+        del self._in_flight[step_id]
+        return result
+
+    def _check_progress(self) -> None:
+        """Have the watchdog look at the steps that ranks are in."""
+        behind: set[int] = set()
+        for step_id, step in self._in_flight.items():
+            if behind.isdisjoint(step.ranks):
+                self._watchdog.check(step_id, step.ranks, set(step.results))
+            behind.update(step.ranks)
+
+    def _done(self) -> int | None:
+        """Of the steps in flight, the first that all of its ranks have done. Each rank does its steps in order."""
+        return next((id for id, step in self._in_flight.items() if step.is_done), None)
 
     def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:
         """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
@@ -182,7 +190,7 @@ class WorkerPool:
         """Keep what a rank reports of its steps."""
         match message:
             case Done(result):
-                self._results[result.step_id][rank] = result
+                self._in_flight[result.step_id].results[rank] = result
             case Traced(events):
                 self._on_traced(rank, events)
 
@@ -255,7 +263,7 @@ class WorkerPool:
                 case Alive(progress):
                     self._watchdog.heard(rank, progress)
                 case _:
-                    self._watchdog.got_on()
+                    self._watchdog.got_on(rank)
             if not isinstance(message, Failed):
                 return rank, message
             if message.user_error_code:
@@ -281,10 +289,50 @@ class WorkerPool:
                 raise EngineError(f"rank {rank} failed: {cause}")
 
 
-def _check_same_collectives(results: Sequence[StepResult], stage: Sequence[int]) -> None:
-    """Raise EngineError if ranks of a stage ran other collectives than its first one in a step: they have then computed
-    with wrong numbers."""
+@dataclass
+class _InFlight:
+    """A step, and what its ranks have made of it. stages: of each pipeline stage the ranks, in groups that run the same
+    collectives; in the last stage the first rank of each returns tokens."""
+
+    stages: Sequence[Sequence[Sequence[int]]]
+    results: dict[int, StepResult] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        return [rank for groups in self.stages for ranks in groups for rank in ranks]
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.results) == len(self.ranks)
+
+    def result(self) -> StepResult:
+        """That of all ranks. Raises EngineError if ranks of a group have run different collectives."""
+        for ranks in chain.from_iterable(self.stages):
+            _check_same_collectives([self.results[rank] for rank in ranks], ranks)
+        exposed_s = [result.exposed_s for result in self.results.values()]
+        first, *others = (self.results[ranks[0]] for ranks in self.stages[-1])
+        return replace(
+            first,
+            sampled=sum((other.sampled for other in others), first.sampled),
+            num_tokens=sum((other.num_tokens for other in others), first.num_tokens),
+            exchanged_bytes=sum(result.exchanged_bytes for result in self.results.values()),
+            exposed_s=None if None in exposed_s else max(exposed_s),
+            taken_s=sum(max(self.results[rank].taken_s for rank in chain(*groups)) for groups in self.stages),
+            moved_s=max(result.moved_s for result in self.results.values()),
+        )
+
+
+def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:
+    """The ranks that take a step, as `_InFlight` has them."""
+    if not step.instances:
+        return [[ranks] for ranks in layout.stage_groups()]
+    return [[layout.tpa_groups()[instance] for instance in step.instances]]
+
+
+def _check_same_collectives(results: Sequence[StepResult], ranks: Sequence[int]) -> None:
+    """Raise EngineError if ranks ran other collectives than the first one in a step: they have then computed with wrong
+    numbers."""
     first = results[0]
-    others = [rank for rank, result in zip(stage, results, strict=True) if result.fingerprint != first.fingerprint]
+    others = [rank for rank, result in zip(ranks, results, strict=True) if result.fingerprint != first.fingerprint]
     if others:
-        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank {stage[0]}")
+        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank {ranks[0]}")

@@ -1,6 +1,8 @@
 """The watchdog on starts and steps. It finds ranks that stand still while their processes live, such as ranks that wait
 for each other forever."""
 
+from collections.abc import Collection
+
 from longhelix.errors import EngineError
 from longhelix.request import Cost, Work
 from longhelix.runner.config import EngineConfig
@@ -18,10 +20,10 @@ _REFERENCE_FACTOR = 100.0
 class Watchdog:
     """Follows the steps in flight and the progress that ranks report.
 
-    A step stands still when no rank has made progress (a collective, a layer, or the end of the step) for FACTOR times
-    the seconds that the cost model predicts for the whole step, plus GRACE_S. The prediction is made only when it is
-    needed, which is hardly ever. A start stands still after START_S, and an answer that no step delays after GRACE_S.
-    Time counts only while the engine listens.
+    A step stands still when none of its ranks that have yet to do it has made progress (a collective, a layer, or the
+    end of a step) for FACTOR times the seconds that the cost model predicts for the whole step, plus GRACE_S. The
+    prediction is made only when it is needed, which is hardly ever. A start stands still after START_S, and an answer
+    that no step delays after GRACE_S. Time counts only while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -29,7 +31,7 @@ class Watchdog:
         self._in_flight: dict[int, Work] = {}
         self._layout = config.layout
         self._progress = dict.fromkeys(range(config.layout.world_size), Progress())
-        self._still_s = 0.0
+        self._still_s = dict.fromkeys(self._progress, 0.0)
         self._packed = True
         self._compiles = False
 
@@ -46,39 +48,48 @@ class Watchdog:
     def finished(self, step_id: int) -> None:
         del self._in_flight[step_id]
 
-    def got_on(self) -> None:
+    def got_on(self, rank: int) -> None:
         """A rank has made progress."""
-        self._still_s = 0.0
+        self._still_s[rank] = 0.0
 
     def heard(self, rank: int, progress: Progress) -> None:
         """A rank has given a sign of life."""
         if progress != self._progress[rank]:
             self._progress[rank] = progress
-            self._still_s = 0.0
+            self._still_s[rank] = 0.0
 
     def waited(self, seconds: float) -> None:
-        self._still_s += seconds
+        for rank in self._still_s:
+            self._still_s[rank] += seconds
 
     def check_start(self, ready: set[int]) -> None:
         """Raise EngineError, which names ranks, if the start stands still. `ready`: the ranks that have started."""
-        if self._still_s > START_S:
-            raise EngineError(self._words("stands still while it starts", "takes steps", ready, START_S))
+        if self._still_s_of(self._progress.keys() - ready) > START_S:
+            fault, feat = "stands still while it starts", "takes steps"
+            raise EngineError(self._words(fault, feat, self._progress, ready, START_S))
 
-    def check(self, step_id: int, done: set[int]) -> None:
-        """Raise EngineError, which names step and ranks, if step `step_id` stands still. `done`: the ranks that have
-        done it."""
-        if self._still_s > GRACE_S and self._still_s > (limit_s := self._limit_s(step_id)):
-            raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", done, limit_s))
+    def check(self, step_id: int, ranks: Collection[int], done: set[int]) -> None:
+        """Raise EngineError, which names step and ranks, if step `step_id` of `ranks` stands still. `done`: those that
+        have done it."""
+        still_s = self._still_s_of(set(ranks) - done)
+        if still_s > GRACE_S and still_s > (limit_s := self._limit_s(step_id)):
+            raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", ranks, done, limit_s))
+
+    def _still_s_of(self, ranks: Collection[int]) -> float:
+        """For how many seconds none of these ranks has got on."""
+        return min((self._still_s[rank] for rank in ranks), default=0.0)
 
     def check_answer(self, missing: set[int], patience_s: float = GRACE_S) -> None:
         """Raise EngineError if the `missing` ranks, which were asked something, do not answer within `patience_s` once
         their steps are done."""
-        if self._still_s <= patience_s:
+        still_s = self._still_s_of(missing)
+        if still_s <= patience_s:
             return
         limit_s = max([patience_s, *map(self._limit_s, self._in_flight)])
-        if self._still_s > limit_s:
+        if still_s > limit_s:
             places = (f"rank {rank} is {_where(progress)}" for rank, progress in self._progress.items())
-            raise EngineError("; ".join([f"ranks {sorted(missing)} do not answer: {self._for_s(limit_s)}", *places]))
+            fault = f"ranks {sorted(missing)} do not answer: {_for_s(still_s, limit_s)}"
+            raise EngineError("; ".join([fault, *places]))
 
     def _limit_s(self, step_id: int) -> float:
         assert self._cost is not None
@@ -87,14 +98,15 @@ class Watchdog:
             predicted_s *= _REFERENCE_FACTOR
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
-    def _words(self, fault: str, feat: str, done: set[int], limit_s: float) -> str:
-        """What is wrong with the first rank that is not `done`, and where the others are. `feat`: what the `done` ranks
-        have done."""
-        left = {rank: progress for rank, progress in self._progress.items() if rank not in done}
+    def _words(self, fault: str, feat: str, ranks: Collection[int], done: set[int], limit_s: float) -> str:
+        """What is wrong with the first of `ranks` that is not `done`, and where the others are. `feat`: what the `done`
+        ranks have done."""
+        left = {rank: self._progress[rank] for rank in ranks if rank not in done}
         first = min(left, key=self._order)
         others = [f"rank {rank} {feat}" for rank in sorted(done)]
         others += [f"rank {rank} is {_where(progress)}" for rank, progress in left.items() if rank != first]
-        return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {self._for_s(limit_s)}", *others])
+        for_s = _for_s(self._still_s_of(left), limit_s)
+        return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {for_s}", *others])
 
     def _order(self, rank: int) -> tuple[bool, bool, int, int]:
         """Of a rank that may hold the others up: one that waits for another stage is held up by that, and one that
@@ -102,8 +114,9 @@ class Watchdog:
         progress = self._progress[rank]
         return progress.awaited != "", progress.collective != "", self._layout.stage(rank), progress.collectives
 
-    def _for_s(self, limit_s: float) -> str:
-        return f"nothing has got on for {self._still_s:.1f} s, and {limit_s:.1f} s are the limit"
+
+def _for_s(still_s: float, limit_s: float) -> str:
+    return f"nothing has got on for {still_s:.1f} s, and {limit_s:.1f} s are the limit"
 
 
 def _where(progress: Progress) -> str:

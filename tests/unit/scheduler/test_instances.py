@@ -207,7 +207,9 @@ def check_blocks_between(scheduler):
 
 
 def own(**more):
-    return config(**{"own_clocks": True, "placement": "local", "prefix_cache": False, "kvp": 3, "num_blocks": 30} | more)
+    return config(
+        **{"own_clocks": True, "placement": "local", "prefix_cache": False, "kvp": 3, "num_blocks": 30} | more
+    )
 
 
 def first(ready):

@@ -42,7 +42,7 @@ def silent_s(watchdog, done=(), turn_s=0.25):
     """Seconds that pass, in turns, until it barks."""
     for turn in range(1000):
         try:
-            watchdog.check(7, set(done))
+            watchdog.check(7, (0, 1), set(done))
         except EngineError as error:
             return turn * turn_s, str(error)
         watchdog.waited(turn_s)
@@ -62,13 +62,13 @@ def test_what_gets_on_is_left_alone(config):
     for turn in range(15):
         watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce"))
         watchdog.waited(2.0)
-        watchdog.check(7, set())
+        watchdog.check(7, (0, 1), set())
         watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce", layers=turn))
         watchdog.waited(2.0)
-        watchdog.check(7, set())
-        watchdog.got_on()
+        watchdog.check(7, (0, 1), set())
+        watchdog.got_on(turn % 2)
         watchdog.waited(2.0)
-        watchdog.check(7, set())
+        watchdog.check(7, (0, 1), set())
     # Signs of life that say the same again are none.
     watchdog.heard(0, Progress(7, 15, "all-reduce", layers=14))
     assert silent_s(watchdog)[0] < 5
