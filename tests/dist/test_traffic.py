@@ -56,6 +56,9 @@ CASES = [
     (Layout(kvp=2), "striped", "fcfs", 256),
     (Layout(pp=2), "striped", "lars", 0),
     (Layout(kvp=2, pp=2), "growing", "srpt", 0),
+    (Layout(kvp=2, ffn_replicas=2), "auto", "lars", 0),
+    (Layout(kvp=3, ffn_replicas=3), "growing", "srpt", 224),
+    pytest.param(Layout(kvp=2, tpa=2, ffn_replicas=2), "local", "edf", 0, marks=pytest.mark.slow),
     pytest.param(Layout(tpa=2, pp=2), "striped", "edf", 224, marks=pytest.mark.slow),
     pytest.param(Layout(kvp=2, pp=2, ffn_replicas=2), "auto", "lars", 0, marks=pytest.mark.slow),
 ]

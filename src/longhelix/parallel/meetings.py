@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout  # no public way to the store
 from torch import Tensor
 
 from longhelix.parallel.collectives import RankGroup, group_of
@@ -43,6 +44,24 @@ class Meetings:
             return self._kvp
         if instances not in self._made:
             ranks = tuple(self._kvp.ranks[one] for one in instances)
-            handle = dist.new_group(ranks, backend=self._backend, use_local_synchronization=True)
+            handle = _meet(ranks, self._rank, self._backend)
             self._made[instances] = group_of(ranks, self._rank, handle, self._backend, self._spans)
         return self._made[instances]
+
+
+def _meet(ranks: tuple[int, ...], rank: int, backend: str | None) -> dist.Backend | dist.ProcessGroup:
+    """What carries a group's collectives. Its ranks alone call this: torch's own `new_group` wants all ranks of the
+    world, and where it does not, names a group by how many the caller has, which here is not the same on all."""
+    store = dist.PrefixStore("-".join(map(str, ranks)), _get_default_store())
+    index, size = ranks.index(rank), len(ranks)
+    match backend or dist.get_backend():
+        case "shm":
+            from longhelix.parallel.shared_memory import SharedMemoryProcessGroup  # needs the native module
+
+            return SharedMemoryProcessGroup(store, index, size, default_pg_timeout)
+        case "gloo":
+            return dist.ProcessGroupGloo(store, index, size, default_pg_timeout)
+        case "nccl":
+            return dist.ProcessGroupNCCL(store, index, size, dist.ProcessGroupNCCL.Options())
+        case other:
+            raise AssertionError(other)

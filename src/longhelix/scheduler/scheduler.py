@@ -93,7 +93,7 @@ class Scheduler:
         self.pool = BlockPool(config, self._swap_pays)
         self.cost = None if cost is None else CorrectedCost(cost)
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
-        self._cut = cut
+        self._cut = None if config.own_clocks else cut  # instances exchange what they share, and no more
         self._shares = Shares(config.client_weights)
         self._order = Order(make_policy(config.policy) if policy is None else policy, self._shares, self._times)
         self._cache: PrefixCache | None = None

@@ -1,0 +1,182 @@
+"""KVP instances of the tied layout with clocks of their own give what one rank gives, and wait for nobody else."""
+
+import pytest
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
+
+from longhelix import LLM, Layout, SamplingParams
+from longhelix.scheduler.recording import Completed, Scheduled
+
+pytestmark = pytest.mark.dist
+
+MODELS = {"llama": FAMILIES["llama"]} | {name: WITH_EXPERTS[name] for name in ("qwen3_moe", "deepseek_v3")}
+LAYOUTS = [(2, 1), (3, 1), (2, 2)]
+PLACEMENTS = {
+    "local": {},
+    "growing": {"growth_limit_tokens": 12},
+    "auto": {"kvp_threshold_tokens": 24},
+}
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(model, *lengths):
+        if (model, lengths) not in made:
+            more = {"prompt_lengths": lengths} if lengths else {}
+            made[model, lengths] = make_oracle(MODELS[model], tmp_path_factory.mktemp(model), **more)
+            save_tokenizer_files(made[model, lengths].path)
+        return made[model, lengths]
+
+    return oracle
+
+
+def engine(oracle, kvp, tpa=1, placement="growing", **more):
+    settings = {"dtype": "float32", "block_tokens": 4, "max_model_len": 64, "placement": placement}
+    layout = Layout(kvp=kvp, tpa=tpa, tpf=tpa, ffn_replicas=kvp)
+    return LLM(str(oracle.path), layout, **settings | PLACEMENTS[placement] | more)
+
+
+def record(llm):
+    """What its loop and its scheduler say from now on."""
+    heard = []
+    llm._core._loop.hear = heard.append
+    return heard
+
+
+def steps_of(heard):
+    return [event.step for event in heard if isinstance(event, Scheduled) and event.step is not None]
+
+
+CASES = [
+    (model, layout, placement, chunk_tokens)
+    for model in MODELS
+    for layout in LAYOUTS
+    for placement in PLACEMENTS
+    for chunk_tokens in (1, 16, 512)
+]
+# In CI every model, layout, placement and chunk size, and some of their pairs.
+IN_CI = {0, 13, 26, 30, 43, 47, 56, 60, 79}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "placement", "chunk_tokens"),
+    [case if number in IN_CI else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_tokens_equal_transformers(oracles, model, layout, placement, chunk_tokens):
+    oracle = oracles(model)
+    with engine(oracle, *layout, placement, chunk_tokens=chunk_tokens) as llm:
+        heard = record(llm)
+        results = llm.generate(oracle.prompts, GREEDY)
+    assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
+    teams = {step.instances for step in steps_of(heard) if step.work.rows}
+    assert all(teams)
+    longest = results[-1].kv_tokens_per_rank
+    if placement == "local":
+        assert sorted(longest) == [0] * (layout[0] - 1) + [len(oracle.prompts[-1]) + NEW_TOKENS - 1]
+        assert all(len(team) == 1 for team in teams)
+    else:
+        assert all(longest)
+        assert tuple(range(layout[0])) in teams
+
+
+@pytest.fixture
+def standing(tmp_path, monkeypatch):
+    """Rank 0 stands still in its third step until rank 1 has done ten."""
+    program = """
+import os, time
+from pathlib import Path
+from longhelix.runner.runner import ModelRunner
+execute, done, count = ModelRunner.execute, Path(os.environ["DONE"]), 0
+
+def stand(runner, step):
+    global count
+    count += 1
+    until_s = time.monotonic() + 20
+    while runner.mesh.rank == 0 and count == 3 and not done.exists():
+        if time.monotonic() > until_s:
+            raise RuntimeError("the other instance has not gone on")
+        time.sleep(0.001)
+    result = execute(runner, step)
+    if runner.mesh.rank == 1 and count == 10:
+        done.touch()
+    return result
+
+ModelRunner.execute = stand
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("DONE", str(tmp_path / "done"))
+
+
+def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
+    """Two short requests, each on an instance of its own: one stands, the other takes steps. Then both share a long
+    one."""
+    oracle = oracles("llama", 5, 7, 30)
+    first, second, long = oracle.prompts
+    with engine(oracle, 2, growth_limit_tokens=24) as llm:
+        heard = record(llm)
+        short = llm.generate([first, second], GREEDY)
+        alone, taken = steps_of(heard), heard.copy()
+        heard.clear()
+        (last,) = llm.generate([long], GREEDY)
+    assert [result.token_ids for result in (*short, last)] == [list(tokens) for tokens in oracle.tokens]
+    assert {step.instances for step in alone} == {(0,), (1,)}
+    # Ten of instance 1 came back between two of instance 0.
+    by_id = {step.id: step.instances for step in alone}
+    order = [by_id[event.result.step_id] for event in taken if isinstance(event, Completed)]
+    third = [at for at, instances in enumerate(order) if instances == (0,)][2]
+    assert order[:third].count((1,)) >= 10
+    assert (0, 1) in {step.instances for step in steps_of(heard)}
+    assert last.kv_tokens_per_rank == [24, 21]
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.3, "logprobs": 3}
+
+
+@pytest.mark.parametrize("execution", ["eager", "recorded", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_what_is_sampled_does_not_depend_on_who_shares_it(oracles, execution):
+    """Penalties count tokens that the sampling instance alone has seen; others hear what it drew."""
+    oracle = oracles("llama", 5, 7, 30)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, **SAMPLED)
+    found = []
+    for make in (
+        lambda: LLM(str(oracle.path), dtype="float32", block_tokens=4, max_model_len=64),
+        lambda: engine(oracle, 3, growth_limit_tokens=8, execution=execution),
+    ):
+        with make() as llm:
+            found.append(llm.generate(oracle.prompts, params))
+    for alone, shared in zip(*found, strict=True):
+        assert shared.token_ids == alone.token_ids
+        for own, other in zip(shared.logprobs, alone.logprobs, strict=True):
+            assert own == pytest.approx(other, abs=1e-3)
+    assert [len([held for held in result.kv_tokens_per_rank if held]) for result in found[1]] == [3, 3, 3]
+
+
+@pytest.fixture
+def gloo(tmp_path, monkeypatch):
+    """Ranks do not find that they share memory."""
+    program = "from longhelix.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("model", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_instances_meet_over_gloo(oracles, model):
+    oracle = oracles(model)
+    with engine(oracle, 3, chunk_tokens=16) as llm:
+        results = llm.generate(oracle.prompts, GREEDY)
+    assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
+
+
+def test_a_message_tells_a_rank_nothing_of_others(oracles):
+    """Rows and exchanged bytes are those of what instances share alone: local requests exchange nothing."""
+    oracle = oracles("llama", 5, 7, 30)
+    with engine(oracle, 3, placement="local") as llm:
+        llm.generate(oracle.prompts, GREEDY)
+        counters = llm._core.counters
+    assert counters.exchanged_bytes == 0
+    assert counters.rows == sum(len(prompt) + NEW_TOKENS - 1 for prompt in oracle.prompts)
