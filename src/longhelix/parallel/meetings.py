@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout  # no public way to the store
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout  # no public way to the store
 
 from longhelix.parallel.collectives import RankGroup, group_of
 from longhelix.spans import UNTRACED, Spans
