@@ -116,7 +116,8 @@ class ModelOptions:
     pp: int | None = None
     "Pipeline stages. [default: 1]"
     tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
-    "The FFN at TP = tpa, a copy on every KVP instance (Medha's layout, a baseline)."
+    """The FFN at TP = tpa, a copy on every KVP instance (Medha's layout). With placements growing, local and auto,
+    instances that share no request step by themselves."""
 
     def start(self, engine: EngineFlags) -> LLM:
         """Start the engine, with progress and what it resolved to on standard error."""
