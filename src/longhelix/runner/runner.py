@@ -291,7 +291,7 @@ class ModelRunner:
             [[*accumulate(counts, initial=0)]],
             [bounds],
         )
-        frequencies = _frequencies(held or sequences, counts).to(self.device)
+        frequencies = _frequencies(held or sequences[:1], counts).to(self.device)  # without rows any will do
         cos_tR, sin_tR = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
         return Batch(
             token_ids_T=token_ids_T,

@@ -374,8 +374,9 @@ class Scheduler:
         if step.chunks:
             self._step_s = result.taken_s
         for widened in step.widened:
-            if (moved := self._running.get(widened.id) or self._preempted.get(widened.id)) is not None:
-                moved.job.moved_s += result.moved_s
+            seq = self._running.get(widened.id) or self._preempted.get(widened.id)
+            if widened.moves and seq is not None:
+                seq.job.moved_s += result.moved_s
         if self.cost is not None and not step.moved:  # moves take time that no cost knows of
             self.cost.observe(step.work, result.taken_s)
         events, running = [], self._running

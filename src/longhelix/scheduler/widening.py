@@ -15,6 +15,9 @@ from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.sequence import Sequence
 
+# Blocks of one sequence in one step: ranks keep all that moves beside their pools, and stand still meanwhile.
+_MOST_MOVED = 64
+
 
 class _Named(NamedTuple):
     """What a moved block was found by. start: the position of its first token."""
@@ -27,8 +30,9 @@ class _Named(NamedTuple):
 
 class Widening:
     """Of the sequence that has the most blocks on a full rank, the last ones move, until that rank has as much room as
-    all ranks have on the average, or the sequence has none left to give. Where there is too little room for that, the
-    next block of the sequence that grows goes elsewhere. From then on the sequence is striped.
+    all ranks have on the average, or room enough for a while, or the sequence has none left to give. Where there is too
+    little room for that, the next block of the sequence that grows goes elsewhere. From then on the sequence is
+    striped.
 
     Its last block stays, so that ranks go on writing where they are, and so do blocks that others share, which would
     leave no room behind, and those that have yet to get their hashes. A block that moves is free, or cached, at once:
@@ -106,7 +110,7 @@ class Widening:
         """Move blocks of a sequence away from a rank. False: it can give none."""
         blocks = _blocks(seq)
         movable = self._movable(seq, blocks, rank)
-        targets = self._targets(min(level, len(movable)))
+        targets = self._targets(min(level, len(movable), _MOST_MOVED))
         indices = movable[len(movable) - len(targets) :]
         owners = [block.owner for block in blocks]
         for index, target in zip(indices, targets, strict=True):

@@ -274,6 +274,23 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
     assert len(lines) == 1
 
 
+def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
+    """Two requests on ranks 0 and 1, of lengths between which dynamic RoPE begins to stretch: rank 2 has none of them
+    and takes part in every step."""
+    runners = [make_runner(kvp=3, rank=rank) for rank in range(3)]
+    for runner in runners:
+        rope = RopeSpec(kind="dynamic", factor=2.0, original_max_positions=32)
+        runner.spec = SimpleNamespace(rope=rope, rotated_size=8, vocab_size=VOCAB)
+    scheduler = Scheduler(SchedulerConfig(3, 64, 512, placement="local"))
+    for id, prompt_tokens in enumerate((5, 60)):
+        scheduler.add(make_request(id, prompt_tokens))
+    while (step := scheduler.schedule(0.0)) is not None:
+        results = [runner.execute(step) for runner in runners]
+        scheduler.complete(results[0])
+    rotated = [[tuple(batch.cos_tR.shape) for batch in runner.model.batches] for runner in runners]
+    assert rotated == [[(5, 4), *[(1, 4)] * 7], [(60, 4), *[(1, 4)] * 7], [(0, 4)] * 8]
+
+
 class Beginning:
     """The first tokens of request 0 for all requests after it."""
 

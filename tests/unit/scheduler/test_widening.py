@@ -161,3 +161,31 @@ def test_the_time_of_moves_is_the_request_s():
     engine.runner.execute = timed
     run(engine, *ASKED)
     assert [engine.usages[id].moved_s for id in range(4)] == [0.5, 0, 0, 0]
+
+
+def test_a_step_moves_so_few_blocks_that_what_carries_them_has_room():
+    """Where a request of 900 blocks has left, all ranks have some 450 on the average."""
+    engine = Pressed(config(num_blocks=920, max_model_len=1000, block_tokens=1, placement="local", prefix_cache=False))
+    engine.add(request(0, [1] * 900, 20), request(1, [2] * 905, 5))
+    engine.step()
+    engine.add(request(2, [3] * 10, 20))
+    while not engine.outcomes[2].token_ids:
+        engine.step()
+    engine.abort(1)
+    engine.drain()
+    moved = [len(step.moved) for step in engine.runner.steps if step.moved]
+    assert moved
+    assert max(moved) <= 64
+    assert not any(engine.usages[id].preemptions for id in (0, 2))
+
+
+def test_the_time_of_moves_is_not_that_of_a_request_whose_next_block_alone_went_elsewhere():
+    engine, seq = until_rank_0_is_full()
+    scheduler, execute = engine.scheduler, engine.runner.execute
+    engine.runner.execute = lambda step: replace(execute(step), moved_s=0.5 if step.moved else 0.0)
+    assert scheduler._widening._relieve(0, [seq])
+    assert scheduler._widening._go_elsewhere(scheduler._running[1])
+    engine.drain()
+    (widened,) = [step.widened for step in engine.runner.steps if step.moved]
+    assert [(one.id, len(one.moves)) for one in widened] == [(0, 4), (1, 0)]
+    assert [engine.usages[id].moved_s for id in range(4)] == [0.5, 0, 0, 0]
