@@ -1,7 +1,8 @@
 """Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
 
-from longhelix.request import Cost, Work
+from longhelix.request import Cost
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
 
 # Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
@@ -17,9 +18,10 @@ class Microbatches:
     smallest. Where a microbatch has none left, it gets one of another.
     """
 
-    def __init__(self, pp: int, block_tokens: int, cost: Cost | None = None) -> None:
+    def __init__(self, pp: int, kvp: int, block_tokens: int, cost: Cost | None = None) -> None:
         self._cost = cost
-        self._each = [Decodes(block_tokens) for _ in range(pp)]
+        self._kvp = kvp
+        self._each = [Decodes(block_tokens, kvp) for _ in range(pp)]
         self._joining: list[list[Sequence]] = [[] for _ in range(pp)]
         self._in_flight = [0] * pp
         self._last_step = [0] * pp
@@ -71,8 +73,11 @@ class Microbatches:
         rows = len(decodes) + len(joining)
         if self._cost is None or not rows:
             return 0.0, rows
-        kv_tokens = decodes.kv_tokens + sum(seq.length for seq in joining)
-        return self._cost.seconds(Work(rows, kv_tokens, sampled_rows=rows)), rows
+        load = Load(self._kvp)
+        load.add_decodes(decodes)
+        for seq in joining:
+            load.add_decode(seq)
+        return load.seconds(self._cost), rows
 
     def in_turn(self, step_id: int, oldest_id: int, any_first: bool) -> list[int]:
         """The microbatches of which one may be that of the step with this id, where `oldest_id` is that of the oldest

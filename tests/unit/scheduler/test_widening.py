@@ -126,6 +126,7 @@ def test_a_request_that_moves_and_is_preempted_in_the_same_step_moves_nothing():
     scheduler = engine.scheduler
     before = dict(scheduler.pool.index)
     assert scheduler._widening.widen(0, seq, [seq])
+    scheduler._microbatches.recount()
     scheduler._preempt(seq)
     assert scheduler.pool.index == before
     engine.step()
