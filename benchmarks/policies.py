@@ -75,7 +75,7 @@ class Study:
             max_running=MAX_RUNNING,
         )
         self.server = Server(setting, LAYOUT, config)
-        self._times = PrefillTimes(self.server.cost)
+        self._times = PrefillTimes(self.server.cost, LAYOUT.kvp)
 
     @cached_property
     def arrivals(self) -> list[Arrival]:
@@ -83,13 +83,13 @@ class Study:
         return [msgspec.structs.replace(arrival, service=self._level(arrival)) for arrival in self._drawn]
 
     def _level(self, arrival: Arrival) -> ServiceLevel:
-        ttft_s = max(LEAST_TTFT_S, TTFT_SCALE * self._times.until(arrival.prompt_tokens))
+        ttft_s = max(LEAST_TTFT_S, TTFT_SCALE * self._times.until(arrival.prompt_tokens, 0))
         return ServiceLevel(ttft_slo_s=ttft_s, tbt_slo_s=TBT_S)
 
     @property
     def prefill_s(self) -> float:
         """The machine's seconds for a request's prompt alone, on average."""
-        return statistics.mean(self._times.until(arrival.prompt_tokens) for arrival in self.arrivals)
+        return statistics.mean(self._times.until(arrival.prompt_tokens, 0) for arrival in self.arrivals)
 
     def run(self, policy: str, rate_rps: float) -> Found:
         seen, arrivals = Accounts(), [arrival.sooner(rate_rps) for arrival in self.arrivals]

@@ -22,6 +22,7 @@ from longhelix.presets import load_model, load_system
 from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult, Work
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.load import Load
 from longhelix.scheduler.scheduler import Scheduler
 
 STEPS, WARM_UP, PRICES = 1000, 20, 10_000
@@ -99,13 +100,22 @@ def chunk_us(prompts: int) -> float:
     setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
     rule = AdaptiveChunks(StepCost(setting, Layout(kvp=4, tpa=2)), 2048)
     waiting = [
-        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None) for index in range(prompts)
+        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None, even=True)
+        for index in range(prompts)
     ]
-    besides = [Work.decode(64, 100_000 + step) for step in range(STEPS)]
+    besides = [_decoding(100_000 + step) for step in range(STEPS)]
     start = time.process_time_ns()
     for beside in besides:
         rule.sizes(waiting, beside, 0.03)
     return (time.process_time_ns() - start) / 1e3 / STEPS
+
+
+def _decoding(length: int) -> Load:
+    """A row of each of 64 sequences."""
+    load = Load(4)
+    for _ in range(64):
+        load.add_decode(SimpleNamespace(length=length, even=True))
+    return load
 
 
 def price_us(model: str) -> float:

@@ -185,11 +185,14 @@ class Request:
 
 
 class Work(NamedTuple):
-    """What a step computes, counted over all ranks; arrays where many steps are priced at once.
+    """What a step computes; arrays where many steps are priced at once.
 
     decode_rows: sequences with one row each; decode_kv_tokens: the lengths of their KV, summed. chunk_rows: rows of
     prefill chunks; chunk_kv_tokens: the KV that they read; chunk_pairs: row and key, causal. sampled_rows: rows whose
     logits are wanted. parts: in how many its rows attend, of which each is exchanged while the next attends (HOP-B).
+
+    KV and pairs are KVP times those of the fullest KVP rank, for which the others wait: the sums over all ranks, where
+    KV is spread evenly, and more than these where it is not.
     """
 
     decode_rows: Number = 0
@@ -202,13 +205,23 @@ class Work(NamedTuple):
 
     @classmethod
     def decode(cls, batch: Number, context: Number) -> "Work":
-        """One token for each of `batch` requests that hold `context` tokens."""
+        """One token for each of `batch` requests that hold `context` tokens, spread evenly."""
         return cls(decode_rows=batch, decode_kv_tokens=batch * context, sampled_rows=batch)
 
     @classmethod
     def chunk(cls, rows: Number, prefix: Number, *, sampled: bool = False) -> "Work":
-        """`rows` tokens of a prompt after `prefix` others. sampled: the last of them is the prompt's last."""
+        """`rows` tokens of a prompt after `prefix` others, spread evenly. sampled: the last of them is the prompt's
+        last."""
         return cls(0, 0, rows, prefix + rows, rows * (prefix + (rows + 1) / 2), int(sampled))
+
+    @classmethod
+    def growing_chunk(cls, rows: float, prefix: float, kvp: int, alone_tokens: float) -> "Work":
+        """The same where one of `kvp` ranks has up to `alone_tokens` of it alone, then the next one."""
+
+        def counted(tokens: float) -> float:
+            return max(tokens, kvp * min(tokens, alone_tokens))
+
+        return cls(0, 0, rows, counted(prefix + rows), rows * counted(prefix + (rows + 1) / 2))
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
         """Both in one step, of one part."""

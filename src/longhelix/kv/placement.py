@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import cycle, islice
+from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
 from longhelix.errors import UserError
@@ -30,7 +32,8 @@ class Placement(Protocol):
     """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
 
     spread: they go to all ranks at once, so that all take part in the request from its first row on. home: the rank
-    that alone takes part in it at first; None if several do.
+    that alone takes part in it at first; None if several do. even: all ranks have the same share of its tokens, to
+    within a KV block. alone_tokens: one rank has all of its first tokens, up to so many.
     """
 
     @property
@@ -38,6 +41,12 @@ class Placement(Protocol):
 
     @property
     def home(self) -> int | None: ...
+
+    @property
+    def even(self) -> bool: ...
+
+    @property
+    def alone_tokens(self) -> float: ...
 
     @property
     def kvp(self) -> int: ...
@@ -99,6 +108,8 @@ class Striped:
 
     spread: ClassVar[bool] = True
     home: ClassVar[None] = None
+    even: ClassVar[bool] = True
+    alone_tokens: ClassVar[float] = 0
     kvp: int
     block_tokens: int
     start: int = 0
@@ -138,6 +149,14 @@ class Growing:
     @property
     def home(self) -> int:
         return self.start
+
+    @property
+    def even(self) -> bool:
+        return self.kvp == 1
+
+    @property
+    def alone_tokens(self) -> float:
+        return self.limit_tokens
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -198,6 +217,7 @@ class Local:
     """All blocks on one rank (data-parallel attention, for short requests)."""
 
     spread: ClassVar[bool] = False
+    alone_tokens: ClassVar[float] = inf
     kvp: int
     block_tokens: int
     start: int = 0
@@ -205,6 +225,10 @@ class Local:
     @property
     def home(self) -> int:
         return self.start
+
+    @property
+    def even(self) -> bool:
+        return self.kvp == 1
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -241,6 +265,15 @@ class Continued:
     @property
     def home(self) -> int | None:
         return None if self.spread or len(self.blocks_by_owner) > 1 else self.start
+
+    @cached_property
+    def even(self) -> bool:
+        ranks = cycle(in_turn(self.kvp, self.start))
+        return self.base.even and self.owners == tuple(islice(ranks, len(self.owners)))
+
+    @property
+    def alone_tokens(self) -> float:
+        return self.base.alone_tokens
 
     @property
     def kvp(self) -> int:

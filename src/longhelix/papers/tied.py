@@ -108,15 +108,15 @@ class Growth:
 def growth(
     setting: Setting, tokens: float, chunk: float, *, stages: int, most_kvp: int, nodes: int = 2 * _NODES
 ) -> Growth:
-    """The next group joins when the last one holds its share of `tokens`; `alone_s`: the first one keeps all."""
+    """The next group joins when the last one holds its share of `tokens`, as the engine's growing placement has it;
+    `alone_s`: the first one keeps all."""
     limit = tokens / most_kvp
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     groups = [ceil((prefix + chunk) / limit) for prefix in prefixes]
     steps = []
     for prefix, kvp in zip(prefixes, groups, strict=True):
-        # The cost model shares a request's KV equally: this is what it must hold for the fullest group to be full.
-        held = kvp * min(prefix, limit)
-        steps.append(Deployment(setting, stages, kvp).chunk_s(chunk, float(held)))
+        work = Work.growing_chunk(chunk, float(prefix), kvp, limit)
+        steps.append(_number(step_seconds(setting, Deployment(setting, stages, kvp).layouts, work)))
     alone = [Deployment(setting, stages).chunk_s(chunk, float(prefix)) for prefix in prefixes]
     return Growth(prefixes, np.array(groups, dtype=np.float64), np.array(steps), np.array(alone))
 

@@ -103,15 +103,23 @@ class Layouts:
         held = self.query_heads(heads)
         return np.where(self.whole_heads, held, np.ceil(held / self.kvp))
 
+    def decode(self, batch: float | Array, context: float | Array) -> Work:
+        """One token for each of `batch` requests that hold `context` tokens: a share of each on every KVP rank, or
+        evenly many requests."""
+        most = np.where(self.local, self.kvp * np.ceil(batch / self.kvp), batch)
+        return Work.decode(batch, context)._replace(decode_kv_tokens=most * context)
+
+    def chunk(self, rows: float | Array, prefix: float | Array) -> Work:
+        """`rows` tokens of a prompt after `prefix` others: a share of these on every KVP rank, or all on one."""
+        work, holders = Work.chunk(rows, prefix), np.where(self.local, self.kvp, 1.0)
+        return work._replace(chunk_kv_tokens=holders * work.chunk_kv_tokens, chunk_pairs=holders * work.chunk_pairs)
+
     def of_rank(self, work: Work) -> Work:
-        """The fullest KVP rank's share of the attention: its tokens of every request, or all of its own requests."""
-        decodes = work.decode_rows + self.zeros
-        own = np.ceil(decodes / self.kvp)
-        decode_share = np.where(self.local, own / np.maximum(decodes, 1.0), 1 / self.kvp)
-        chunk_share = np.where(self.local, 1.0, 1 / self.kvp)
+        """The fullest KVP rank's part of the attention. Of requests that are on one rank each has evenly many rows."""
+        decodes, share = work.decode_rows + self.zeros, 1 / self.kvp
         return work._replace(
-            decode_rows=np.where(self.local, own, decodes),
-            decode_kv_tokens=work.decode_kv_tokens * decode_share,
-            chunk_kv_tokens=work.chunk_kv_tokens * chunk_share,
-            chunk_pairs=work.chunk_pairs * chunk_share,
+            decode_rows=np.where(self.local, np.ceil(decodes / self.kvp), decodes),
+            decode_kv_tokens=work.decode_kv_tokens * share,
+            chunk_kv_tokens=work.chunk_kv_tokens * share,
+            chunk_pairs=work.chunk_pairs * share,
         )

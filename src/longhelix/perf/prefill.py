@@ -28,7 +28,7 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks
     before = np.multiply.outer((np.arange(_NODES) + 0.5) / _NODES, np.atleast_1d(chunks)) - 0.5
-    paths_s = step_seconds(setting, layouts, Work.chunk(np.atleast_1d(rows), before * rows))
+    paths_s = step_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before * rows))
     # One by one, so that a layout's time does not depend on how many others there are.
     total_s: Array = sum(paths_s, layouts.zeros) * chunks / _NODES
     longest_s: Array = paths_s.max(axis=0)
@@ -37,7 +37,7 @@ def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, c
 
 def _first_token_seconds(setting: Setting, layouts: Layouts) -> Array:
     """What the last row's logits and sampling add to a chunk."""
-    rows = Work.chunk(1.0, 0.0)
+    rows = layouts.chunk(1.0, 0.0)
     sampled = rows._replace(sampled_rows=1.0)
     return step_seconds(setting, layouts, sampled) - step_seconds(setting, layouts, rows)
 
@@ -61,7 +61,7 @@ def adaptive_prefill(
     """
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
-    works = Work.chunk(chunks[:, None, None], prefixes[:, None])
+    works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
     steps_s = step_seconds(setting, layouts, works + beside)  # by chunk, prefix and layout
     # The largest that fits, or the first.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)

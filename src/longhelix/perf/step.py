@@ -44,7 +44,7 @@ def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, conte
     With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
     as its micro-batch takes through all stages.
     """
-    return step_items(setting, layouts, Work.decode(np.ceil(batch / layouts.pp), context))
+    return step_items(setting, layouts, layouts.decode(np.ceil(batch / layouts.pp), context))
 
 
 def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:

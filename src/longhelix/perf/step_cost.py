@@ -4,6 +4,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from longhelix.layout import Layout
+from longhelix.perf import collectives
+from longhelix.perf.collectives import RankGroups
+from longhelix.perf.cost_item import kernels
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes
 from longhelix.perf.scalar import scalar
@@ -39,7 +42,23 @@ class StepCost:
     def swap_seconds(self, tokens: int) -> float:
         """What it takes to swap the KV of `tokens` that one rank keeps, out and in again; while others do so too, where
         ranks share a machine's disk."""
-        system, layout = self._setting.system, self._layout
-        token_bytes = float(kv_bytes(self._setting, Layouts.of([layout]), 1.0, float(layout.kvp))[0])
-        sharers = layout.world_size if system.shared else 1
-        return 2 * tokens * token_bytes * sharers / system.swap_bytes_per_s
+        system = self._setting.system
+        sharers = self._layout.world_size if system.shared else 1
+        return 2 * tokens * self._token_bytes * sharers / system.swap_bytes_per_s
+
+    def move_seconds(self, sent_tokens: int, received_tokens: int) -> float:
+        """What it takes to move KV between KVP ranks, of which none keeps more of the tokens that are sent than
+        `sent_tokens`, or of those that are received: read together, sent in one all-to-all, written to their places."""
+        layout, layouts = self._layout, Layouts.of([self._layout])
+        copied_bytes = (sent_tokens + received_tokens) * self._token_bytes
+        copies = kernels("moves", self._setting, layouts, hbm_bytes=2 * copied_bytes, count=2.0)  # read and written
+        # An all-to-all leaves a rank its own share.
+        travels = max(sent_tokens, received_tokens) * self._token_bytes * layout.kvp / (layout.kvp - 1)
+        groups = RankGroups(layouts.kvp, layouts.tpa)
+        sent = collectives.all_to_all(self._setting.system, groups, layouts.ones * travels)
+        return float(copies.seconds[0] + sent.seconds[0])
+
+    @property
+    def _token_bytes(self) -> float:
+        """Of a token's KV on a rank that keeps it, in all layers of a stage."""
+        return float(kv_bytes(self._setting, Layouts.of([self._layout]), 1.0, float(self._layout.kvp))[0])

@@ -11,7 +11,6 @@ from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.step import step_seconds
 from longhelix.plan.question import Question
 from longhelix.plan.space import Space
-from longhelix.request import Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
 
@@ -68,6 +67,6 @@ def latencies(question: Question, space: Space) -> Latencies:
 def _mixed_seconds(question: Question, layouts: Layouts, chunk: float) -> Array:
     """A step with the last chunk of a prompt, and one token for each of the other users."""
     rows = min(chunk, float(question.context))
-    chunk_work = Work.chunk(rows, question.context - rows)
-    decodes = Work.decode(np.ceil((question.users - 1) / layouts.pp), float(question.context))
+    chunk_work = layouts.chunk(rows, question.context - rows)
+    decodes = layouts.decode(np.ceil((question.users - 1) / layouts.pp), float(question.context))
     return step_seconds(question.setting, layouts, chunk_work + decodes)

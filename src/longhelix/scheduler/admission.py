@@ -62,7 +62,7 @@ class Admission:
                 "context_length_exceeded",
             )
         self._limits.check(request)
-        needed = blocks_needed(self._place(request, start=0), request.capacity_tokens - 1)
+        needed = blocks_needed(self.place(request), request.capacity_tokens - 1)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
             raise UserError(
@@ -194,7 +194,7 @@ class Admission:
         if max(blocks_needed(continued, request.capacity_tokens - 1)) > self._config.most_blocks:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, and only what is local may be anywhere.
-        alone = self._place(request, continued.start) if isinstance(placement, Local) else placement
+        alone = self.place(request, continued.start) if isinstance(placement, Local) else placement
         if self._config.batch_invariant and not continued.follows(alone):
             return placement, NO_PREFIX
         return continued, prefix
@@ -214,7 +214,8 @@ class Admission:
         self._pool.swaps.swap_in(swapped, own[: len(swapped)])
         return blocks + own, tuple(zip(copied, own, strict=False))
 
-    def _place(self, request: Request, start: int, later: tuple[int, ...] = ()) -> Placement:
+    def place(self, request: Request, start: int = 0, later: tuple[int, ...] = ()) -> Placement:
+        """A request's own placement from a KVP rank on. later: see `Growing`."""
         limit_tokens = self._limits.of(request)
         return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
@@ -224,6 +225,6 @@ class Admission:
         limit_tokens = request.service.growth_limit_tokens
         name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
         if self._config.batch_invariant and name != "local":
-            return self._place(request, start=0)
+            return self.place(request)
         start, *later = self._pool.in_order(owners)
-        return self._place(request, start, tuple(later))
+        return self.place(request, start, tuple(later))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
-from longhelix.request import Cost, Work
+from longhelix.request import Cost
+from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
 
 # Steps without decodes may take so many times the target: nobody waits for a next token, and newcomers for the step.
@@ -19,7 +20,7 @@ class ChunkRule(Protocol):
     @property
     def adapts(self) -> bool: ...
 
-    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+    def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
         """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside` and is to
         take `target_s`.
 
@@ -39,7 +40,7 @@ class FixedChunks:
     adapts: ClassVar[bool] = False
     budget_tokens: int
 
-    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+    def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
         return _shared(self.budget_tokens, prompts)
 
 
@@ -58,7 +59,7 @@ class AdaptiveChunks:
     least_tokens: int = 4
     _last_tokens: int = field(default=0, init=False)  # of the last step, near which the search begins
 
-    def sizes(self, prompts: Items[Sequence], beside: Work, target_s: float) -> list[int]:
+    def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
         left = sum([seq.prompt_left for seq in prompts])
         target_s *= 1.0 if beside.decode_rows else _ALONE
         most = min(self.most_tokens, left)
@@ -77,19 +78,12 @@ class AdaptiveChunks:
         self._last_tokens = budgets[fits]
         return _shared(budgets[fits], prompts)
 
-    def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: Work) -> float:
-        rows, kv_tokens, pairs, sampled = beside.chunk_rows, beside.chunk_kv_tokens, beside.chunk_pairs, 0
+    def _seconds(self, budget_tokens: int, prompts: Items[Sequence], beside: AnyLoad) -> float:
+        load = beside.copy()
         for seq, size in zip(prompts, _shared(budget_tokens, prompts), strict=False):
-            if not size:
-                continue
-            prefix = seq.length
-            rows += size
-            kv_tokens += prefix + size
-            pairs += size * (prefix + (size + 1) / 2)
-            sampled += size == seq.prompt_left
-        return self.cost.seconds(
-            Work(beside.decode_rows, beside.decode_kv_tokens, rows, kv_tokens, pairs, beside.sampled_rows + sampled)
-        )
+            if size:
+                load.add_chunk(seq, size)
+        return load.seconds(self.cost)
 
 
 @lru_cache

@@ -13,16 +13,21 @@ class Decodes:
 
     A sequence is looked at only in the rounds in which it is due: when its row needs a KV block, and after its last
     row. In between, its length follows from the number of rounds.
+
+    num_even: sequences whose KV is spread evenly; kv_tokens: of these; rank_tokens: of the others, by KVP rank.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, kvp: int) -> None:
         self._block_tokens = block_tokens
         self._round = 0
         self._sequences: set[Sequence] = set()
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by round
         self._most_blocks: int | None = 0
         self._tbt_slos_s: Counter[float] = Counter()
-        self.kv_tokens = 0  # of all of them
+        self.kv_tokens = 0
+        self.rank_tokens = [0] * kvp
+        self.num_even = 0
+        self._num_writing = [0] * kvp  # of the others, those that write to each rank
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -71,11 +76,20 @@ class Decodes:
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] += 1
         self._sequences.add(seq)
-        self.kv_tokens += seq.length
         seq.looked_at = self._round
-        self.look_again(seq)
+        self._count(seq)
+        self._look(seq)
 
-    def look_again(self, seq: Sequence) -> None:
+    def grew(self, seq: Sequence) -> None:
+        """The sequence has the KV block that its row of this round needs."""
+        if not seq.even and seq.last_owner != seq.counted_on:
+            for rank, more in ((seq.counted_on, -1), (seq.last_owner, 1)):
+                self.rank_tokens[rank] += more
+                self._num_writing[rank] += more
+            seq.counted_on = seq.last_owner
+        self._look(seq)
+
+    def _look(self, seq: Sequence) -> None:
         """Set the round in which a sequence is due, from the KV blocks that it has now."""
         seq.due = self._round + 1 + min(seq.num_blocks * self._block_tokens, seq.num_rows) - seq.length
         self._due[seq.due].append(seq)
@@ -83,19 +97,36 @@ class Decodes:
             self._most_blocks = seq.most_blocks
 
     def recount(self) -> None:
-        """A sequence has other numbers of blocks on its ranks."""
+        """Sequences have other numbers of blocks on their ranks."""
         self._most_blocks = None
+        self.kv_tokens = self.num_even = 0
+        self.rank_tokens, self._num_writing = [0] * len(self.rank_tokens), [0] * len(self.rank_tokens)
+        for seq in self._sequences:
+            self._count(seq)
+
+    def _count(self, seq: Sequence, times: int = 1) -> None:
+        """Count a sequence's tokens, or with -1 no longer."""
+        since = self._round - seq.looked_at
+        if seq.even:
+            self.num_even += times
+            self.kv_tokens += times * (seq.length + since)
+            return
+        seq.counted_on = seq.last_owner
+        self._num_writing[seq.counted_on] += times
+        self.rank_tokens[seq.counted_on] += times * since
+        for rank, tokens in enumerate(seq.rank_tokens):
+            self.rank_tokens[rank] += times * tokens
 
     def leave(self, seq: Sequence) -> None:
         if seq in (due := self._due.get(seq.due, [])):  # it may come back, or be due in another set
             due.remove(seq)
+        self._count(seq, -1)
         seq.length += self._round - seq.looked_at
         seq.due = 0
         self._sequences.remove(seq)
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] -= 1
             self._tbt_slos_s += Counter()  # without what is 0
-        self.kv_tokens -= seq.length
         if self._most_blocks is not None and seq.most_blocks >= self._most_blocks:
             self._most_blocks = None
 
@@ -116,5 +147,8 @@ class Decodes:
         for seq in done:
             self.leave(seq)
         self._round = new_round
-        self.kv_tokens += len(self._sequences)
+        self.kv_tokens += self.num_even
+        if self.num_even < len(self._sequences):
+            for rank, more in enumerate(self._num_writing):
+                self.rank_tokens[rank] += more
         return done, growing

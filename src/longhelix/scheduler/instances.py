@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Collection, Set
-from functools import reduce
 
-from longhelix.request import NO_WORK, Work
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.growth import choose_ranks
+from longhelix.scheduler.load import Load, TeamLoad
 from longhelix.scheduler.notices import Notices
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.turns import Turn
@@ -62,7 +61,7 @@ class Instances:
         self._running += Counter()  # without what is 0
 
     def _join_set(self, seq: Sequence) -> None:
-        self._each.setdefault(seq.instances, Decodes(self._block_tokens)).join(seq)
+        self._each.setdefault(seq.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
 
     def _reach(self, seq: Sequence) -> None:
         """A sequence's next row needs a KV block. The instance that has it takes part from now on."""
@@ -125,18 +124,13 @@ class Instances:
     def decoding(self, turn: Turn) -> list[Decodes]:
         return [decodes for instances, decodes in self._each.items() if turn.has(instances)]
 
-    def work(self, turn: Turn) -> Work:
-        """That of the instance with the most rows or KV."""
-        each = [self._work(one) for one in turn.instances]
-        return Work(
-            max(work.decode_rows for work in each),
-            max(work.decode_kv_tokens for work in each),
-            sampled_rows=max(work.sampled_rows for work in each),
-        )
-
-    def _work(self, instance: int) -> Work:
-        sets = [decodes for instances, decodes in self._each.items() if instance in instances]
-        return reduce(Work.__add__, (decodes.work for decodes in sets), NO_WORK)
+    def load(self, turn: Turn) -> TeamLoad:
+        loads = {one: Load(self._kvp) for one in turn.instances}
+        for instances, decodes in self._each.items():
+            for one in instances:
+                if one in loads:
+                    loads[one].add_decodes(decodes)
+        return TeamLoad(loads)
 
     def tbt_slo_s(self, turn: Turn) -> float:
         return min((decodes.tbt_slo_s for decodes in self.decoding(turn)), default=float("inf"))
@@ -144,9 +138,8 @@ class Instances:
     def may_lose(self, seq: Sequence) -> bool:
         return seq in self
 
-    def look_again(self, sequences: list[Sequence]) -> None:
-        for seq in sequences:
-            self._each[seq.instances].look_again(seq)
+    def grew(self, seq: Sequence) -> None:
+        self._each[seq.instances].grew(seq)
 
     def recount(self) -> None:
         for decodes in self._each.values():

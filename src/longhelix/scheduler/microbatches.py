@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Set
 
-from longhelix.request import Cost, Work
+from longhelix.request import Cost
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.turns import Turn
 
@@ -21,9 +22,10 @@ class Microbatches:
     smallest. Where a microbatch has none left, it gets one of another.
     """
 
-    def __init__(self, pp: int, block_tokens: int, cost: Cost | None = None) -> None:
+    def __init__(self, pp: int, kvp: int, block_tokens: int, cost: Cost | None = None) -> None:
         self._cost = cost
-        self._each = [Decodes(block_tokens) for _ in range(pp)]
+        self._kvp = kvp
+        self._each = [Decodes(block_tokens, kvp) for _ in range(pp)]
         self._joining: list[list[Sequence]] = [[] for _ in range(pp)]
         self._in_flight = [0] * pp
         self._last_step = [0] * pp
@@ -35,8 +37,10 @@ class Microbatches:
     def decoding(self, turn: Turn) -> tuple[Decodes]:
         return (self._each[turn.microbatch],)
 
-    def work(self, turn: Turn) -> Work:
-        return self._each[turn.microbatch].work
+    def load(self, turn: Turn) -> Load:
+        load = Load(self._kvp)
+        load.add_decodes(self._each[turn.microbatch])
+        return load
 
     def tbt_slo_s(self, turn: Turn) -> float:
         """Each waits for the steps of all microbatches."""
@@ -76,8 +80,11 @@ class Microbatches:
         rows = len(decodes) + len(joining)
         if self._cost is None or not rows:
             return 0.0, rows
-        kv_tokens = decodes.kv_tokens + sum(seq.length for seq in joining)
-        return self._cost.seconds(Work(rows, kv_tokens, sampled_rows=rows)), rows
+        load = Load(self._kvp)
+        load.add_decodes(decodes)
+        for seq in joining:
+            load.add_decode(seq)
+        return load.seconds(self._cost), rows
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
@@ -115,9 +122,8 @@ class Microbatches:
         decodes = self._each[seq.microbatch]
         return seq in decodes and (seq.microbatch == self._current or decodes.has_more_rows(seq))
 
-    def look_again(self, sequences: list[Sequence]) -> None:
-        for seq in sequences:
-            self._each[seq.microbatch].look_again(seq)
+    def grew(self, seq: Sequence) -> None:
+        self._each[seq.microbatch].grew(seq)
 
     def recount(self) -> None:
         for decodes in self._each:

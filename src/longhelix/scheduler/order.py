@@ -26,7 +26,7 @@ class Order:
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""
-        return self.times.between(seq.length, seq.num_prompt)
+        return self.times.between(seq.length, seq.num_prompt, seq.placement.alone_tokens)
 
     def spared(self, seq: Sequence, now_s: float) -> float:
         """The share of a step's time target that need not be used, where this prompt goes first."""

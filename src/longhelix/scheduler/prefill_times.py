@@ -1,32 +1,36 @@
 """Predicted seconds of prefills, by length."""
 
+from functools import lru_cache
+
 from longhelix.request import Cost, Work
 
 _TOKENS = 1024
+_MOST_TABLES = 64  # requests may have limits of their own
 
 
 class PrefillTimes:
-    """Seconds of a prompt's prefill alone, in chunks of 1,024 tokens: a table that grows with the longest prompt, as
-    Medha's (arXiv 2409.17264v4).
+    """Seconds of a prompt's prefill alone, in chunks of 1,024 tokens: tables that grow with the longest prompt, as
+    Medha's (arXiv 2409.17264v4), one for each `alone_tokens` of placements.
 
     Without a cost, a token counts as a second: only ratios are then of use.
     """
 
-    def __init__(self, cost: Cost | None) -> None:
+    def __init__(self, cost: Cost | None, kvp: int) -> None:
         self._cost = cost
-        self._until_s = [0.0]  # by number of chunks
+        self._kvp = kvp
+        self._table = lru_cache(_MOST_TABLES)(lambda alone_tokens: [0.0])  # seconds by number of chunks
 
-    def until(self, tokens: int) -> float:
-        """Of the first `tokens`."""
+    def until(self, tokens: int, alone_tokens: float) -> float:
+        """Of the first `tokens`, of which one KVP rank has up to `alone_tokens` alone."""
         if self._cost is None:
             return float(tokens)
-        whole, rest = divmod(tokens, _TOKENS)
-        while len(self._until_s) <= whole + 1:
-            prefix = (len(self._until_s) - 1) * _TOKENS
-            self._until_s.append(self._until_s[-1] + self._cost.seconds(Work.chunk(_TOKENS, prefix)))
-        before_s = self._until_s[whole]
-        return before_s + (self._until_s[whole + 1] - before_s) * rest / _TOKENS
+        until_s, (whole, rest) = self._table(alone_tokens), divmod(tokens, _TOKENS)
+        while len(until_s) <= whole + 1:
+            work = Work.growing_chunk(_TOKENS, (len(until_s) - 1) * _TOKENS, self._kvp, alone_tokens)
+            until_s.append(until_s[-1] + self._cost.seconds(work))
+        before_s = until_s[whole]
+        return before_s + (until_s[whole + 1] - before_s) * rest / _TOKENS
 
-    def between(self, start: int, stop: int) -> float:
+    def between(self, start: int, stop: int, alone_tokens: float) -> float:
         """Of the tokens from `start` to `stop`."""
-        return self.until(stop) - self.until(start)
+        return self.until(stop, alone_tokens) - self.until(start, alone_tokens)

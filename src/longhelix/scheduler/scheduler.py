@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from longhelix.kv.blocks import Block
-from longhelix.request import Chunk, Cost, Request, SampledToken, Step, StepResult, Work
+from longhelix.request import Chunk, Cost, Request, SampledToken, Step, StepResult
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
@@ -23,6 +23,7 @@ from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
+from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.notices import Notices
 from longhelix.scheduler.order import Order
@@ -88,7 +89,7 @@ class Scheduler:
         swap_s: float = 0.0,
     ) -> None:
         self.config = config
-        self._times = PrefillTimes(cost)
+        self._times = PrefillTimes(cost, config.kvp)
         self._swap_s = swap_s
         self.pool = BlockPool(config, self._swap_pays)
         self.cost = None if cost is None else CorrectedCost(cost)
@@ -110,7 +111,7 @@ class Scheduler:
         self._turns: Turns = (
             Instances(config, self.pool, self._notices)
             if config.own_clocks
-            else Microbatches(config.pp, config.block_tokens, cost)
+            else Microbatches(config.pp, config.kvp, config.block_tokens, cost)
         )
         self._widening = Widening(config, self.pool)
         self._leaving: list[Sequence] = []  # as their next step says
@@ -137,11 +138,14 @@ class Scheduler:
         self._waiting.push(self._job(request), request.arrival_s)
 
     def _job(self, request: Request) -> Job:
-        prefill_s = self._times.until(len(request.prompt_token_ids))
+        prefill_s = self._prefill_s(request)
         ttft_s = request.service.ttft_slo_s
         if ttft_s is None:
             ttft_s = max(_LEAST_TTFT_S, self.config.slo_scale * prefill_s)
         return Job(request, request.arrival_s + ttft_s, prefill_s)
+
+    def _prefill_s(self, request: Request) -> float:
+        return self._times.until(len(request.prompt_token_ids), self._waiting.place(request).alone_tokens)
 
     def hold(self, request: Request) -> HeldPrefix | None:
         """See `Admission.hold`."""
@@ -165,11 +169,13 @@ class Scheduler:
             return None
         enlisted = self._notices.enlisted_in(turn)
         grown = self._grow(growing)
-        chunks, work = self._chunks(turn, self._turns.work(turn), now_s)
+        load = self._turns.load(turn)
+        chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
         decoding = self._turns.decoding(turn)
-        if not (work.rows or self._notices.has_for(turn)):
+        if not (load.decode_rows or chunks or self._notices.has_for(turn)):
             return None
+        work = load.fullest(self.cost)
         if self._cut is not None:
             work = work._replace(parts=self._cut.parts(work))
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
@@ -205,7 +211,8 @@ class Scheduler:
 
     def _swap_pays(self, start: int) -> bool:
         """Whether the KV block whose first token is at `start` is swapped rather than computed again."""
-        return self._swap_s < self._times.between(start, start + self.config.block_tokens)
+        stop = start + self.config.block_tokens
+        return self._swap_s < self._times.between(start, stop, self.config.place(stop, stop + 1, 0).alone_tokens)
 
     def _still_running(self, sequences: Items[Sequence]) -> tuple[int, ...]:
         return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
@@ -251,10 +258,9 @@ class Scheduler:
                 if block is None:
                     self._free_some(self.pool.next_owner(seq), seq)
                 else:
+                    self._turns.grew(seq)
                     grown.append((seq, block))
-        grown = [(seq, block) for seq, block in grown if seq in self._turns]
-        self._turns.look_again([seq for seq, _ in grown])
-        return tuple((seq.id, block) for seq, block in grown)
+        return tuple((seq.id, block) for seq, block in grown if seq in self._turns)
 
     def _free_some(self, rank: int, growing: Sequence) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
@@ -270,8 +276,11 @@ class Scheduler:
         others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
-            key=lambda seq: (seq.request.service.priority, self._times.until(seq.known_length), -seq.request.arrival_s),
+            key=lambda seq: (seq.request.service.priority, self._lost_s(seq), -seq.request.arrival_s),
         )
+
+    def _lost_s(self, seq: Sequence) -> float:
+        return self._times.until(seq.known_length, seq.placement.alone_tokens)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
@@ -304,7 +313,7 @@ class Scheduler:
                 replace(
                     job,
                     request=request,
-                    prefill_s=self._times.until(len(request.prompt_token_ids)),
+                    prefill_s=self._prefill_s(request),
                     preemptions=job.preemptions + 1,
                     lost_tokens=seq.known_length,
                 ),
@@ -318,32 +327,33 @@ class Scheduler:
         under_way = any(Turn(instances=step.instances).has(seq.instances) for step in steps)
         return not under_way and seq.id not in self._notices.ending
 
-    def _chunks(self, turn: Turn, beside: Work, now_s: float) -> tuple[tuple[Chunk, ...], Work]:
-        """The next chunks of prompts, and the work of them and of `beside` together."""
+    def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
+        """The next chunks of prompts, which are added to the step's load."""
         prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
         if not prompts:
-            return (), beside
+            return ()
         if len(prompts) > 1:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
             prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
-        target_s = self._target_s(turn, beside, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
-        sizes = self._chunk_rule.sizes(prompts, beside, target_s)
+        target_s = self._target_s(turn, load, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
+        sizes = self._chunk_rule.sizes(prompts, load, target_s)
         chunks = []
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
                 num_tokens = tokens_within(seq, num_tokens)
-                beside += Work.chunk(num_tokens, seq.length, sampled=num_tokens == seq.prompt_left)
+                self.pool.choose_ranks(seq, -(-(seq.length + num_tokens) // self.config.block_tokens))
+                load.add_chunk(seq, num_tokens)
                 chunks.append(self._chunk(seq, num_tokens))
-        return tuple(chunks), beside
+        return tuple(chunks)
 
-    def _target_s(self, turn: Turn, beside: Work, first: Sequence, now_s: float) -> float:
+    def _target_s(self, turn: Turn, beside: AnyLoad, first: Sequence, now_s: float) -> float:
         """What the step may take, where `first` is the prompt that goes first.
 
         A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
         would otherwise leave nothing to prompts that have slack.
         """
-        decodes_s = self.cost.seconds(beside) if self.cost is not None and beside.decode_rows else 0.0
+        decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.decode_rows else 0.0
         target_s = self.config.tbt_target_s
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
@@ -354,14 +364,13 @@ class Scheduler:
         start, client = seq.length, seq.request.service.client
         token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
         seq.length += num_tokens
-        self._shares.charge(client, self._times.between(start, seq.length))
+        self._shares.charge(client, self._times.between(start, seq.length, seq.placement.alone_tokens))
         ends = not seq.prompt_left
         if ends:
             del self._prompts[seq.id]
             self._shares.remove(client)
             if seq.length < seq.num_rows:
                 self._turns.prompt_done(seq, self._next_step_id + 1)
-        self.pool.choose_ranks(seq, -(-seq.length // self.config.block_tokens))
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
             self.pool.name(*self._cache.named(seq))

@@ -42,7 +42,8 @@ class Sequence:
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
     num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
-    microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, which alone uses them.
+    microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, and counted_on: the KVP
+    rank for which it counts the sequence's next tokens; it alone uses them.
     joins_after, last_step: ids of the step that samples the token of its first row in a microbatch, and of the last
     step before its preemption. instances: see `NewSequence`.
     """
@@ -69,6 +70,7 @@ class Sequence:
     microbatch: int = 0
     looked_at: int = 0
     due: int = 0
+    counted_on: int = 0
     joins_after: int = 0
     last_step: int = 0
     instances: tuple[int, ...] = ()
@@ -89,6 +91,19 @@ class Sequence:
     def home(self) -> int | None:
         """The KVP rank that alone computes the prompt; None where several take part."""
         return self.placement.home
+
+    @property
+    def even(self) -> bool:
+        """Whether all KVP ranks have the same share of its tokens."""
+        return self.placement.even
+
+    @property
+    def rank_tokens(self) -> list[int]:
+        """Of its first `length` tokens those of each KVP rank. Those beyond its blocks count for the last one's."""
+        block_tokens = self.placement.block_tokens
+        tokens = [len(block_ids) * block_tokens for block_ids in self.block_ids]
+        tokens[self.last_owner] += self.length - self.num_blocks * block_tokens
+        return tokens
 
     @property
     def known_length(self) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Set
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
-from longhelix.request import Work
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
 
 
@@ -61,8 +61,8 @@ class Turns(Protocol):
         """The sets that have rows in the turn's steps."""
         ...
 
-    def work(self, turn: Turn) -> Work:
-        """That of the next rows of these sets."""
+    def load(self, turn: Turn) -> AnyLoad:
+        """The next rows of these sets."""
         ...
 
     def tbt_slo_s(self, turn: Turn) -> float:
@@ -73,8 +73,8 @@ class Turns(Protocol):
         """Whether a sequence decodes and has a row that no step has yet."""
         ...
 
-    def look_again(self, sequences: list[Sequence]) -> None:
-        """Sequences have got the KV blocks that they needed."""
+    def grew(self, seq: Sequence) -> None:
+        """A sequence that decodes has the KV block that its row needs."""
         ...
 
     def recount(self) -> None:

@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NamedTuple
 
+from longhelix.kv.blocks import Block
 from longhelix.request import Cost, SampledToken, Step, StepResult
 
 
@@ -94,14 +96,23 @@ class SimulatedRunner(ABC):
 
 
 class PredictedRunner(SimulatedRunner):
-    """Steps take the time that a cost gives, after what they swap: `swap_s` for the way of one KV block out of its pool
-    and back, to and from all KVP ranks at once. A step without rows takes none. Every token of a sequence has the same
-    id."""
+    """Steps take the time that a cost gives, after what they swap and move, in each stage: `swap_s` for the way of one
+    KV block out of its pool and back, to and from all KVP ranks at once; `move_s` for blocks that go to other KVP
+    ranks, by the most that one sends and that one receives. A step without rows takes none. Every token of a sequence
+    has the same id."""
 
-    def __init__(self, cost: Cost, stages: int = 1, swap_s: float = 0.0, clocks: int = 1) -> None:
+    def __init__(
+        self,
+        cost: Cost,
+        stages: int = 1,
+        swap_s: float = 0.0,
+        move_s: Callable[[int, int], float] = lambda sent, received: 0.0,
+        clocks: int = 1,
+    ) -> None:
         super().__init__(stages, clocks)
         self._cost = cost
         self._swap_s = swap_s
+        self._move_s = move_s
         self._tokens: dict[int, SampledToken] = {}
         self._leads: dict[int, int] = {}  # the instance that samples a sequence's tokens
         self._decoding: dict[int, dict[int, SampledToken]] = {}  # by microbatch, or by instance
@@ -109,10 +120,14 @@ class PredictedRunner(SimulatedRunner):
 
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
-        seconds = self._cost.seconds(work) if work.rows else 0.0
+        seconds, moved_s = self._cost.seconds(work) if work.rows else 0.0, 0.0
         if step.swapped_out or step.swapped_in:
-            seconds += self._swap_s / 2 * _most_swapped(step)
-        return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds)
+            swapped = _most([block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in])
+            seconds += self.stages * self._swap_s / 2 * swapped
+        if step.widened and (moved := step.moved):
+            moved_s = self._move_s(_most(source for source, _ in moved), _most(target for _, target in moved))
+            seconds += self.stages * moved_s
+        return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds, moved_s=moved_s)
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
         """A token of every sequence that decodes, then of those whose prompts end; and follow what the step changes."""
@@ -143,7 +158,6 @@ class PredictedRunner(SimulatedRunner):
         return decoded
 
 
-def _most_swapped(step: Step) -> int:
-    """The most blocks that go either way on one KVP rank."""
-    blocks = [block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in]
+def _most(blocks: Iterable[Block]) -> int:
+    """How many of the blocks one KVP rank has at most."""
     return max(Counter(block.owner for block in blocks).values())

@@ -43,11 +43,15 @@ class Server:
         return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None, swap_s=self._swap_s)
 
     def make_runner(self) -> PredictedRunner:
-        return PredictedRunner(self.cost, self.layout.pp, self._swap_s, self.scheduler.clocks)
+        return PredictedRunner(self.cost, self.layout.pp, self._swap_s, self._move_s, self.scheduler.clocks)
 
     @property
     def _swap_s(self) -> float:
         return self.cost.swap_seconds(self.scheduler.block_tokens)
+
+    def _move_s(self, sent: int, received: int) -> float:
+        block_tokens = self.scheduler.block_tokens
+        return self.cost.move_seconds(sent * block_tokens, received * block_tokens)
 
 
 class Observer:

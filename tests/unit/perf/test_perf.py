@@ -416,6 +416,31 @@ def test_a_swap_takes_its_bytes_both_ways():
         assert cost.swap_seconds(16) == pytest.approx(2 * share * block_bytes / system.swap_bytes_per_s)
 
 
+def test_a_move_is_read_sent_and_written():
+    """Over NVLink inside a server, over the network's link between servers: at the rate of the rank that has most."""
+    system = load_system("h100")
+    token_bytes = 2 * 8 * 128 * 2 * 32  # K and V, heads, channels, bytes, layers
+    for tpa, heads, link in ((1, 8, system.scale_up), (8, 1, system.scale_out)):
+        cost = StepCost(setting("llama-3-8b", system, "bfloat16"), Layout(kvp=2, tpa=tpa))
+        half_s = cost.move_seconds(50_000, 30_000)
+        travels_s = 50_000 * token_bytes * heads / 8 / link.bytes_per_s
+        memory_bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency
+        copied_s = 2 * (50_000 + 30_000) * token_bytes * heads / 8 / memory_bytes_per_s
+        assert cost.move_seconds(100_000, 60_000) - half_s == pytest.approx(travels_s + copied_s)
+        assert 0 < half_s - travels_s - copied_s < 1e-4  # kernels, and the collective
+
+
+def test_requests_on_one_rank_count_as_often_as_there_are_ranks():
+    layouts = Layouts.of([Layout(kvp=4)] * 2, local=True)
+    work = layouts.decode(5.0, 1000.0) + layouts.chunk(8.0, 100.0)
+    assert work.decode_kv_tokens.tolist() == [4 * 2 * 1000.0] * 2  # two of them on one rank
+    assert work.chunk_pairs.tolist() == [4 * 8 * (100 + 9 / 2)] * 2
+    own = layouts.of_rank(work)
+    assert (own.decode_rows[0], own.decode_kv_tokens[0], own.chunk_kv_tokens[0]) == (2, 2000, 108)
+    even = Layouts.of([Layout(kvp=4)])
+    assert even.decode(5.0, 1000.0) + even.chunk(8.0, 100.0) == Work.decode(5.0, 1000.0) + Work.chunk(8.0, 100.0)
+
+
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])
 @pytest.mark.parametrize("kvp", [2, 4])
 def test_the_threshold_is_where_a_request_alone_loses_a_twentieth(model, kvp):

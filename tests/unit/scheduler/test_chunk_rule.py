@@ -13,19 +13,30 @@ from longhelix.presets import load_model, load_system
 from longhelix.request import Work
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.corrected_cost import CorrectedCost
+from longhelix.scheduler.load import Load
 
 pytestmark = pytest.mark.unit
 
-DECODES = Work.decode(8, 1000)
+
+def decodes(count, length):
+    load = Load(1)
+    for _ in range(count):
+        load.add_decode(SimpleNamespace(length=length, even=True))
+    return load
+
+
+ROWS = Work.decode(8, 1000)
+DECODES = decodes(8, 1000)
 COST = StepCost(Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16"), Layout(kvp=1, tpa=8))
 TARGET_S = 0.02
 
 
 def prompt(left, length=0, home=None):
-    return SimpleNamespace(prompt_left=left, length=length, home=home)
+    return SimpleNamespace(prompt_left=left, length=length, home=home, even=True)
 
 
 def work(prompts, sizes, beside):
+    beside = beside.fullest(None)
     for one, size in zip(prompts, sizes, strict=True):
         if size:
             chunk = Work.chunk(size, one.length)
@@ -40,7 +51,7 @@ def work(prompts, sizes, beside):
         min_size=1,
         max_size=5,
     ),
-    st.sampled_from([Work(), DECODES, Work.decode(100, 100_000)]),
+    st.sampled_from([Load(1), DECODES, decodes(100, 100_000)]),
     st.floats(1e-4, 0.2),
 )
 def test_a_step_fits_its_target_and_one_with_an_eighth_more_does_not(prompts, beside, target_s):
@@ -90,7 +101,7 @@ def test_chunks_shrink_as_the_prefix_grows():
 
 
 def test_prompts_get_on_where_decodes_alone_take_too_long():
-    assert AdaptiveChunks(COST, 2048).sizes([prompt(500, 10)], Work.decode(1000, 100_000), 1e-6) == [4]
+    assert AdaptiveChunks(COST, 2048).sizes([prompt(500, 10)], decodes(1000, 100_000), 1e-6) == [4]
     assert AdaptiveChunks(COST, 2048).sizes([prompt(3, 10)], DECODES, 1e-6) == [3]
 
 
@@ -112,17 +123,17 @@ class Constant:
 
 def test_a_cost_follows_what_steps_take_slowly_and_within_bounds():
     cost = CorrectedCost(Constant(0.1))
-    cost.observe(DECODES, 0.2)
-    assert cost.seconds(DECODES) == pytest.approx(0.105)
+    cost.observe(ROWS, 0.2)
+    assert cost.seconds(ROWS) == pytest.approx(0.105)
     for _ in range(200):
-        cost.observe(DECODES, 0.2)
-    assert cost.seconds(DECODES) == pytest.approx(0.2, rel=1e-3)
+        cost.observe(ROWS, 0.2)
+    assert cost.seconds(ROWS) == pytest.approx(0.2, rel=1e-3)
     assert cost.seconds(Work.chunk(10, 0)) == 0.1  # of another kind
     for _ in range(400):
         cost.observe(Work.chunk(10, 0), 3.0)
     assert cost.chunk_factor == pytest.approx(4.0, rel=1e-3)
     before = cost.decode_factor
     for odd_s in (0.0, 5.0):  # not measured; a machine that stood still
-        cost.observe(DECODES, odd_s)
+        cost.observe(ROWS, odd_s)
     cost.observe(Work(), 1e-5)  # a step that only says what has ended
     assert cost.decode_factor == before

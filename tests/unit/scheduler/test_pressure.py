@@ -34,7 +34,7 @@ class Pressed(Engine):
 
     def __init__(self, config, depth=1, swap_s=0.0):
         self.scheduler = Scheduler(config, ByWork(), swap_s=swap_s)
-        self.runner = FakeRunner(config, in_turn=False)
+        self.runner = FakeRunner(config, in_turn=False, seconds=ByWork().seconds)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.outcomes = {}

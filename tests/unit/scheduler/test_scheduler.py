@@ -2,7 +2,9 @@ import re
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from msgspec import structs
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
+from longhelix.request import NO_WORK, NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
@@ -48,6 +50,10 @@ class Replica:
     token_ids: list[int]
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
+    striped: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.striped = self.new.spread
 
     def local_length(self, rank: int, length: int, block_tokens: int) -> int:
         """How many of the first `length` tokens are in blocks of a rank."""
@@ -71,8 +77,14 @@ class Replica:
 class FakeRunner:
     """All ranks in one process: keeps KV as (sequence, position, token) in slots, samples from what it reads back."""
 
-    def __init__(self, config: SchedulerConfig, in_turn: bool = True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        in_turn: bool = True,
+        seconds: Callable[[Work], float] = lambda work: work.decode_kv_tokens + work.chunk_pairs,
+    ) -> None:
         self.config = config
+        self.seconds = seconds
         self.in_turn = in_turn  # prompts run as they came, in chunks of one size
         self.replicas: dict[int, Replica] = {}
         self.microbatches: list[dict[int, Replica]] = [{} for _ in range(config.pp)]
@@ -121,7 +133,6 @@ class FakeRunner:
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
         ran = [*self.decoding, *(chunk.id for chunk in step.chunks)]
-        self.check_work(step)
         for sequence_id, seq in self.decoding.items():
             self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
         assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
@@ -129,6 +140,7 @@ class FakeRunner:
             seq = self.replicas[chunk.id]
             seq.token_ids += array("i", chunk.token_ids)
             self.write(seq, chunk.num_tokens, chunk.new_blocks)
+        self.check_work(step)
         held = [self.blocks_of(self.replicas[sequence_id]) for sequence_id in ran]
         assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
@@ -187,7 +199,7 @@ class FakeRunner:
         assert len(moved) == len(widened.moves)
         assert moved.keys() <= set(seq.blocks[: seq.length // self.config.block_tokens])  # which are full
         seq.blocks = [moved.get(block, block) for block in seq.blocks]
-        seq.new = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank)
+        seq.new, seq.striped = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank), True
         for move in widened.moves:
             assert [block for block in seq.blocks if block.owner == move.target.owner][move.place] == move.target
         assert widened.moves == tuple(sorted(widened.moves, key=lambda move: seq.blocks.index(move.target)))
@@ -225,13 +237,30 @@ class FakeRunner:
         return Replica(new, [token for *_, token in entries], new.cached_tokens, blocks)
 
     def check_work(self, step) -> None:
-        """What the step says that it computes, counted again from its sequences."""
-        work = Work.decode(0, 0)
-        for seq in self.decoding.values():
-            work += Work.decode(1, seq.length + 1)
-        for chunk in step.chunks:
-            work += Work.chunk(chunk.num_tokens, self.replicas[chunk.id].length) + Work(sampled_rows=int(chunk.sample))
-        assert step.work == work
+        """What the step has computed, counted again key by key: what is striped over all ranks alike, and KVP times
+        what else the fullest rank has. By its cost no other rank takes longer."""
+        block_tokens, kvp = self.config.block_tokens, self.config.kvp
+        even, own = NO_WORK, [NO_WORK] * kvp
+        ran = [(seq, 1, True) for seq in self.decoding.values()]
+        ran += [(self.replicas[chunk.id], chunk.num_tokens, False) for chunk in step.chunks]
+        for seq, rows, decodes in ran:
+            before, owners = seq.length - rows, [block.owner for block in seq.blocks]
+            if decodes:
+                even += Work(decode_rows=1, sampled_rows=1)
+            else:
+                even += Work(chunk_rows=rows, sampled_rows=int(seq.prompt_left == 0))
+            in_turn = all((owner + 1) % kvp == following for owner, following in pairwise(owners))
+            if seq.striped and in_turn:
+                even += Work(0, seq.length) if decodes else Work.chunk(rows, before)._replace(chunk_rows=0)
+                continue
+            for position in range(seq.length):
+                pairs = min(seq.length - position, rows)  # with rows at and behind it
+                rank = owners[position // block_tokens]
+                own[rank] += Work(0, kvp) if decodes else Work(0, 0, 0, kvp, kvp * pairs)
+        works = [even + one for one in own]
+        work = step.work._replace(parts=1)
+        assert work in works
+        assert all(self.seconds(one) <= self.seconds(work) for one in works)
 
     def check_plan(self, step) -> None:
         """Every running sequence that can decode does; prompts fill the chunk budget, where that is fixed, those that

@@ -126,6 +126,7 @@ def test_a_request_that_moves_and_is_preempted_in_the_same_step_moves_nothing():
     scheduler = engine.scheduler
     before = dict(scheduler.pool.index)
     assert scheduler._widening.widen(0, seq, [seq])
+    scheduler._turns.recount()
     scheduler._preempt(seq)
     assert scheduler.pool.index == before
     engine.step()
@@ -185,6 +186,7 @@ def test_the_time_of_moves_is_not_that_of_a_request_whose_next_block_alone_went_
     engine.runner.execute = lambda step: replace(execute(step), moved_s=0.5 if step.moved else 0.0)
     assert scheduler._widening._relieve(0, [seq])
     assert scheduler._widening._go_elsewhere(scheduler._running[1])
+    scheduler._turns.recount()
     engine.drain()
     (widened,) = [step.widened for step in engine.runner.steps if step.moved]
     assert [(one.id, len(one.moves)) for one in widened] == [(0, 4), (1, 0)]

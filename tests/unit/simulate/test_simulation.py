@@ -112,6 +112,31 @@ def test_steps_wait_for_what_they_swap():
     assert taken_ms == pytest.approx([44, 44 + 5, 4 + 5 + 4], abs=1e-6)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_steps_wait_for_what_moves_between_ranks(stages):
+    """Rank 0 is full before its two requests are done. The first one's last full blocks go to two other ranks: a
+    second for each block that a rank sends, and 0.1 s for each that one receives, in each stage. A row takes 1 ms."""
+    arrivals = [Arrival(0.0, tokens, 16) for tokens in (24, 26, 27, 14)]
+    settings = config(kvp=3, num_blocks=17, max_model_len=100, chunk_tokens=512, placement="local", pp=stages)
+    seen = Steps()
+    runner = PredictedRunner(ByRows(), stages, move_s=lambda sent, received: sent + 0.1 * received)
+    scheduler = Scheduler(settings, ByRows())
+    jobs = {}
+    simulation = Simulation(scheduler, runner, arrivals, seen)
+    while simulation.step():
+        jobs |= {seq.id: seq.job for seq in scheduler.running}
+    moving = [ran for ran in seen.steps if ran.step.moved]
+    for ran in moving:
+        owners = [(source.owner, target.owner) for source, target in ran.step.moved]
+        sent, received = (max(ranks.count(rank) for rank in range(3)) for ranks in zip(*owners, strict=True))
+        assert ran.result.moved_s == pytest.approx(sent + 0.1 * received)
+        assert ran.result.taken_s == pytest.approx(1e-3 * ran.step.work.rows + stages * ran.result.moved_s)
+        assert ran.end_s - ran.begin_s >= ran.result.taken_s - 1e-9
+    assert moving
+    assert all(ran.result.moved_s == 0 for ran in seen.steps if not ran.step.moved)
+    assert sum(job.moved_s for job in jobs.values()) == pytest.approx(sum(ran.result.moved_s for ran in moving))
+
+
 def test_two_requests_share_the_machine():
     """Rows take a millisecond. The second prompt arrives while the first one's only chunk runs (8 ms), waits for its
     end, and then has its chunk beside the first one's row."""
