@@ -10,10 +10,10 @@ from longhelix.request import StepResult
 class HopB:
     """The exchanges of the steps that ran between a request's arrival and its end.
 
-    parts: the most parts that one of the steps attended in; 1 is one exchange. exchanges: of each layer, over all
-    steps; 0 with one KVP rank. exposed_s: for each step, the longest time that a rank waited for exchanges with nothing
-    left to attend to, late peers included; summed over the steps. None where that is not measured: ranks that share
-    memory, GPUs, compiled layers, one KVP rank.
+    parts: the most parts that one of the steps attended in; 1 is one exchange, 0 none. exchanges: of each layer, over
+    all steps; 0 with one KVP rank. exposed_s: for each step, the longest time that a rank waited for exchanges with
+    nothing left to attend to, late peers included; summed over the steps. None where that is not measured: ranks that
+    share memory, GPUs, compiled layers, one KVP rank.
     """
 
     parts: int = 1

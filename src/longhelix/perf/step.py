@@ -1,6 +1,7 @@
 """All cost items of one step: layers, stages, embedding, head, sampling."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -13,14 +14,16 @@ from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
-from longhelix.request import CANDIDATES, Work
+from longhelix.request import CANDIDATES, Number, Work
 
 
 def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
 
-    `work` is what one stage has at a time: with several stages, one micro-batch.
+    `work` is what one stage has at a time: with several stages, one micro-batch. Where requests are local and each KVP
+    rank has a copy of the FFN, an instance steps alone, with its share of the requests.
     """
+    layouts, work = _alone(layouts, work)
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
     attention = [_norms(setting, layouts, work), *attention_items(setting, layouts, work)]
     layers = [item.times(num_moe + num_dense) for item in attention]
@@ -32,6 +35,33 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
         layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
                     *_head(setting, layouts, work)])  # fmt: skip
+
+
+def _alone(layouts: Layouts, work: Work) -> tuple[Layouts, Work]:
+    """One instance and its own rows, where instances have nothing to do with each other; a chunk is one instance's."""
+    alone = layouts.local & (layouts.ffn_replicas > 1)
+    if not alone.any():
+        return layouts, work
+
+    def own(rows: Number) -> Array:
+        rows = rows + layouts.zeros
+        shared: Array = np.where(alone, np.ceil(rows / layouts.kvp), rows)
+        return shared
+
+    ones, share = layouts.ones, np.where(alone, 1 / layouts.kvp, 1.0)  # KV is KVP times the fullest rank's
+    by_itself = replace(
+        layouts,
+        kvp=np.where(alone, ones, layouts.kvp),
+        ffn_replicas=np.where(alone, ones, layouts.ffn_replicas),
+        local=layouts.local & ~alone,
+    )
+    return by_itself, work._replace(
+        decode_rows=own(work.decode_rows),
+        decode_kv_tokens=work.decode_kv_tokens * share,
+        chunk_kv_tokens=work.chunk_kv_tokens * share,
+        chunk_pairs=work.chunk_pairs * share,
+        sampled_rows=own(work.sampled_rows),
+    )
 
 
 def step_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:

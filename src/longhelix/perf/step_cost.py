@@ -1,7 +1,7 @@
 """What time steps take on one layout, fast enough to be asked many times for each step."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from longhelix.layout import Layout
 from longhelix.perf import collectives
@@ -21,19 +21,32 @@ class StepCost:
     """`step_seconds` of one layout for plain numbers, in microseconds; a `Cost`.
 
     Its steps attend in as many parts as they say. The same work is asked for in several numbers of parts, and again by
-    who runs it; all but the parts is computed once. local: every request has its KV on one rank, evenly many on each.
+    who runs it; all but the parts is computed once. Those of none are priced as those of one KVP instance alone. local:
+    every request has its KV on one rank, evenly many on each.
     """
 
     def __init__(self, setting: Setting, layout: Layout, *, local: bool = False) -> None:
-        layouts = Layouts.of([layout], local=local, hop_b=False)
         self._setting, self._layout = setting, layout
-        *others, parts = Work._fields
-        self._of_parts = lru_cache(_KEPT)(
-            scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), others, parts)
-        )
+        self._of_parts = _of_parts(setting, Layouts.of([layout], local=local, hop_b=False))
 
     def seconds(self, work: Work) -> float:
+        if not work[-1]:
+            return self._alone_s(work)
         return self._of_parts(*work[:-1])(work[-1])
+
+    def _alone_s(self, work: Work) -> float:
+        kvp = self._layout.kvp
+        own = work._replace(
+            decode_kv_tokens=work.decode_kv_tokens / kvp,
+            chunk_kv_tokens=work.chunk_kv_tokens / kvp,
+            chunk_pairs=work.chunk_pairs / kvp,
+        )
+        return self._alone_of_parts(*own[:-1])(1.0)
+
+    @cached_property
+    def _alone_of_parts(self) -> Callable[..., Callable[[float], float]]:
+        """One KVP instance, which has a copy of the FFN."""
+        return _of_parts(self._setting, Layouts.of([Layout(tpa=self._layout.tpa)], hop_b=False))
 
     def by_parts(self, work: Work) -> Callable[[float], float]:
         """Seconds of `work` in a number of parts, whatever parts it says."""
@@ -58,7 +71,13 @@ class StepCost:
         sent = collectives.all_to_all(self._setting.system, groups, layouts.ones * travels)
         return float(copies.seconds[0] + sent.seconds[0])
 
-    @property
+    @cached_property
     def _token_bytes(self) -> float:
         """Of a token's KV on a rank that keeps it, in all layers of a stage."""
         return float(kv_bytes(self._setting, Layouts.of([self._layout]), 1.0, float(self._layout.kvp))[0])
+
+
+def _of_parts(setting: Setting, layouts: Layouts) -> Callable[..., Callable[[float], float]]:
+    """Seconds of the numbers of a step's work, in as many parts as are asked for after that."""
+    *others, parts = Work._fields
+    return lru_cache(_KEPT)(scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), others, parts))

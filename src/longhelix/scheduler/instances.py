@@ -125,7 +125,8 @@ class Instances:
         return [decodes for instances, decodes in self._each.items() if turn.has(instances)]
 
     def load(self, turn: Turn) -> TeamLoad:
-        loads = {one: Load(self._kvp) for one in turn.instances}
+        # Those of a team share something, and one alone exchanges nothing.
+        loads = {one: Load(self._kvp, parts=int(len(turn.instances) > 1)) for one in turn.instances}
         for instances, decodes in self._each.items():
             for one in instances:
                 if one in loads:

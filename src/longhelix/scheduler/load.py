@@ -21,18 +21,19 @@ class Load:
     rank takes. KV that is spread evenly counts for all ranks alike, other KV for the rank that has it.
     """
 
-    __slots__ = ("_chunk_kv_tokens", "_decode_kv_tokens", "_kvp", "_own", "_pairs", "_sampled_rows", "chunk_rows",
-                 "decode_rows")  # fmt: skip
+    __slots__ = ("_chunk_kv_tokens", "_decode_kv_tokens", "_kvp", "_own", "_pairs", "_parts", "_sampled_rows",
+                 "chunk_rows", "decode_rows")  # fmt: skip
 
-    def __init__(self, kvp: int) -> None:
-        self._kvp = kvp
+    def __init__(self, kvp: int, parts: int = 1) -> None:
+        """parts: those of the work."""
+        self._kvp, self._parts = kvp, parts
         self.decode_rows = self.chunk_rows = self._sampled_rows = 0
         self._decode_kv_tokens = self._chunk_kv_tokens = 0
         self._pairs = 0.0
         self._own: _Own | None = None  # where all KV is spread evenly, as it often is
 
     def copy(self) -> "Load":
-        copied = Load(self._kvp)
+        copied = Load(self._kvp, self._parts)
         copied.decode_rows, copied.chunk_rows = self.decode_rows, self.chunk_rows
         copied._sampled_rows, copied._pairs = self._sampled_rows, self._pairs
         copied._decode_kv_tokens, copied._chunk_kv_tokens = self._decode_kv_tokens, self._chunk_kv_tokens
@@ -86,6 +87,7 @@ class Load:
             self._chunk_kv_tokens,
             self._pairs,
             self._sampled_rows,
+            self._parts,
         )
 
     def _works(self, own: _Own) -> list[Work]:
@@ -95,7 +97,8 @@ class Load:
             if not any(other[1] >= one[1] and other[2] >= one[2] for other in found):
                 found.append(one)
         even = self._even()
-        return [even + Work(0, kvp * decode, 0, kvp * chunk, kvp * pairs) for decode, chunk, pairs in found]
+        works = (even + Work(0, kvp * decode, 0, kvp * chunk, kvp * pairs) for decode, chunk, pairs in found)
+        return [work._replace(parts=self._parts) for work in works] if self._parts != 1 else list(works)
 
     def seconds(self, cost: Cost) -> float:
         """What it takes by `cost`."""

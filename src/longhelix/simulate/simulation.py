@@ -35,7 +35,7 @@ class Server:
 
     @cached_property
     def cost(self) -> StepCost:
-        local = self.scheduler.placement == "local" and self.layout.kvp > 1
+        local = self.scheduler.placement == "local" and self.layout.kvp > 1 and not self.scheduler.own_clocks
         return StepCost(self.setting, self.layout, local=local)
 
     def make_scheduler(self) -> Scheduler:

@@ -1,5 +1,6 @@
 """The performance model: its invariants, and sums counted another way."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -194,6 +195,21 @@ def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa, batch, context
     for name in ("exchange", "merge"):
         assert (items[name].seconds[0], items[name].net_bytes[0]) == (0, 0)
     assert on.merged_query_heads(how.heads)[0] == on.query_heads(how.heads)[0]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-r1"])
+@pytest.mark.parametrize(("kvp", "tpa", "batch"), [(4, 2, 8), (4, 2, 10), (3, 1, 7)])
+def test_an_instance_of_its_own_requests_is_tensor_parallelism_of_its_share(name, kvp, tpa, batch):
+    """Priced for all requests of the world, and for one step of the instance with most."""
+    given = setting(name)
+    tied = Layout(kvp, tpa, tpa, ffn_replicas=kvp)
+    own = math.ceil(batch / kvp)
+    alone = decode_seconds(given, one(tpa=tpa), own, 1e5)
+    assert decode_seconds(given, Layouts.of([tied], local=True, hop_b=False), batch, 1e5) == pytest.approx(alone)
+    # As schedulers count it: KVP times the fullest rank's KV, and no parts that are exchanged.
+    counted = Work.decode(own, kvp * 1e5)._replace(parts=0)
+    assert StepCost(given, tied).seconds(counted) == pytest.approx(float(alone[0]))
+    assert StepCost(given, tied).seconds(counted._replace(parts=1)) > float(alone[0])
 
 
 def test_duplicated_kv_heads_stop_dividing_the_read():
