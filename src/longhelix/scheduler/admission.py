@@ -43,6 +43,7 @@ class Admission:
         self._limits = limits
         self._prefixes = prefixes
         self._cache = cache
+        self._chances = 0
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
 
     def __len__(self) -> int:
@@ -93,8 +94,11 @@ class Admission:
         room = self._config.max_running - num_running
         if not room or not self._waiting:
             return begun
+        chances = self._chances + self._pool.releases
         for job in self._waiting.in_order(now_s):
-            one = self._begin(job, alone=num_running + len(begun) == 0)
+            alone = num_running + len(begun) == 0
+            one = self._begin(job, alone=alone) if alone or job.tried_at != chances else None
+            job.tried_at = chances
             if one is not None:
                 begun.append(one)
                 for other in passed:
@@ -106,6 +110,10 @@ class Admission:
             if len(begun) == room:
                 break
         return begun
+
+    def try_again(self) -> None:
+        """Blocks of a prompt can be found: a request that did not fit may now share them."""
+        self._chances += 1
 
     def hold(self, request: Request) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and

@@ -30,6 +30,7 @@ class BlockPool:
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
+        self.releases = 0  # how often blocks came to be free, or promised to nobody
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays)
         evicted = self.swaps.evicted if config.swap_blocks else None
@@ -151,6 +152,7 @@ class BlockPool:
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
+        self.releases += 1
         for rank, allocator in enumerate(self.allocators):
             self._listed[rank] -= seq.room[rank]
             allocator.release(seq.block_ids[rank], seq.promised[rank])
@@ -170,6 +172,7 @@ class BlockPool:
 
     def unshare(self, blocks: Items[Block]) -> None:
         """Take a holder from blocks, each once, in position order."""
+        self.releases += 1
         for rank, allocator in enumerate(self.allocators):
             allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
 

@@ -9,6 +9,7 @@ from test_pressure import LONG, Pressed, check_blocks, config, request
 from test_scheduler import expected_output
 
 from longhelix.kv.placement import PLACEMENTS
+from longhelix.scheduler.prefix import PrefixCache
 
 pytestmark = pytest.mark.unit
 
@@ -121,3 +122,19 @@ def test_where_bits_may_not_depend_on_it_only_blocks_on_their_own_ranks_are_used
     ran(engine, short)
     assert ran(engine, long) == [0]
     assert ran(engine, replace(long, id=2)) == [59]
+
+
+def test_the_prefix_of_a_request_that_does_not_fit_is_looked_for_only_when_that_may_have_changed(monkeypatch):
+    """It waits while another decodes: to look through a long prefix in each of its steps would take long."""
+    engine = Pressed(config(kvp=1, num_blocks=20))
+    engine.add(request(0, LONG[:24], 40))
+    engine.step()
+    looked, find = [], PrefixCache.find
+    monkeypatch.setattr(PrefixCache, "find", lambda cache, asked: looked.append(asked.id) or find(cache, asked))
+    engine.add(request(1, LONG[:20] + LONG[50:90], 4))
+    for _ in range(30):
+        engine.step()
+    assert looked == [1]
+    engine.drain()
+    assert len(looked) < 5
+    assert engine.usages[1].cached_tokens == 20
