@@ -28,7 +28,7 @@ class Load:
         self._kvp = kvp
         self.decode_rows = self.chunk_rows = self._sampled_rows = 0
         self._decode_kv_tokens = self._chunk_kv_tokens = 0
-        self._pairs = 0.0
+        self._pairs: float = 0
         self._own: _Own | None = None  # where all KV is spread evenly, as it often is
 
     def copy(self) -> "Load":
@@ -42,7 +42,7 @@ class Load:
 
     def _by_rank(self) -> "_Own":
         if self._own is None:
-            self._own = _Own([0] * self._kvp, [0] * self._kvp, [0.0] * self._kvp)
+            self._own = _Own([0] * self._kvp, [0] * self._kvp, [0] * self._kvp)
         return self._own
 
     def add_decodes(self, decodes: Decodes) -> None:
@@ -77,7 +77,7 @@ class Load:
             own.pairs[rank] += num_tokens * held
         _add_rows(seq, num_tokens, own.chunk_kv_tokens, own.pairs)
 
-    def _work(self, decode_kv_tokens: int = 0, chunk_kv_tokens: int = 0, pairs: float = 0.0) -> Work:
+    def _work(self, decode_kv_tokens: int = 0, chunk_kv_tokens: int = 0, pairs: float = 0) -> Work:
         """That of a rank which has so much of the KV that is not spread evenly."""
         return Work(
             self.decode_rows,
