@@ -29,7 +29,7 @@ class Load:
         self._kvp, self._parts = kvp, parts
         self.decode_rows = self.chunk_rows = self._sampled_rows = 0
         self._decode_kv_tokens = self._chunk_kv_tokens = 0
-        self._pairs = 0.0
+        self._pairs: float = 0
         self._own: _Own | None = None  # where all KV is spread evenly, as it often is
 
     def copy(self) -> "Load":
@@ -43,7 +43,7 @@ class Load:
 
     def _by_rank(self) -> "_Own":
         if self._own is None:
-            self._own = _Own([0] * self._kvp, [0] * self._kvp, [0.0] * self._kvp)
+            self._own = _Own([0] * self._kvp, [0] * self._kvp, [0] * self._kvp)
         return self._own
 
     def add_decodes(self, decodes: Decodes) -> None:
@@ -78,36 +78,43 @@ class Load:
             own.pairs[rank] += num_tokens * held
         _add_rows(seq, num_tokens, own.chunk_kv_tokens, own.pairs)
 
-    def _even(self) -> Work:
-        """But for KV that is not spread evenly."""
+    def _work(self, decode_kv_tokens: int = 0, chunk_kv_tokens: int = 0, pairs: float = 0) -> Work:
+        """That of a rank which has so much of the KV that is not spread evenly."""
         return Work(
             self.decode_rows,
-            self._decode_kv_tokens,
+            self._decode_kv_tokens + self._kvp * decode_kv_tokens,
             self.chunk_rows,
-            self._chunk_kv_tokens,
-            self._pairs,
+            self._chunk_kv_tokens + self._kvp * chunk_kv_tokens,
+            self._pairs + self._kvp * pairs,
             self._sampled_rows,
             self._parts,
         )
 
     def _works(self, own: _Own) -> list[Work]:
-        """The work of each rank that may be the fullest, KVP times: no other has as much of everything."""
-        kvp, found = self._kvp, list[tuple[int, int, float]]()
-        for one in sorted(set(zip(*own, strict=True)), reverse=True):
-            if not any(other[1] >= one[1] and other[2] >= one[2] for other in found):
+        """The work of each rank that may be the fullest: no other has as much of everything."""
+        decode, chunk, pairs = own
+        most_tokens = max(decode)
+        if not self.chunk_rows:
+            return [self._work(most_tokens)]
+        most = decode.index(most_tokens)  # of those without chunks none has more
+        ranks = [rank for rank in range(self._kvp) if pairs[rank] or rank == most]
+        found = list[tuple[int, int, float]]()
+        for one in sorted([(decode[rank], chunk[rank], pairs[rank]) for rank in ranks], reverse=True):
+            for other in found:
+                if other[1] >= one[1] and other[2] >= one[2]:
+                    break
+            else:
                 found.append(one)
-        even = self._even()
-        works = (even + Work(0, kvp * decode, 0, kvp * chunk, kvp * pairs) for decode, chunk, pairs in found)
-        return [work._replace(parts=self._parts) for work in works] if self._parts != 1 else list(works)
+        return [self._work(*each) for each in found]
 
     def seconds(self, cost: Cost) -> float:
         """What it takes by `cost`."""
-        return cost.seconds(self._even()) if self._own is None else max(map(cost.seconds, self._works(self._own)))
+        return cost.seconds(self._work()) if self._own is None else max(map(cost.seconds, self._works(self._own)))
 
     def fullest(self, cost: Cost | None) -> Work:
         """The work of the rank that takes longest by `cost`, or without one has the most pairs of row and key."""
         if self._own is None:
-            return self._even()
+            return self._work()
         works = self._works(self._own)
         if cost is None:
             return max(works, key=lambda work: work.decode_kv_tokens + work.chunk_pairs)
