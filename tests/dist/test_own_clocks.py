@@ -124,11 +124,11 @@ def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
         (last,) = llm.generate([long], GREEDY)
     assert [result.token_ids for result in (*short, last)] == [list(tokens) for tokens in oracle.tokens]
     assert {step.instances for step in alone} == {(0,), (1,)}
-    # Ten of instance 1 came back between two of instance 0.
+    # Nine of instance 1 came back before the third of instance 0, which began with the tenth.
     by_id = {step.id: step.instances for step in alone}
     order = [by_id[event.result.step_id] for event in taken if isinstance(event, Completed)]
     third = [at for at, instances in enumerate(order) if instances == (0,)][2]
-    assert order[:third].count((1,)) >= 10
+    assert order[:third].count((1,)) >= 9
     assert (0, 1) in {step.instances for step in steps_of(heard)}
     assert last.kv_tokens_per_rank == [24, 21]
 

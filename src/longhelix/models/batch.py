@@ -22,7 +22,7 @@ class Batch:
     max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
     step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
     have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
-    `holders` says.
+    `holders` says. stays: later steps with as many rows have the same tensors, and write over what is in them.
     """
 
     token_ids_T: Tensor
@@ -40,6 +40,7 @@ class Batch:
     parts: int = 1
     padding_T: Tensor | None = None
     shared: tuple[Shared, ...] | None = None
+    stays: bool = False
 
     @property
     def decodes(self) -> bool:

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from longhelix.errors import EngineError, UserError
@@ -311,7 +312,7 @@ class _InFlight:
             _check_same_collectives([self.results[rank] for rank in ranks], ranks)
         exposed_s = [result.exposed_s for result in self.results.values()]
         first, *others = (self.results[ranks[0]] for ranks in self.stages[-1])
-        return replace(
+        return msgspec.structs.replace(
             first,
             sampled=sum((other.sampled for other in others), first.sampled),
             num_tokens=sum((other.num_tokens for other in others), first.num_tokens),
