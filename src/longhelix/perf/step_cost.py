@@ -59,14 +59,16 @@ class StepCost:
         sharers = self._layout.world_size if system.shared else 1
         return 2 * tokens * self._token_bytes * sharers / system.swap_bytes_per_s
 
-    def move_seconds(self, sent_tokens: int, received_tokens: int) -> float:
-        """What it takes to move KV between KVP ranks, of which none keeps more of the tokens that are sent than
-        `sent_tokens`, or of those that are received: read together, sent in one all-to-all, written to their places."""
+    def move_seconds(self, sent_blocks: int, received_blocks: int, block_tokens: int) -> float:
+        """What it takes to move KV blocks between KVP ranks, of which none sends more than `sent_blocks` or receives
+        more than `received_blocks`: read one by one in each layer, sent in one all-to-all, written one by one."""
         layout, layouts = self._layout, Layouts.of([self._layout])
-        copied_bytes = (sent_tokens + received_tokens) * self._token_bytes
-        copies = kernels("moves", self._setting, layouts, hbm_bytes=2 * copied_bytes, count=2.0)  # read and written
+        block_bytes, blocks = block_tokens * self._token_bytes, sent_blocks + received_blocks
+        pieces = layouts.stage_layers(self._setting.model.num_layers) * len(self._setting.model.cache_entries)
+        # A copy reads and writes.
+        copies = kernels("moves", self._setting, layouts, hbm_bytes=2 * blocks * block_bytes, count=blocks * pieces)
         # An all-to-all leaves a rank its own share.
-        travels = max(sent_tokens, received_tokens) * self._token_bytes * layout.kvp / (layout.kvp - 1)
+        travels = max(sent_blocks, received_blocks) * block_bytes * layout.kvp / (layout.kvp - 1)
         groups = RankGroups(layouts.kvp, layouts.tpa)
         sent = collectives.all_to_all(self._setting.system, groups, layouts.ones * travels)
         return float(copies.seconds[0] + sent.seconds[0])

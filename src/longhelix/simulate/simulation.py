@@ -50,8 +50,7 @@ class Server:
         return self.cost.swap_seconds(self.scheduler.block_tokens)
 
     def _move_s(self, sent: int, received: int) -> float:
-        block_tokens = self.scheduler.block_tokens
-        return self.cost.move_seconds(sent * block_tokens, received * block_tokens)
+        return self.cost.move_seconds(sent, received, self.scheduler.block_tokens)
 
 
 class Observer:

@@ -438,12 +438,12 @@ def test_a_move_is_read_sent_and_written():
     token_bytes = 2 * 8 * 128 * 2 * 32  # K and V, heads, channels, bytes, layers
     for tpa, heads, link in ((1, 8, system.scale_up), (8, 1, system.scale_out)):
         cost = StepCost(setting("llama-3-8b", system, "bfloat16"), Layout(kvp=2, tpa=tpa))
-        half_s = cost.move_seconds(50_000, 30_000)
-        travels_s = 50_000 * token_bytes * heads / 8 / link.bytes_per_s
+        half_s = cost.move_seconds(500, 300, 16)
+        travels_s = 500 * 16 * token_bytes * heads / 8 / link.bytes_per_s
         memory_bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency
-        copied_s = 2 * (50_000 + 30_000) * token_bytes * heads / 8 / memory_bytes_per_s
-        assert cost.move_seconds(100_000, 60_000) - half_s == pytest.approx(travels_s + copied_s)
-        assert 0 < half_s - travels_s - copied_s < 1e-4  # kernels, and the collective
+        copied_s = 800 * (2 * 16 * token_bytes * heads / 8 / memory_bytes_per_s + 32 * system.kernel_s)  # by layer
+        assert cost.move_seconds(1000, 600, 16) - half_s == pytest.approx(travels_s + copied_s)
+        assert 0 < half_s - travels_s - copied_s < 1e-4  # the collective
 
 
 def test_requests_on_one_rank_count_as_often_as_there_are_ranks():
