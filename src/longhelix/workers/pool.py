@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -119,6 +119,7 @@ class WorkerPool:
             raise EngineError(f"step {step.id} cannot be sent: {type(error).__name__}: {error}") from error
         self._in_flight[step.id] = in_flight
         self._watchdog.submitted(step.id, step.work)
+        self._watchdog.given(in_flight.ranks)
 
     def collect(self, timeout_s: float = math.inf) -> StepResult | None:
         """The result of the first step that all of its ranks have done, or None if that takes longer than `timeout_s`.
@@ -126,7 +127,7 @@ class WorkerPool:
         self._check_open()
         deadline_s = time.monotonic() + timeout_s
         try:
-            while (step_id := self._done()) is None:
+            while (step_id := _first_done(self._in_flight)) is None:
                 received = self._receive(deadline_s)
                 self._check_progress()
                 if received is None:
@@ -142,15 +143,8 @@ class WorkerPool:
 
     def _check_progress(self) -> None:
         """Have the watchdog look at the steps that ranks are in."""
-        behind: set[int] = set()
-        for step_id, step in self._in_flight.items():
-            if behind.isdisjoint(step.ranks):
-                self._watchdog.check(step_id, step.ranks, set(step.results))
-            behind.update(step.ranks)
-
-    def _done(self) -> int | None:
-        """Of the steps in flight, the first that all of its ranks have done. Each rank does its steps in order."""
-        return next((id for id, step in self._in_flight.items() if step.is_done), None)
+        for step_id, step in _foremost(self._in_flight):
+            self._watchdog.check(step_id, step.ranks, set(step.results))
 
     def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:
         """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
@@ -173,6 +167,7 @@ class WorkerPool:
         """What ranks answer to a message, with no step waiting for it. Ends the engine if one of them does not, for so
         long."""
         self._socket.send(ranks, message)
+        self._watchdog.given(ranks)
         answers: dict[int, _Answer] = {}
         try:
             while len(answers) < len(ranks):
@@ -321,6 +316,21 @@ class _InFlight:
             taken_s=sum(max(self.results[rank].taken_s for rank in chain(*groups)) for groups in self.stages),
             moved_s=max(result.moved_s for result in self.results.values()),
         )
+
+
+def _foremost(in_flight: Mapping[int, _InFlight]) -> Iterator[tuple[int, _InFlight]]:
+    """The steps that no rank of theirs has an earlier one before."""
+    behind: set[int] = set()
+    for step_id, step in in_flight.items():
+        if behind.isdisjoint(step.ranks):
+            yield step_id, step
+        behind.update(step.ranks)
+
+
+def _first_done(in_flight: Mapping[int, _InFlight]) -> int | None:
+    """The first step that all of its ranks have done. One that others of them are not done with goes before what some
+    have done since: its tokens come first."""
+    return next((step_id for step_id, step in _foremost(in_flight) if step.is_done), None)
 
 
 def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:

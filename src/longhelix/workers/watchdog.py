@@ -48,6 +48,11 @@ class Watchdog:
     def finished(self, step_id: int) -> None:
         del self._in_flight[step_id]
 
+    def given(self, ranks: Collection[int]) -> None:
+        """Ranks are given something to do, which some of them have waited for."""
+        for rank in ranks:
+            self._still_s[rank] = 0.0
+
     def got_on(self, rank: int) -> None:
         """A rank has made progress."""
         self._still_s[rank] = 0.0

@@ -11,7 +11,7 @@ from zmq import Context
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.request import StepResult
-from longhelix.workers.pool import WorkerPool, _check_same_collectives
+from longhelix.workers.pool import WorkerPool, _check_same_collectives, _first_done, _InFlight
 
 pytestmark = pytest.mark.unit
 
@@ -60,3 +60,19 @@ def test_ranks_that_ran_other_collectives_are_named():
     _check_same_collectives(results(5, 5, 5), range(3))
     with pytest.raises(EngineError, match=r"in step 7 ranks \[5, 7\] ran other collectives than rank 4"):
         _check_same_collectives(results(5, 6, 5, 0), range(4, 8))
+
+
+def in_flight(ranks, done):
+    return _InFlight([[tuple(ranks)]], dict.fromkeys(done, results(5)[0]))
+
+
+def test_results_of_a_rank_come_in_the_order_of_its_steps():
+    """Ranks 0 and 1 were one team in step 7, and are none in those after it."""
+    steps = {7: in_flight([0, 1], [0]), 8: in_flight([0], [0]), 9: in_flight([2], [2]), 10: in_flight([1], [])}
+    assert _first_done(steps) == 9
+    del steps[9]
+    assert _first_done(steps) is None
+    steps[7].results[1] = results(5)[0]
+    assert _first_done(steps) == 7
+    del steps[7]
+    assert _first_done(steps) == 8

@@ -103,6 +103,21 @@ def test_it_names_the_rank_that_holds_the_others_up(config, progress, done, word
     assert words in silent_s(watchdog, done)[1]
 
 
+def test_who_had_nothing_to_do_is_not_blamed_for_that(config):
+    """Rank 0 is busy for a minute. Then rank 1 is given a step."""
+    watchdog = started(config, LONG_CHUNK)
+    for turn in range(60):
+        watchdog.heard(0, Progress(7, turn))
+        watchdog.waited(1.0)
+        watchdog.check(7, (0,), set())
+    watchdog.submitted(8, DECODE)
+    watchdog.given((1,))
+    watchdog.check(8, (1,), set())
+    watchdog.waited(20.0)
+    with pytest.raises(EngineError, match=r"^rank 1 stands still in step 8, .* 20.0 s, and 5"):
+        watchdog.check(8, (1,), set())
+
+
 def test_a_start_that_stands_is_ended_and_one_that_gets_on_is_not(config, monkeypatch):
     monkeypatch.setattr(watchdog_module, "START_S", 30.0)
     watchdog = Watchdog(config)
