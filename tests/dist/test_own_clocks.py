@@ -171,9 +171,7 @@ def test_tokens_come_in_order_after_those_that_shared_a_request_part(oracles):
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (NEW_TOKENS, NEW_TOKENS, 5)]
     with engine(oracle, 2, growth_limit_tokens=24, kv_cache_tokens=256) as llm:
         heard, core = record(llm), llm._core
-        tokens = {
-            core.add(prompt, sampling).id: [] for prompt, sampling in zip(oracle.prompts, params, strict=True)
-        }
+        tokens = {core.add(prompt, sampling).id: [] for prompt, sampling in zip(oracle.prompts, params, strict=True)}
         poll(core, tokens)
     expected = [list(each[: one.max_new_tokens]) for each, one in zip(oracle.tokens, params, strict=True)]
     assert list(tokens.values()) == expected
