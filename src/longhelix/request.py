@@ -6,7 +6,7 @@ what the step says (Medha, section 5: replicated sequence state).
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple, Protocol
 
@@ -330,8 +330,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
         return tuple((move.source, move.target) for one in self.widened for move in one.moves)
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution.
 
     error: why there is none, where choosing it failed; the request ends, and others go on. The id then means nothing.
@@ -339,12 +338,11 @@ class SampledToken:
 
     sequence_id: int
     token_id: int
-    logprobs: Mapping[int, float] = field(default_factory=dict)
+    logprobs: Mapping[int, float] = {}
     error: str = ""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step gave: sampled tokens in the order of its work, rows that ran, bytes that ranks sent in the exchange.
 
     A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from array import array
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -70,7 +70,8 @@ class RecordingRunner(ModelRunner):
         self.moves += [(source.owner, target.owner) for source, target in step.moved]
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self.expect(step)
-        self._results.append(replace(self.execute(step), sampled=self.tokens_of(step) if self._is_last else ()))
+        result, sampled = self.execute(step), self.tokens_of(step) if self._is_last else ()
+        self._results.append(msgspec.structs.replace(result, sampled=sampled))
         self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
         self.fingerprints.append(self._results[-1].fingerprint)
 
@@ -81,7 +82,7 @@ class RecordingRunner(ModelRunner):
             return result
         said = [result.sampled]
         dist.broadcast_object_list(said, src=layout.world_size - 1)
-        return replace(result, sampled=said[0])
+        return msgspec.structs.replace(result, sampled=said[0])
 
     def forward(self, step):
         before = self.counts()

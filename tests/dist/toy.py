@@ -1,7 +1,6 @@
 """Toy models straight from tensors, run by the engine's own scheduler and runner on every rank of a world."""
 
-from dataclasses import replace
-
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -52,7 +51,7 @@ class AtOnce:
 
     def submit(self, step):
         result = self._runner.execute(step)
-        self._results.append(replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
+        self._results.append(msgspec.structs.replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
 
     def collect(self, timeout_s):
         return self._results.pop(0)

@@ -111,7 +111,7 @@ class _Immediate:
 
     def submit(self, step: Step) -> None:
         result = self._runner.execute(step)
-        self._results.append(replace(result, sampled=self._runner.tokens_of(step)))
+        self._results.append(msgspec.structs.replace(result, sampled=self._runner.tokens_of(step)))
 
     def collect(self, timeout_s: float) -> StepResult:
         return self._results.pop(0)

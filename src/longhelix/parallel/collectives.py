@@ -184,9 +184,34 @@ class SharedMemoryRankGroup(RankGroup):
         begun, _ = self._channel.progress()
         return self._own.then(Traffic(begun, self._channel.fingerprint, self._channel.exchanged_bytes))
 
+    @property
+    def exchanged_bytes(self) -> int:
+        return self._own.exchanged_bytes + self._channel.exchanged_bytes
+
     def progress(self) -> tuple[int, str]:
         begun, current = self._channel.progress()
         return begun, self._named(current)
+
+    @_in_graphs(RankGroup.all_reduce)
+    def all_reduce(self, values: Tensor) -> Tensor:
+        span = self._spans.begin("all-reduce", "collective")
+        self._channel.all_reduce(values.data_ptr(), values.numel(), native.NUMBER_BY_DTYPE[values.dtype])
+        self._spans.end(span)
+        return values
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        # On one host a gather costs what an all-gather costs.
+        values, whole = values.contiguous(), values.new_empty(self.size, *values.shape)
+        span = self._spans.begin("gather", "collective")
+        self._channel.all_gather(values.data_ptr(), whole.data_ptr(), values.nbytes)
+        self._spans.end(span)
+        return list(whole) if self.index == 0 else []
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        span = self._spans.begin("broadcast", "collective")
+        self._channel.broadcast(values.data_ptr(), values.nbytes, 0)
+        self._spans.end(span)
+        return values
 
     @_in_graphs(RankGroup.all_reduce_add)
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:

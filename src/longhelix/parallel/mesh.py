@@ -61,8 +61,9 @@ class Mesh:
 
     def fingerprint(self, since: tuple[Traffic, ...]) -> int:
         """The fingerprint of the collectives after `since`: the same number on all ranks of the stage."""
-        new = (now.since(before) for now, before in zip(self.traffic, since, strict=True))
-        return reduce(Traffic.then, new).fingerprint
+        groups = zip(self.traffic, since, strict=True)
+        new = [now.since(before) for now, before in groups if now is not before]
+        return reduce(Traffic.then, new).fingerprint if new else 0
 
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the one that it is in, in words, or "". Any thread may ask."""

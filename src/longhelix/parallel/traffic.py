@@ -1,13 +1,12 @@
 """What collectives a group has run: counts, and a fingerprint to compare between ranks."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _MODULUS = 2**64
 _FACTOR = 0x100000001B3  # that of csrc/collectives.hpp
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """A sequence of collectives: how many, a fingerprint of them in their order, and what this rank sent in exchanges.
 
     The fingerprint is a polynomial in a fixed factor, modulo 2^64, over one number for each collective: its kind, and
@@ -38,4 +37,4 @@ class Traffic:
         )
 
     def _shifted(self, count: int) -> int:
-        return self.fingerprint * pow(_FACTOR, count, _MODULUS)
+        return self.fingerprint and self.fingerprint * pow(_FACTOR, count, _MODULUS)

@@ -1,10 +1,9 @@
 """Records what one rank does and when, for a trace."""
 
-import threading
 import time
 from collections.abc import Sequence
 from ctypes import addressof, c_int64
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class _CudaClock:
         return self._zero_us + 1e3 * self._zero.elapsed_time(mark)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Span:
     """A begun event. It starts at `start`, or when the last of `follows` ends."""
 
@@ -62,7 +61,6 @@ class _Span:
     follows: tuple["_Span", ...]
     details: dict[str, int]
     end: Mark = None
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Tracer(Spans):
@@ -95,7 +93,6 @@ class Tracer(Spans):
 
     def end(self, span: _Span) -> None:
         span.end = self._clock.mark()
-        span.ended.set()
 
     def end_with(self, span: _Span, work: Any) -> None:
         work.get_future().add_done_callback(lambda future: self.end(span))
@@ -133,6 +130,9 @@ class Tracer(Spans):
         return max(map(self._end_us, span.follows)) if span.follows else self._clock.us(span.start)
 
     def _end_us(self, span: _Span) -> float:
-        if not span.ended.wait(_PENDING_S):
-            raise RuntimeError(f"{span.name} was not completed within {_PENDING_S:.0f} s of its wait")
+        deadline_s = time.monotonic() + _PENDING_S
+        while span.end is None:  # seldom; an event for each span to wait for would take longer than the span costs
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{span.name} was not completed within {_PENDING_S:.0f} s of its wait")
+            time.sleep(1e-4)
         return self._clock.us(span.end)

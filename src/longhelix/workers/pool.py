@@ -3,9 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from longhelix.errors import EngineError, UserError
@@ -135,7 +135,7 @@ class WorkerPool:
         self._watchdog.finished(step_id)
         by_rank = self._results.pop(step_id)
         exposed_s = [result.exposed_s for result in by_rank.values()]
-        return replace(
+        return msgspec.structs.replace(
             by_rank[self._stages[-1][0]],
             exchanged_bytes=sum(result.exchanged_bytes for result in by_rank.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),

