@@ -6,19 +6,20 @@ python benchmarks/sampling.py [--rows 64] [--vocabulary 131072] [--threads 1]
 import argparse
 import statistics
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from longhelix.bench.environment import environment
+from longhelix.cache.block_arena import BlockArena
 from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import SamplingParams
+from longhelix.request import NewSequence, SamplingParams
 from longhelix.runner.sampling import Sampling
 from longhelix.runner.seen_tokens import SeenTokens
+from longhelix.runner.sequence_state import SequenceState, sequence_numbers
 
 TURNS = 30
 SETTINGS = {
@@ -41,18 +42,21 @@ def logits(rows: int, vocabulary: int, likely: int) -> torch.Tensor:
     return logits_SV
 
 
-def sequences(params: SamplingParams, rows: int, vocabulary: int, context: int) -> list[SimpleNamespace]:
+def sequences(params: SamplingParams, rows: int, vocabulary: int, context: int) -> tuple[SequenceState, ...]:
     """In the middle of their answers, after `context` tokens."""
     chance, found = np.random.default_rng(0), []
+    numbers, arena = sequence_numbers(1), BlockArena(0, torch.device("cpu"))
     for row in range(rows):
         seen = SeenTokens(range(vocabulary))
         seen.add(chance.integers(0, vocabulary, context))
-        new = SimpleNamespace(id=row, sampling=params, seed=row)
-        found.append(SimpleNamespace(new=new, length=context, seen=seen if params.repetition_penalty != 1 else None))
-    return found
+        new = NewSequence(row, params, row, 2 * context, (0,), True)
+        kept = seen if params.repetition_penalty != 1 else None
+        found.append(SequenceState(new, torch.zeros(0), numbers, arena, kept))
+        found[-1].length = context
+    return tuple(found)
 
 
-def milliseconds(sampling: Sampling, logits_SV: torch.Tensor, rows: list[SimpleNamespace]) -> float:
+def milliseconds(sampling: Sampling, logits_SV: torch.Tensor, rows: tuple[SequenceState, ...]) -> float:
     times_s = []
     for _ in range(TURNS):
         for row in rows:

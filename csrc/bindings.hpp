@@ -38,6 +38,7 @@ inline void check_weight_number(Number number) {
 }
 
 void bind_loading(nb::module_& module);
+void bind_rows(nb::module_& module);
 void bind_sampling(nb::module_& module);
 
 }  // namespace longhelix

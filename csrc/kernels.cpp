@@ -1,4 +1,5 @@
 // All kernels for one instruction set; compiled once for each (CMakeLists.txt says with what flags).
+#include "angles.hpp"
 #include "attention.hpp"
 #include "blocks.hpp"
 #include "candidates.hpp"
@@ -60,6 +61,8 @@ void experts(const Experts& call) {
     with_weight<Experts, RunExperts>(any ? call.set->down[0].number : Number::bfloat16, call);
 }
 
+void angles(const Angles& call) { TakeAngles(call).run(); }
+
 void penalise(const Penalty& call) { PenaliseRows(call).run(); }
 
 void candidates(const Candidates& call) { TakeCandidates(call).run(); }
@@ -105,6 +108,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            linear,
                            route,
                            experts,
+                           angles,
                            penalise,
                            candidates,
                            draw,

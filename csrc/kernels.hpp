@@ -158,6 +158,18 @@ struct Experts {
     std::int64_t* rows_of;        // by place in the set: rows that took the expert are added
 };
 
+// cos and sin of position * frequency, times a factor.
+struct Angles {
+    const std::int64_t* positions;  // (T)
+    std::int64_t num_rows;          // T
+    const double* frequencies;      // (num_pairs) of each row
+    std::int64_t stride;            // from those of one row to those of the next; 0 where all rows have the same
+    std::int64_t num_pairs;
+    double factor;
+    float* cos;  // (T, num_pairs), as sin
+    float* sin;
+};
+
 // The repetition penalty of rows of logits, in place.
 struct Penalty {
     float* logits;
@@ -233,6 +245,7 @@ struct Kernels {
     void (*linear)(const Linear&);
     void (*route)(const Route&);
     void (*experts)(const Experts&);
+    void (*angles)(const Angles&);
     void (*penalise)(const Penalty&);
     void (*candidates)(const Candidates&);
     void (*draw)(const Draws&);

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "elements.hpp"
 #include "exponentials.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"

@@ -341,6 +341,7 @@ NB_MODULE(_native, module) {
     bind_collectives(module);
     bind_kernels(module);
     longhelix::bind_loading(module);
+    longhelix::bind_rows(module);
     longhelix::bind_sampling(module);
     bind_calls(module);
 }

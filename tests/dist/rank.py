@@ -33,11 +33,13 @@ from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
-from longhelix.runner import choice, sampler
+from longhelix.runner import sampler
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
+from longhelix.runner.row_memory import RowMemory
 from longhelix.runner.runner import ModelRunner
+from longhelix.runner.sampling import Sampling
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import Loop, most_in_flight
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
@@ -282,27 +284,30 @@ class mutation:  # noqa: N801 - reads as a statement
 
     def __enter__(self):
         self.saved = (
-            ModelRunner._decode_rows,
+            RowMemory.advance,
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
-            choice.choose,
+            Sampling._choose,
             sampler.sample_rows,
             sampler.sample,
         )
-        decode_rows, chunk_rows, owners_of, _, _, exchange_states, choose, _, sample = self.saved
+        advance, chunk_rows, owners_of, _, _, exchange_states, choose, _, sample = self.saved
         if self.kind == "mask":
 
-            def seeing_less(rows_of):
-                def rows_that_see_less(*arguments):
-                    rows = rows_of(*arguments)
-                    return rows._replace(limits=np.maximum(np.asarray(rows.limits, dtype=np.int64) - 1, 0))
+            def chunk_rows_that_see_less(*arguments):
+                rows = chunk_rows(*arguments)
+                return rows._replace(limits=np.maximum(rows.limits - 1, 0))
 
-                return rows_that_see_less
+            def decode_rows_that_see_less(memory, decoding):
+                num_held, everywhere = advance(memory, decoding)
+                limits_b = memory.arrays(len(decoding), num_held).limits_b
+                limits_b[:] = np.maximum(limits_b - 1, 0)
+                return num_held, everywhere
 
-            ModelRunner._decode_rows, ModelRunner._chunk_rows = seeing_less(decode_rows), seeing_less(chunk_rows)
+            RowMemory.advance, ModelRunner._chunk_rows = decode_rows_that_see_less, chunk_rows_that_see_less
         if self.kind == "owner":
 
             def second_block_has_no_owner(runner, seq, work):
@@ -326,28 +331,29 @@ class mutation:  # noqa: N801 - reads as a statement
             SharedMemoryRankGroup.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
-            def undecided_for_short_sequences(candidates, size, params, keys):
-                positions_S = np.array([position for _, position in keys])
-                return np.where(positions_S < 20, UNDECIDED, choose(candidates, size, params, keys))
+            def undecided_for_short_sequences(sampling, logits_Sv, settings):
+                choose(sampling, logits_Sv, settings)
+                positions_S = torch.tensor([position for _, position in settings.draw_keys()])
+                settings.tokens_S[positions_S < 20] = UNDECIDED
 
             def broken_for_short_sequences(logits_V, params, seed, position):
                 if position < 20:
                     raise RuntimeError("this row alone")
                 return sample(logits_V, params, seed, position)
 
-            choice.choose = undecided_for_short_sequences
+            Sampling._choose = undecided_for_short_sequences
             sampler.sample_rows = lambda logits_SV, params, keys: [UNDECIDED] * len(keys)
             sampler.sample = broken_for_short_sequences
 
     def __exit__(self, *_):
         (
-            ModelRunner._decode_rows,
+            RowMemory.advance,
             ModelRunner._chunk_rows,
             ModelRunner._owners,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
-            choice.choose,
+            Sampling._choose,
             sampler.sample_rows,
             sampler.sample,
         ) = self.saved

@@ -575,6 +575,36 @@ std::vector<int> sorted_ids(const Matrix& logits, std::int64_t row) {
     return ids;
 }
 
+void test_angles(const Kernels& kernels, Random& random) {
+    std::int64_t rows = random.of({0, 1, 33, 70}), pairs = random.of({1, 7, 8, 32, 64});
+    std::int64_t stride = random.one_in(2) ? pairs : 0;
+    double factor = random.of({1.0, 1.25});
+    Matrix positions(Number::int64, 1, rows), frequencies(Number::float64, stride ? rows : 1, pairs);
+    Matrix cos(Number::float32, rows, pairs), sin(Number::float32, rows, pairs);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        static_cast<std::int64_t*>(positions.data())[row] = random.of({0, 1, 999, 16'000'000, 2'000'000'000});
+    }
+    for (std::int64_t row = 0; row < frequencies.rows; ++row) {
+        for (int i = 0; i < pairs; ++i) {
+            static_cast<double*>(frequencies.data())[row * pairs + i] = std::pow(1e4, -random.below(1000) * 1e-3);
+        }
+    }
+    on_threads([&] {
+        cos.bytes.reset(), sin.bytes.reset();
+        kernels.angles({static_cast<std::int64_t*>(positions.data()), rows, static_cast<double*>(frequencies.data()),
+                        stride, pairs, factor, cos.floats(), sin.floats()});
+        return std::tuple(cos.bytes.copy(), sin.bytes.copy());
+    });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (int i = 0; i < pairs; ++i) {
+            double angle = static_cast<double>(static_cast<std::int64_t*>(positions.data())[row]) *
+                           static_cast<double*>(frequencies.data())[row * stride + i];
+            check_near(cos.get(row, i), factor * std::cos(angle), 1e-7, "a cosine");
+            check_near(sin.get(row, i), factor * std::sin(angle), 1e-7, "a sine");
+        }
+    }
+}
+
 void test_candidates(const Kernels& kernels, Random& random) {
     int size = random.of({0, 1, 16, 255, 511, 512, 513, 3000}), count = random.of({1, 3, 64, 400});
     std::int64_t rows = random.of({0, 1, 4}), words = (size + 511) / 512 * 16;
@@ -776,7 +806,7 @@ void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
         {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
         {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts},
-        {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise},
+        {"angles", test_angles}, {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise},
         {"pack", test_pack}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {

@@ -7,18 +7,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from longhelix.cache.lines import Lines
+
 
 @dataclass(eq=False)
 class Extent:
-    """Where a sequence's ids begin and end in the arena, and how many there may be."""
+    """Where a sequence's ids are in the arena: its line says where they begin and end, `room` how many there may be."""
 
-    begin: int
-    end: int
+    line: int
     room: int
 
 
 class BlockArena:
-    """One run of memory that never moves, `blocks_X`, with an extent of ids for each sequence, in position order.
+    """One run of memory that never moves, `blocks_X`, with an extent of ids for each sequence, in position order;
+    `extents` says where each begins and ends.
 
     Extents are opened one behind the other, with room for all that their sequences may ever need; at the end of the
     memory those that live move together. Together they have at most `num_ids` ids, and the memory has room for twice
@@ -30,6 +32,8 @@ class BlockArena:
         self._host_X = torch.zeros(2 * num_ids, dtype=torch.int64)
         self.blocks_X = self._host_X.to(device)
         self._ids: NDArray[np.int64] = self._host_X.numpy()
+        self.ids_address = self._host_X.data_ptr()
+        self.extents = Lines(2)
         self._live: dict[Extent, None] = {}
         self._tail = 0
 
@@ -37,7 +41,8 @@ class BlockArena:
         """An extent for a new sequence."""
         if self._tail + room > len(self._ids):
             self._compact()
-        extent = Extent(self._tail, self._tail, room)
+        extent = Extent(self.extents.take(), room)
+        self.extents.values[extent.line] = self._tail
         self._tail += room
         assert self._tail <= len(self._ids)
         self._live[extent] = None
@@ -46,29 +51,33 @@ class BlockArena:
     def close(self, extent: Extent) -> None:
         """Forget a sequence that has ended."""
         del self._live[extent]
+        self.extents.give_back(extent.line)
 
     def append(self, extent: Extent, ids: Sequence[int] | NDArray[np.int64]) -> None:
         """Add block ids at the end of an extent."""
         if not len(ids):
             return
-        start, extent.end = extent.end, extent.end + len(ids)
-        assert extent.end - extent.begin <= extent.room
-        self._ids[start : extent.end] = ids
-        self._publish(start, extent.end)
+        begin, start = self.extents.values[extent.line].tolist()
+        end = start + len(ids)
+        assert end - begin <= extent.room
+        self.extents.values[extent.line, 1] = end
+        self._ids[start:end] = ids
+        self._publish(start, end)
 
     def ids(self, extent: Extent) -> NDArray[np.int64]:
         """A sequence's block ids, on the host."""
-        return self._ids[extent.begin : extent.end]
+        begin, end = self.extents.values[extent.line].tolist()
+        return self._ids[begin:end]
 
-    def id(self, extent: Extent, index: int) -> int:
-        """One of a sequence's block ids."""
-        return int(self._ids[extent.begin + index])
+    def ids_at(self, places_b: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids at these places of the memory; at a place outside of it, any."""
+        return self._ids.take(places_b, mode="clip")
 
     def _compact(self) -> None:
         self._tail = 0
         for extent in self._live:
             ids = self.ids(extent)
-            extent.begin, extent.end = self._tail, self._tail + len(ids)
+            self.extents.values[extent.line] = self._tail, self._tail + len(ids)
             self.ids(extent)[:] = ids
             self._tail += extent.room
         self._publish(0, self._tail)

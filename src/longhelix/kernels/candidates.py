@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native
+from longhelix.kernels.draw import UNDECIDED
 
 _ID_BITS = 32
 _PIECE = 2**21  # logits
@@ -25,6 +26,24 @@ class Candidates(NamedTuple):
     values_SK: Tensor
     ids_SK: Tensor
     sums_S: Tensor
+
+    @classmethod
+    def new(cls, rows: int, count: int, device: torch.device) -> "Candidates":
+        """Undefined ones, one after the other in the same memory."""
+        memory_X = torch.empty(cls.size(rows, count), dtype=torch.int64, device=device)
+        ids_X, sums_X, values_X = memory_X.tensor_split([rows * count, rows * (count + 1)])
+        values_SK = values_X.view(torch.float32)[: rows * count].view(rows, count)
+        return cls(values_SK, ids_X.view(rows, count), sums_X.view(torch.float64))
+
+    @staticmethod
+    def size(rows: int, count: int) -> int:
+        """The memory, in numbers of 64 bits."""
+        return rows * (count + 1) + -(-rows * count // 2)
+
+    def memory(self) -> Tensor:
+        """All of the memory of `new`, int64."""
+        rows, count = self.ids_SK.shape
+        return self.ids_SK.as_strided((self.size(rows, count),), (1,))
 
 
 class Weighing:
@@ -43,10 +62,17 @@ class Weighing:
         self.inverse_S = torch.where(temperatures_S == 0, 0.0, 1 / temperatures_S)
 
 
-def candidates(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
+def candidates(logits_Sv: Tensor, weighing: Weighing, count: int, into: Candidates | None = None) -> Candidates:
     """The `count` candidates of each row of logits_Sv (float32, its rows contiguous), a part of the vocabulary or
-    all."""
-    return (_native if _is_native(logits_Sv) else reference)(logits_Sv, weighing, count)
+    all. `into`: where they are written, if not to new memory."""
+    if into is None:
+        into = Candidates.new(len(logits_Sv), count, logits_Sv.device)
+    if _is_native(logits_Sv):
+        _native(logits_Sv, weighing, into)
+    else:
+        for own, found in zip(into, reference(logits_Sv, weighing, count), strict=True):
+            own.copy_(found)
+    return into
 
 
 def reference(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
@@ -89,6 +115,25 @@ def penalise(logits_Sv: Tensor, weighing: Weighing) -> None:
     native.module.penalise(logits_Sv.data_ptr(), logits_Sv.stride(0), *logits_Sv.shape, *of_rows)
 
 
+def take_largest(memories: Sequence[Tensor], first_ids: Sequence[int], tokens_S: Tensor) -> None:
+    """Of each row the token with the largest logit, of equal ones that of the lowest id, or UNDECIDED if that logit is
+    not finite.
+
+    memories: on the CPU, of one candidate for each row, in the order of the parts of the vocabulary; first_ids: where
+    these begin. tokens_S: int64, on the CPU, where the tokens are written.
+    """
+    if native.module is not None:
+        addresses = [memory_X.data_ptr() for memory_X in memories]
+        native.module.take_largest(addresses, first_ids, len(tokens_S), tokens_S.data_ptr())
+        return
+    ids_NS, _, values_NS = zip(*(memory_X.split(len(tokens_S)) for memory_X in memories), strict=True)
+    values_SN = torch.stack([values_X.view(torch.float32)[: len(tokens_S)] for values_X in values_NS], dim=1)
+    ids_SN = torch.stack([ids_S + first for ids_S, first in zip(ids_NS, first_ids, strict=True)], dim=1)
+    best_S1 = torch.from_numpy(values_SN.numpy().argmax(axis=1))[:, None]  # of a NaN, if there is one, or the first
+    ids_S1 = ids_SN.gather(1, best_S1).masked_fill(~values_SN.gather(1, best_S1).isfinite(), UNDECIDED)
+    tokens_S.copy_(ids_S1[:, 0])
+
+
 def _is_native(logits_Sv: Tensor) -> bool:
     return native.module is not None and logits_Sv.device.type == "cpu" and len(logits_Sv) > 0
 
@@ -106,13 +151,8 @@ def _penalised(logits_Sv: Tensor, seen: Sequence[Tensor | None], penalties_S: Te
     return torch.where(seen_Sv, less_Sv, logits_Sv)
 
 
-def _native(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
+def _native(logits_Sv: Tensor, weighing: Weighing, into: Candidates) -> None:
     rows, size = logits_Sv.shape
-    found = Candidates(
-        logits_Sv.new_empty(rows, count),
-        logits_Sv.new_empty(rows, count, dtype=torch.int64),
-        logits_Sv.new_empty(rows, dtype=torch.float64),
-    )
     native.module.candidates(
         logits_Sv.data_ptr(),
         logits_Sv.stride(0),
@@ -121,7 +161,6 @@ def _native(logits_Sv: Tensor, weighing: Weighing, count: int) -> Candidates:
         weighing.addresses_S.data_ptr(),
         weighing.penalties_S.data_ptr(),
         weighing.inverse_S.data_ptr(),
-        count,
-        *(tensor.data_ptr() for tensor in found),
+        into.ids_SK.shape[1],
+        *(tensor.data_ptr() for tensor in into),
     )
-    return found

@@ -91,7 +91,7 @@ class LongRequests:
         )
         self.runner.admit(Step(0, new, joining=tuple(range(len(contexts)))))
         for index, blocks in enumerate(model.blocks(*contexts)):
-            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank, self.runner.arena)
+            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank)
         self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:

@@ -20,6 +20,7 @@ class Batch:
     local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and end there.
     max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
     step. padding_T: which rows stand for none (bool); None if all are rows of sequences.
+    stays: later steps with as many rows have the same tensors, and write over what is in them.
     """
 
     token_ids_T: Tensor
@@ -36,6 +37,7 @@ class Batch:
     most_tokens: int
     parts: int = 1
     padding_T: Tensor | None = None
+    stays: bool = False
 
     @property
     def decodes(self) -> bool:

@@ -1,12 +1,8 @@
-"""Rotary position embedding, with angles that stay right at positions of many millions."""
+"""The frequencies of rotary position embedding. kernels/angles.py makes angles of them."""
 
 import math
-from typing import TYPE_CHECKING
 
 from longhelix.spec import RopeSpec
-
-if TYPE_CHECKING:  # the engine's configuration asks for frequencies before torch is loaded
-    from torch import Tensor
 
 
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
@@ -61,16 +57,3 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
     low, high = max(low, 0), min(high, head_size - 1)
     width = high - low if high != low else 0.001
     return [1 - min(max((pair - low) / width, 0.0), 1.0) for pair in range(head_size // 2)]
-
-
-def rotation(positions_T: "Tensor", frequencies_TR: "Tensor", attention_factor: float) -> "tuple[Tensor, Tensor]":
-    """Cos and sin of the angles of every row, float32 (R = C/2 pairs). Positions are int64, frequencies float64; as
-    frequencies_R they are those of all rows.
-
-    Angles are float64: at position 16,000,000 a float32 angle would be off by half a radian.
-    """
-    angles_TR = positions_T.unsqueeze(-1) * frequencies_TR
-    cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
-    if attention_factor != 1:
-        cos_TR, sin_TR = cos_TR * attention_factor, sin_TR * attention_factor
-    return cos_TR.float(), sin_TR.float()

@@ -49,8 +49,6 @@ def choose(
     """The token ids of S rows, int64, or UNDECIDED. candidates, size: of the whole vocabulary. keys: the seed and the
     position of each row's draw."""
     values_SK, ids_SK, sums_S = candidates
-    if all(each.temperature == 0 for each in params):
-        return np.where(np.isfinite(values_SK[:, 0]), ids_SK[:, 0], UNDECIDED)
     rows_S, rank_K = np.arange(len(ids_SK)), np.arange(ids_SK.shape[1])
     temperatures_S = np.array([each.temperature for each in params], np.float32)
     greedy_S = temperatures_S == 0

@@ -8,37 +8,43 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
+from longhelix.kernels.angles import rotation
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
-from longhelix.models.rope import inverse_frequencies, rotation
+from longhelix.models.rope import inverse_frequencies
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
 from longhelix.runner.copies import copy_blocks, swap_blocks
+from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.execution import Execution
 from longhelix.runner.handover import Handover
 from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
+from longhelix.runner.row_memory import RowMemory, RowParts, RowTensors
 from longhelix.runner.sampling import Sampling
 from longhelix.runner.seen_tokens import SeenTokens
-from longhelix.runner.sequence_state import SequenceState
+from longhelix.runner.sequence_state import HELD, SequenceState, sequence_numbers
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
 
+_MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
 
-class _Rows(NamedTuple):
-    """Rows of a batch that attend here, of one sequence or several."""
 
-    positions: Sequence[int] | np.ndarray
-    slots: Sequence[int] | np.ndarray
-    limits: Sequence[int] | np.ndarray
+class _ChunkRows(NamedTuple):
+    """Rows of a prompt that attend here. int64."""
+
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    limits: NDArray[np.int64]
 
 
 class ModelRunner:
@@ -71,9 +77,8 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.sequences: dict[int, SequenceState] = {}
-        # Those with a row in every step of a microbatch, in the order of its rows; and of the step that runs.
-        self._microbatches: list[dict[int, SequenceState]] = [{} for _ in range(mesh.layout.pp)]
-        self.decoding = self._microbatches[0]
+        self._microbatches = [DecodeRows() for _ in range(mesh.layout.pp)]
+        self.decoding = self._microbatches[0]  # those of the step that runs
         self.handover = (
             None
             if mesh.pipeline is None
@@ -82,8 +87,12 @@ class ModelRunner:
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
+        self._numbers = sequence_numbers(mesh.layout.kvp)
+        num_pairs = spec.rotated_size // 2
+        self._rows = RowMemory(self._numbers, self.arena, self.kvp_rank, self.block_tokens, num_pairs)
         # One tensor for all sequences that turn alike.
-        self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64))
+        self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))
+        self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
         self._spans = spans
 
     @torch.inference_mode()
@@ -167,24 +176,23 @@ class ModelRunner:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
         for sequence_id in step.ended:
             seq = self.sequences.pop(sequence_id)
-            self.arena.close(seq.extent)
-            self._microbatches[seq.microbatch].pop(sequence_id, None)
+            self._microbatches[seq.microbatch].leave(sequence_id)
+            seq.end()
         for sequence_id in step.leaving:
-            del self._microbatches[self.sequences[sequence_id].microbatch][sequence_id]
+            self._microbatches[self.sequences[sequence_id].microbatch].leave(sequence_id)
         for widened in step.widened:
-            self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens, self.arena)
+            self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens)
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = self._frequencies(tuple(frequencies))
-            extent = self.arena.open(new.blocks_per_rank[self.kvp_rank])
-            seq = SequenceState(new, frequencies_R, extent, self._seen(new))
-            seq.holders.update(range(self.mesh.layout.kvp) if new.spread else ())
-            seq.begin(self.kvp_rank, self.block_tokens, self.arena)
+            seq = SequenceState(new, frequencies_R, self._numbers, self.arena, self._seen(new))
+            seq.begin(self.kvp_rank, self.block_tokens)
             self.sequences[new.id] = seq
         self.decoding = self._microbatches[step.microbatch]
         for sequence_id in step.joining:
-            seq = self.decoding[sequence_id] = self.sequences[sequence_id]
+            seq = self.sequences[sequence_id]
             seq.microbatch = step.microbatch
+            self.decoding.join(seq)
 
     def _seen(self, new: NewSequence) -> SeenTokens | None:
         if new.sampling.repetition_penalty == 1 or not self._is_last:
@@ -196,7 +204,7 @@ class ModelRunner:
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
         if self._is_first and self.handover is not None:
-            self.handover.take_tokens(self.decoding.values())
+            self.handover.take_tokens(self.decoding.sequences)
         span = self._spans.begin("batch", "host")
         batch = self._batch(step)
         self._spans.end(span)
@@ -232,33 +240,67 @@ class ModelRunner:
         errors."""
         return tuple(SampledToken(seq.new.id, seq.last_token) for seq in self._sampled(step))
 
-    def _sampled(self, step: Step) -> list[SequenceState]:
+    def _sampled(self, step: Step) -> tuple[SequenceState, ...]:
         """The sequences that get a token in the step, in the order of its rows."""
-        return [*self.decoding.values(), *(self.sequences[chunk.id] for chunk in step.chunks if chunk.sample)]
+        ends = [self.sequences[chunk.id] for chunk in step.chunks if chunk.sample]
+        return (*self.decoding.sequences, *ends) if ends else self.decoding.sequences
 
     def _batch(self, step: Step) -> Batch:
         for sequence_id, block in step.grown:
-            self.sequences[sequence_id].add_blocks((block,), self.kvp_rank, self.arena)
-        decodes, prompts = list(self.decoding.values()), [self.sequences[chunk.id] for chunk in step.chunks]
-        token_ids = [_last_tokens(decodes), *map(_prompt_tokens, prompts, step.chunks)]
-        rows = [self._decode_rows(decodes), *map(self._chunk_rows, prompts, step.chunks)]
-        sequences = decodes + prompts
-        held = [seq for seq in sequences if self.kvp_rank in seq.holders]
-        counts = [1] * len(rows[0].positions) + [len(some.positions) for some in rows[1:] if len(some.positions)]
-        bounds = [bound for seq in held for bound in (seq.extent.begin, seq.extent.end)]
+            self.sequences[sequence_id].add_blocks((block,), self.kvp_rank)
+        for seq in self.decoding.penalised:
+            seq.seen.add_one(seq.last_token)
+        num_held, everywhere = self._rows.advance(self.decoding)
+        if step.chunks:
+            return self._mixed_batch(step, self._rows.arrays(len(self.decoding), num_held))
+        tensors = self._rows.tensors(len(self.decoding), num_held)
+        held = b"" if everywhere else self._held(self.decoding.lines).tobytes()
+        turns = tensors.cos_bR, tensors.sin_bR
+        rotation(tensors.rows.positions_b, self._frequencies_of((), ()), self.spec.rope.attention_factor, turns)
+        return self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
+
+    def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
+        """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
+        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2 = tensors.rows
+        return Batch(
+            token_ids_T=token_ids_B,
+            holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
+            cos_tR=tensors.cos_bR,
+            sin_tR=tensors.sin_bR,
+            slots_t=slots_b,
+            limits_t=limits_b,
+            row_starts_b=row_starts_b,
+            blocks_X=self.arena.blocks_X,
+            extents_b2=extents_b2,
+            max_rows=min(len(slots_b), 1),
+            num_sequences=len(token_ids_B),
+            most_tokens=most_tokens,
+            parts=parts,
+            stays=True,
+        )
+
+    def _mixed_batch(self, step: Step, decodes: RowParts) -> Batch:
+        prompts = [self.sequences[chunk.id] for chunk in step.chunks]
+        token_ids = [decodes.token_ids_B, *map(_prompt_tokens, prompts, step.chunks)]
+        chunks = list(map(self._chunk_rows, prompts, step.chunks))
+        lengths = [len(some.limits) for some in chunks if len(some.limits)]
+        ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
+        extents = [self.arena.extents.values[seq.extent.line] for seq in prompts if self.kvp_rank in seq.holders]
         token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
             token_ids,
-            [some.positions for some in rows],
-            [some.slots for some in rows],
-            [some.limits for some in rows],
-            [[*accumulate(counts, initial=0)]],
-            [bounds],
+            [decodes.positions_b, *(some.positions for some in chunks)],
+            [decodes.slots_b, *(some.slots for some in chunks)],
+            [decodes.limits_b, *(some.limits for some in chunks)],
+            [decodes.row_starts_b, ends],
+            [decodes.extents_b2.reshape(-1), *extents],
         )
-        frequencies = _frequencies(held or sequences, counts).to(self.device)
+        frequencies = self._frequencies_of(prompts, lengths)
         cos_tR, sin_tR = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
+        held_NS = self._held(np.append(self.decoding.lines, [seq.line for seq in prompts]))
+        counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
         return Batch(
             token_ids_T=token_ids_T,
-            holders=self._holders(step, sequences),
+            holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
             cos_tR=cos_tR,
             sin_tR=sin_tR,
             slots_t=slots_t,
@@ -266,58 +308,47 @@ class ModelRunner:
             row_starts_b=row_starts_b,
             blocks_X=self.arena.blocks_X,
             extents_b2=bounds_X.view(-1, 2),
-            max_rows=max(counts, default=0),
-            num_sequences=len(sequences),
+            max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
+            num_sequences=len(self.decoding) + len(prompts),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
         )
 
-    def _on_device(self, *groups: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, ...]:
+    def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
         """Integers as tensors, each of a group's pieces. They are copied there at once."""
-        pieces = [np.asarray(piece, dtype=np.int64) for group in groups for piece in group]
-        together_X = torch.from_numpy(np.concatenate(pieces)).to(self.device)
+        together_X = torch.from_numpy(np.concatenate([piece for group in groups for piece in group])).to(self.device)
         return together_X.split([sum(map(len, group)) for group in groups])
 
-    def _holders(self, step: Step, sequences: list[SequenceState]) -> Holders | None:
-        """Which KVP ranks hold KV for the rows of the step. None if all ranks hold KV for all rows."""
-        kvp = self.mesh.layout.kvp
-        if all(len(seq.holders) == kvp for seq in sequences):
-            return None
-        held_NB = np.array([[rank in seq.holders for seq in sequences] for rank in range(kvp)])
-        counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
-        held_NT = held_NB.repeat(counts, axis=1)
-        return Holders.of(held_NT, self.kvp_rank, self.device)
+    def _held(self, lines_S: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which KVP ranks hold KV for which sequences, by their lines."""
+        return self._numbers.values[lines_S, HELD:].T == 1
 
-    def _decode_rows(self, decodes: list[SequenceState]) -> _Rows:
-        """The next row of each sequence that keeps KV here.
+    def _holders(self, held_NT: NDArray[np.bool_]) -> Holders:
+        return Holders.of(held_NT.reshape(self.mesh.layout.kvp, -1), self.kvp_rank, self.device)
 
-        A row sees the local tokens up to its own position; that is the whole causal mask. Its KV goes into the last KV
-        block.
+    def _frequencies_of(self, prompts: Sequence[SequenceState], lengths: Sequence[int]) -> Tensor:
+        """Those of the rows that attend here: frequencies_tR, or frequencies_R where all have the same.
+
+        lengths: of the prompts that keep KV here the rows.
         """
-        positions, slots, limits = [], [], []
-        for seq in decodes:
-            if self.kvp_rank in seq.holders:
-                mine = seq.last_owner == self.kvp_rank
-                positions.append(seq.length)
-                slots.append(self._slot(seq) if mine else -1)
-                seq.local_length += mine
-                limits.append(seq.local_length)
-            seq.length += 1
-        return _Rows(positions, slots, limits)
+        different = self.decoding.frequencies
+        if prompts:
+            different = different.union(seq.frequencies_R for seq in prompts)
+        if len(different) == 1:
+            return next(iter(different))
+        held = [seq for seq in (*self.decoding.sequences, *prompts) if self.kvp_rank in seq.holders]
+        counts = [1] * (len(held) - len(lengths)) + [*lengths]
+        frequencies_bR = torch.stack([seq.frequencies_R for seq in held] or [*different])
+        return frequencies_bR.repeat_interleave(torch.tensor(counts, device=self.device), dim=0)
 
-    def _slot(self, seq: SequenceState) -> int:
-        """The slot of the next local token."""
-        block, offset = divmod(seq.local_length, self.block_tokens)
-        return self.arena.id(seq.extent, block) * self.block_tokens + offset
-
-    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _Rows:
-        """The next rows of a prompt, which see and are stored as above. None if the sequence keeps no KV here."""
+    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _ChunkRows:
+        """The next rows of a prompt, which see and are stored as decodes. None if the sequence keeps no KV here."""
         start, stop = seq.length, seq.length + chunk.num_tokens
         owners = self._owners(seq, chunk)
-        seq.add_blocks(chunk.new_blocks, self.kvp_rank, self.arena)
+        seq.add_blocks(chunk.new_blocks, self.kvp_rank)
         seq.length = stop
         if self.kvp_rank not in seq.holders:
-            return _Rows((), (), ())
+            return _ChunkRows(*[np.zeros(0, np.int64)] * 3)
         positions = np.arange(start, stop)
         mine = np.array(owners)[positions // self.block_tokens - start // self.block_tokens] == self.kvp_rank
         limits = seq.local_length + mine.cumsum()
@@ -328,7 +359,7 @@ class ModelRunner:
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         seq.local_length = int(limits[-1])
-        return _Rows(positions, slots, limits)
+        return _ChunkRows(positions, slots, limits)
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
         """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
@@ -338,28 +369,12 @@ class ModelRunner:
         return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
 
 
-def _last_tokens(decodes: list[SequenceState]) -> list[int]:
-    """The tokens that decode rows are made of. They count as seen from here on."""
-    for seq in decodes:
-        if seq.seen is not None:
-            seq.seen.add_one(seq.last_token)
-    return [seq.last_token for seq in decodes]
-
-
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
     """The tokens of a chunk. They count as seen from here on."""
     ids = _token_ids(chunk.token_ids)
     if seq.seen is not None:
         seq.seen.add(ids)
     return ids
-
-
-def _frequencies(sequences: list[SequenceState], counts: list[int]) -> Tensor:
-    """Those of rows, of which each sequence has so many: frequencies_tR, or frequencies_R where all have the same."""
-    first_R = sequences[0].frequencies_R
-    if all(seq.frequencies_R is first_R for seq in sequences):
-        return first_R
-    return torch.stack([seq.frequencies_R for seq in sequences]).repeat_interleave(torch.tensor(counts), dim=0)
 
 
 def _token_ids(message: bytes) -> np.ndarray:

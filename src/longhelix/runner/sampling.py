@@ -5,37 +5,53 @@ Rows that their candidates do not decide are few. All ranks hear which, and gath
 """
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise
+from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise, take_largest
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import CANDIDATES, SampledToken
+from longhelix.request import CANDIDATES, SampledToken, SamplingParams
 from longhelix.runner import choice, sampler
-from longhelix.runner.sequence_state import SequenceState
+from longhelix.runner.sequence_state import LAST_TOKEN, LENGTH, SequenceState
 from longhelix.spans import UNTRACED, Spans
 
 
 class _Settings:
-    """How sequences choose their tokens: what does not change while the same ones do."""
+    """How sequences choose their tokens, and where their candidates lie: all that stays while they are the same."""
 
-    def __init__(self, sequences: Sequence[SequenceState]) -> None:
-        self.news = [seq.new for seq in sequences]
-        self.params = [new.sampling for new in self.news]
-        seen = [None if seq.seen is None else seq.seen.words_W for seq in sequences]
-        penalties_S = torch.tensor([each.repetition_penalty for each in self.params], dtype=torch.float32)
-        temperatures_S = torch.tensor([each.temperature for each in self.params], dtype=torch.float32)
-        self.weighing = Weighing(seen, penalties_S, temperatures_S)
-        self.count = CANDIDATES if temperatures_S.any() else 1
+    def __init__(self, sequences: tuple[SequenceState, ...], device: torch.device) -> None:
+        self.sequences = sequences
+        self.numbers = sequences[0].numbers
+        self.lines_S = np.array([seq.line for seq in sequences], np.int64)
+        self.ids = [seq.new.id for seq in sequences]
+        self.seeds = [seq.new.seed for seq in sequences]
+        self.params = [seq.new.sampling for seq in sequences]
+        self.weighing = _weighing(sequences)
+        self.greedy = not self.weighing.temperatures_S.any()
+        self.count = 1 if self.greedy else CANDIDATES
         self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
+        self.found = Candidates.new(len(sequences), self.count, device)
+        self.memory_X = self.found.memory()
+        self.tokens_S = torch.empty(len(sequences), dtype=torch.int64)
 
-    def are_of(self, sequences: Sequence[SequenceState]) -> bool:
-        return len(sequences) == len(self.news) and all(
-            seq.new is new for seq, new in zip(sequences, self.news, strict=True)
-        )
+    def draw_keys(self) -> list[tuple[int, int]]:
+        """What draws are keyed by."""
+        lengths = self.numbers.values[self.lines_S, LENGTH].tolist()
+        return list(zip(self.seeds, lengths, strict=True))
+
+    def shard(self, memory_X: Tensor, first_id: int) -> choice.Shard:
+        """What lies in such memory, of a part of the vocabulary that begins at `first_id`."""
+        rows, ids = len(self.ids), len(self.ids) * self.count
+        words_X = memory_X.numpy()
+        ids_SK = words_X[:ids].reshape(rows, self.count)
+        if first_id:
+            ids_SK = np.where(ids_SK < 0, ids_SK, ids_SK + first_id)
+        values_SK = words_X[ids + rows :].view(np.float32)[:ids].reshape(rows, self.count)
+        return choice.Shard(values_SK, ids_SK, words_X[ids : ids + rows].view(np.float64))
 
 
 class Sampling:
@@ -44,40 +60,35 @@ class Sampling:
     def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
         self._stage, self._ffn, self._device = mesh.stage, mesh.ffn, device
         self._size, self._spans = vocab_size, spans
-        self._begin = mesh.layout.vocabulary(vocab_size, mesh.rank).start
-        self._settings = _Settings(())
+        # Those of each microbatch, and of steps in which prompts end.
+        self._settings = lru_cache(2 * mesh.layout.pp)(partial(_Settings, device=device))
         self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
+        self._first_ids = [part.start for part in self._parts]
 
-    def __call__(self, logits_Sv: Tensor, sequences: Sequence[SequenceState]) -> tuple[SampledToken, ...]:
+    def __call__(self, logits_Sv: Tensor, sequences: tuple[SequenceState, ...]) -> tuple[SampledToken, ...]:
         """Choose each sequence's `last_token`; the stage's first rank returns them, with what else was asked for.
 
         logits_Sv: float32, over this rank's part of the vocabulary; they are used up. What goes wrong with one row ends
         its sequence alone: other requests go on, and so do the ranks that wait for tokens.
         """
-        is_first = self._stage.index == 0
-        if not self._settings.are_of(sequences):
-            self._settings = _Settings(sequences)
-        asked = self._settings.asked
-        asked_AV = self.gather(logits_Sv[asked]) if asked else ()
-        token_ids = self._hear(self._choose(logits_Sv, sequences, self._settings), len(sequences))
-        errors: dict[int, str] = {}
-        left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
-        if left:
-            undecided = [sequences[row] for row in left]
-            left_Uv = logits_Sv if len(left) == len(sequences) else logits_Sv[left]
-            penalise(left_Uv, _Settings(undecided).weighing)
-            whole_UV = self.gather(left_Uv)
-            sampled = _sample(undecided, whole_UV) if is_first else []
-            errors = {row: error for row, (_, error) in zip(left, sampled, strict=False) if error}
-            found = self._hear([token_id for token_id, _ in sampled], len(left))
-            for row, token_id in zip(left, found, strict=True):
-                token_ids[row] = token_id
-        for seq, token_id in zip(sequences, token_ids, strict=True):
-            seq.last_token = token_id
-        if not is_first:
+        settings = self._settings(sequences)
+        asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
+        self._choose(logits_Sv, settings)
+        self._hear(settings.tokens_S)
+        token_ids, errors = settings.tokens_S.tolist(), {}
+        if UNDECIDED in token_ids:
+            errors = self._choose_of_all(logits_Sv, settings, token_ids)
+        settings.numbers.values[settings.lines_S, LAST_TOKEN] = token_ids
+        if self._stage.index != 0:
             return ()
-        logits_of = dict(zip(asked, asked_AV, strict=True))
-        return tuple(_described(seq, errors.get(row, ""), logits_of.get(row)) for row, seq in enumerate(sequences))
+        sampled = tuple(map(SampledToken, settings.ids, token_ids))
+        if not (errors or settings.asked):
+            return sampled
+        logits_of = dict(zip(settings.asked, asked_AV, strict=True))
+        return tuple(
+            _described(token, each, errors.get(row, ""), logits_of.get(row))
+            for row, (token, each) in enumerate(zip(sampled, settings.params, strict=True))
+        )
 
     def gather(self, logits_Sv: Tensor) -> Tensor:
         """Logits over the whole vocabulary, on the first rank of each copy of it; elsewhere empty."""
@@ -89,64 +100,79 @@ class Sampling:
         trimmed = [shard_Sv[:, : len(part)] for shard_Sv, part in zip(shards, self._parts, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(logits_Sv), 0)
 
-    def _choose(self, logits_Sv: Tensor, sequences: Sequence[SequenceState], settings: _Settings) -> list[int]:
-        """On the stage's first rank the tokens, where their candidates decide them; elsewhere none."""
+    def _choose(self, logits_Sv: Tensor, settings: _Settings) -> None:
+        """On the stage's first rank the tokens, where their candidates decide them."""
         span = self._spans.begin("candidates")
-        found = candidates(logits_Sv, settings.weighing, settings.count)
+        candidates(logits_Sv, settings.weighing, settings.count, settings.found)
         self._spans.end(span)
-        shards = self._gather_candidates(found)
+        gathered = [memory_X.cpu() for memory_X in self._ffn.gather(settings.memory_X)]
         if self._stage.index != 0:
-            return []
+            return
+        if settings.greedy:
+            take_largest(gathered, self._first_ids, settings.tokens_S)
+            return
+        shards = list(map(settings.shard, gathered, self._first_ids))
         merged = choice.merge(shards, settings.weighing.temperatures_S.numpy())
-        return choice.choose(merged, self._size, settings.params, _keys(sequences)).tolist()
+        settings.tokens_S.numpy()[:] = choice.choose(merged, self._size, settings.params, settings.draw_keys())
 
-    def _gather_candidates(self, found: Candidates) -> list[choice.Shard]:
-        """Of all parts of the vocabulary, on the first rank of each copy of it; elsewhere none."""
-        if self._ffn.size == 1:
-            return [choice.Shard(*(tensor.cpu().numpy() for tensor in found))]
-        ids_SK = torch.where(found.ids_SK < 0, found.ids_SK, found.ids_SK + self._begin)
-        # As one tensor, which holds all of them exactly: so little costs what a collective costs to start.
-        packed_SX = torch.cat([found.values_SK.double(), ids_SK.double(), found.sums_S[:, None]], dim=1)
-        return [_unpacked(shard_SX.cpu().numpy()) for shard_SX in self._ffn.gather(packed_SX)]
+    def _choose_of_all(self, logits_Sv: Tensor, settings: _Settings, token_ids: list[int]) -> dict[int, str]:
+        """Choose the tokens that are undecided, of whole rows. Returns errors, by row."""
+        left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
+        undecided = [settings.sequences[row] for row in left]
+        left_Uv = logits_Sv if len(left) == len(token_ids) else logits_Sv[left]
+        penalise(left_Uv, _weighing(undecided))
+        whole_UV = self.gather(left_Uv)
+        tokens_U, errors = torch.empty(len(left), dtype=torch.int64), {}
+        if self._stage.index == 0:
+            keys = settings.draw_keys()
+            sampled = _sample(undecided, whole_UV, [keys[row] for row in left])
+            tokens_U.copy_(torch.tensor([token_id for token_id, _ in sampled]))
+            errors = {row: error for row, (_, error) in zip(left, sampled, strict=True) if error}
+        self._hear(tokens_U)
+        for row, token_id in zip(left, tokens_U.tolist(), strict=True):
+            token_ids[row] = token_id
+        return errors
 
-    def _hear(self, token_ids: list[int], count: int) -> list[int]:
-        """What the stage's first rank says: `count` token ids."""
-        tokens_S = torch.from_numpy(np.array(token_ids or [0] * count, np.int64)).to(self._device)
-        return self._stage.broadcast(tokens_S).tolist()
+    def _hear(self, tokens_S: Tensor) -> None:
+        """Take over what the stage's first rank has, int64 on the CPU."""
+        heard_S = self._stage.broadcast(tokens_S.to(self._device))
+        if heard_S is not tokens_S:
+            tokens_S.copy_(heard_S)
 
 
-def _unpacked(packed_SX: np.ndarray) -> choice.Shard:
-    values_SK, ids_SK, sums_S1 = np.split(packed_SX, [packed_SX.shape[1] // 2, packed_SX.shape[1] - 1], axis=1)
-    return choice.Shard(values_SK.astype(np.float32), ids_SK.astype(np.int64), sums_S1[:, 0])
+def _weighing(sequences: Sequence[SequenceState]) -> Weighing:
+    params = [seq.new.sampling for seq in sequences]
+    return Weighing(
+        [None if seq.seen is None else seq.seen.words_W for seq in sequences],
+        torch.tensor([each.repetition_penalty for each in params], dtype=torch.float32),
+        torch.tensor([each.temperature for each in params], dtype=torch.float32),
+    )
 
 
-def _sample(sequences: Sequence[SequenceState], logits_SV: Tensor) -> list[tuple[int, str]]:
+def _sample(
+    sequences: Sequence[SequenceState], logits_SV: Tensor, keys: Sequence[tuple[int, int]]
+) -> list[tuple[int, str]]:
     """The token of each, or 0 and why there is none."""
-    token_ids = sampler.sample_rows(logits_SV, [seq.new.sampling for seq in sequences], _keys(sequences))
+    token_ids = sampler.sample_rows(logits_SV, [seq.new.sampling for seq in sequences], keys)
     return [
-        _sample_alone(seq, logits_V) if token_id == UNDECIDED else (token_id, "")
-        for seq, logits_V, token_id in zip(sequences, logits_SV, token_ids, strict=True)
+        _sample_alone(logits_V, seq.new.sampling, key) if token_id == UNDECIDED else (token_id, "")
+        for seq, logits_V, token_id, key in zip(sequences, logits_SV, token_ids, keys, strict=True)
     ]
 
 
-def _sample_alone(seq: SequenceState, logits_V: Tensor) -> tuple[int, str]:
+def _sample_alone(logits_V: Tensor, params: SamplingParams, key: tuple[int, int]) -> tuple[int, str]:
     try:
-        return sampler.sample(logits_V, seq.new.sampling, seq.new.seed, seq.length), ""
+        return sampler.sample(logits_V, params, *key), ""
     except Exception as error:
         return 0, f"{type(error).__name__}: {error}"
 
 
-def _keys(sequences: Sequence[SequenceState]) -> list[tuple[int, int]]:
-    """What draws are keyed by."""
-    return [(seq.new.seed, seq.length) for seq in sequences]
-
-
-def _described(seq: SequenceState, error: str, logits_V: Tensor | None) -> SampledToken:
+def _described(token: SampledToken, params: SamplingParams, error: str, logits_V: Tensor | None) -> SampledToken:
     """The token with its logprobs, where there are logits for them."""
     found: dict[int, float] = {}
     if logits_V is not None and not error:
         try:
-            found = sampler.logprobs(logits_V, seq.new.sampling.logprobs, seq.last_token)
+            found = sampler.logprobs(logits_V, params.logprobs, token.token_id)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    return SampledToken(seq.new.id, 0 if error else seq.last_token, found, error)
+    return SampledToken(token.sequence_id, 0 if error else token.token_id, found, error)

@@ -1,16 +1,25 @@
 """A running sequence, as a rank follows it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena, Extent
+from longhelix.cache.lines import Lines
 from longhelix.kv.blocks import Block
 from longhelix.parallel.pipeline import Travelling
 from longhelix.request import NewSequence, Widened
 from longhelix.runner.seen_tokens import SeenTokens
+
+# The columns of a sequence's line; from HELD on one for each KVP rank, 1 if it is among the holders.
+LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, HELD = range(6)
+
+
+def sequence_numbers(kvp: int) -> Lines:
+    """The numbers of sequences of `kvp` KVP ranks."""
+    return Lines(HELD + kvp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,51 +30,91 @@ class AwaitedTokens:
     travelling: Travelling
 
 
-@dataclass
-class SequenceState:
-    """This rank's copy of a sequence; steps bring its changes.
+class _Number:
+    """One of the numbers in a sequence's line."""
 
-    length: tokens that have KV. local_length: those of them that have it on this rank. seen: which tokens the sequence
-    has, in this rank's part of the vocabulary, where a repetition penalty needs them.
+    def __init__(self, column: int) -> None:
+        self._column = column
+
+    def __get__(self, seq: "SequenceState", kind: type | None = None) -> int:
+        return seq.numbers.values.item(seq.line, self._column)
+
+    def __set__(self, seq: "SequenceState", value: int) -> None:
+        seq.numbers.values[seq.line, self._column] = value
+
+
+class SequenceState:
+    """This rank's copy of a sequence; steps bring its changes. What changes with every token lies in its `line` of
+    `numbers`, where a step changes all sequences at once.
+
+    length: tokens that have KV. local_length: those of them that have it on this rank. last_owner: of the last KV
+    block. last_token: that was sampled, on every rank of the last stage and of the first one. seen: which tokens the
+    sequence has, in this rank's part of the vocabulary, where a repetition penalty needs them.
     """
 
-    new: NewSequence
-    frequencies_R: Tensor
-    extent: Extent
-    seen: SeenTokens | None = None
-    last_token: int = 0  # that was sampled, on every rank of the last stage and of the first one
-    awaited: "AwaitedTokens | None" = None  # with which it comes, while it is on its way to the first stage
-    microbatch: int = 0
-    length: int = 0
-    local_length: int = 0
-    last_owner: int = -1  # of the last KV block
-    holders: set[int] = field(default_factory=set)  # the KVP ranks that take part: all, or the owners so far
+    length = _Number(LENGTH)
+    local_length = _Number(LOCAL_LENGTH)
+    last_owner = _Number(LAST_OWNER)
+    last_token = _Number(LAST_TOKEN)
 
-    def begin(self, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
+    def __init__(
+        self, new: NewSequence, frequencies_R: Tensor, numbers: Lines, arena: BlockArena, seen: SeenTokens | None = None
+    ) -> None:
+        self.new = new
+        self.frequencies_R = frequencies_R
+        self.seen = seen
+        self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way
+        self.microbatch = 0
+        self.numbers = numbers
+        self.line = numbers.take()
+        self.last_owner = -1
+        self._arena = arena
+
+    @property
+    def holders(self) -> set[int]:
+        """The KVP ranks that take part: all, or the owners so far."""
+        return set(self.numbers.values[self.line, HELD:].nonzero()[0].tolist())
+
+    def begin(self, kvp_rank: int, block_tokens: int) -> None:
         """Take over the cached tokens. Their blocks are full, except perhaps the last one."""
+        self._open(self.new.blocks_per_rank[kvp_rank])
+        if self.new.spread:
+            self.numbers.values[self.line, HELD:] = 1
         blocks = self.new.cached_blocks
-        self.add_blocks(blocks, kvp_rank, arena)
+        self.add_blocks(blocks, kvp_rank)
         self.length = self.new.cached_tokens
         missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
-        self.local_length = len(arena.ids(self.extent)) * block_tokens - missing
+        self.local_length = len(self._arena.ids(self.extent)) * block_tokens - missing
 
-    def widen(self, widened: Widened, kvp_rank: int, block_tokens: int, arena: BlockArena) -> None:
+    def end(self) -> None:
+        self._arena.close(self.extent)
+        self.numbers.give_back(self.line)
+
+    def widen(self, widened: Widened, kvp_rank: int, block_tokens: int) -> None:
         """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
         left = [move.source.id for move in widened.moves if move.source.owner == kvp_rank]
         come = [move for move in widened.moves if move.target.owner == kvp_rank]
-        ids = arena.ids(self.extent)
+        ids = self._arena.ids(self.extent)
         ids = ids[~np.isin(ids, left)]
         # Each goes before what will lie behind it, counted without those that have come.
         before = [move.place - earlier for earlier, move in enumerate(come)]
         ids = np.insert(ids, before, [move.target.id for move in come])
-        arena.close(self.extent)
-        self.extent = arena.open(widened.blocks_per_rank[kvp_rank])
-        arena.append(self.extent, ids)
-        self.holders.update(move.target.owner for move in widened.moves)
+        self._arena.close(self.extent)
+        self._open(widened.blocks_per_rank[kvp_rank])
+        self._arena.append(self.extent, ids)
+        self._hold(move.target.owner for move in widened.moves)
         self.local_length += (len(come) - len(left)) * block_tokens
 
-    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int, arena: BlockArena) -> None:
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
         if blocks:
             self.last_owner = blocks[-1].owner
-        self.holders.update(block.owner for block in blocks)
-        arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
+        self._hold(block.owner for block in blocks)
+        self._arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
+
+    def _open(self, room: int) -> None:
+        self.extent: Extent = self._arena.open(room)
+        self.numbers.values[self.line, EXTENT] = self.extent.line
+
+    def _hold(self, owners: Iterable[int]) -> None:
+        for owner in set(owners):
+            self.numbers.values[self.line, HELD + owner] = 1

@@ -7,26 +7,41 @@ from torch import Tensor
 
 from longhelix.kernels.tape import Tape
 from longhelix.models.batch import Batch
+from longhelix.parallel.holders import Holders
 from longhelix.spans import UNTRACED, Spans
 
 _MOST_TAPES = 16  # each keeps the activations of its rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Recorded:
-    """A tape, the memory that it reads, the result that it writes, and the spans whose times it writes."""
+    """A tape, the memory that it reads, the result that it writes, and the spans whose times it writes. holders: those
+    of the step that ran last, which its memory has."""
 
     tape: Tape
     hidden_TH: Tensor
-    batch: Batch
+    inputs: list[Tensor]
+    own_holders: Holders | None
+    holders: Holders | None
     result_TH: Tensor
     spans: tuple[object, ...]
+
+    def take(self, hidden_TH: Tensor, batch: Batch) -> None:
+        """Take over a step."""
+        self.hidden_TH.copy_(hidden_TH)
+        for own, given in zip(self.inputs, _inputs(batch), strict=True):
+            if own is not given:
+                own.copy_(given)
+        if batch.holders is not self.holders:
+            self.own_holders.rows_t.copy_(batch.holders.rows_t)
+            self.own_holders.places_NT.copy_(batch.holders.places_NT)
+            self.holders = batch.holders
 
 
 class TapedLayers:
     """Runs steps whose sequences all have one row from tapes of `layers`, where that is possible.
 
-    The first step of a kind runs op by op and is recorded. Later ones copy their few inputs over those of the first,
+    The first step of a kind runs op by op and is recorded. Later ones write their few inputs over those of the first,
     and run its tape. Ranks may differ in what they can record; in either case they run the same collectives, once.
     """
 
@@ -46,9 +61,7 @@ class TapedLayers:
             return self._record(key, hidden_TH, batch)
         self._tapes[key] = recorded
         span = self._spans.begin("inputs", "host")
-        recorded.hidden_TH.copy_(hidden_TH)
-        for own, given in zip(_inputs(recorded.batch), _inputs(batch), strict=True):
-            own.copy_(given)
+        recorded.take(hidden_TH, batch)
         self._spans.end(span)
         self._spans.again(recorded.spans)
         recorded.tape.run()
@@ -64,7 +77,8 @@ class TapedLayers:
             return result_TH
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
-        self._tapes[key] = _Recorded(tape, own_TH, own, result_TH, self._spans.taped(begun))
+        spans = self._spans.taped(begun)
+        self._tapes[key] = _Recorded(tape, own_TH, _inputs(own), own.holders, batch.holders, result_TH, spans)
         return result_TH
 
 
@@ -73,13 +87,14 @@ _VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b", "extents_
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
-    holders = () if batch.holders is None else (batch.holders.rows_t, batch.holders.places_NT)
-    return [*(getattr(batch, name) for name in _VARYING), *holders]
+    return [getattr(batch, name) for name in _VARYING]
 
 
 def _own(batch: Batch) -> Batch:
-    """The same batch in memory of its own."""
-    own = replace(batch, **{name: getattr(batch, name).clone() for name in _VARYING})
+    """The same batch in memory that stays."""
+    own = batch
+    if not batch.stays:
+        own = replace(batch, **{name: getattr(batch, name).clone() for name in _VARYING})
     if batch.holders is None:
         return own
     rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()

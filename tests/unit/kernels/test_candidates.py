@@ -1,14 +1,19 @@
 """The native candidates of rows against the reference, which is tested by what torch sorts."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from longhelix.kernels import native
-from longhelix.kernels.candidates import Weighing, candidates, penalise, reference
+from longhelix.kernels.candidates import Candidates, Weighing, candidates, penalise, reference, take_largest
+from longhelix.kernels.draw import UNDECIDED
 from longhelix.runner.seen_tokens import SeenTokens
 
 pytestmark = pytest.mark.unit
+
+needs_native = pytest.mark.skipif(native.module is None, reason="the native kernels were not built")
 
 
 def make_rows(seed: int, rows: int, size: int):
@@ -36,7 +41,7 @@ def assert_same(found, expected):
     assert torch.allclose(found.sums_S, expected.sums_S, rtol=2e-6, atol=0)
 
 
-@pytest.mark.skipif(native.module is None, reason="the native kernels were not built")
+@needs_native
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 255, 256, 257, 300, 511, 512, 513, 5000, 70_000])
 @pytest.mark.parametrize("count", [1, 2, 64, 300])
 def test_native_candidates_are_those_of_the_reference(size, count):
@@ -85,3 +90,30 @@ def test_penalties_are_of_the_logits_that_are_marked(is_native, monkeypatch):
     logits_2v = torch.tensor([row, row])
     penalise(logits_2v, Weighing([seen.words_W, None], torch.tensor([2.0, 2.0]), torch.ones(2)))
     assert logits_2v.tolist() == [[1.0, 1.0, 0.5, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -2.0], row]
+
+
+@pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_native)])
+@pytest.mark.parametrize("bounds", [[0, 400], [0, 150, 150, 400], [0, 0, 399, 400]])
+def test_the_largest_of_all_parts_is_taken(monkeypatch, is_native, bounds):
+    """Of equal ones that of the lowest id; of rows whose largest logit is no number nothing is."""
+    if not is_native:
+        monkeypatch.setattr(native, "module", None)
+    logits_SV = (2 * torch.randn(9, 400, generator=torch.Generator().manual_seed(1))).round()
+    logits_SV[1, 150:] += 20
+    logits_SV[2] = -torch.inf
+    logits_SV[3, 200] = torch.nan
+    logits_SV[4, 200] = torch.inf
+    logits_SV[5, 3:] = -torch.inf
+    logits_SV[6, 0] = torch.nan
+    weighing = Weighing([None] * 9, torch.ones(9), torch.zeros(9))
+    parts = [logits_SV[:, begin:end].contiguous() for begin, end in pairwise(bounds)]
+    memories = []
+    for part_Sv in parts:
+        found = Candidates.new(9, 1, part_Sv.device)
+        assert candidates(part_Sv, weighing, 1, into=found) is found
+        memories.append(found.memory())
+    tokens_S = torch.empty(9, dtype=torch.int64)
+    take_largest(memories, bounds[:-1], tokens_S)
+    first_S = (logits_SV == logits_SV.amax(dim=1, keepdim=True)).int().argmax(dim=1)  # of equal ones the first
+    first_S[[2, 3, 4, 6]] = UNDECIDED
+    assert tokens_S.tolist() == first_S.tolist()

@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from longhelix.kernels.angles import rotation
 from longhelix.kernels.reference import rotate_heads as rotate
-from longhelix.models.rope import inverse_frequencies, rotation
+from longhelix.models.rope import inverse_frequencies
 from longhelix.spec import ModelSpec, RopeSpec
 
 pytestmark = pytest.mark.unit

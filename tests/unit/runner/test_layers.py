@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhelix.kernels import native
+from longhelix.kernels import native, take_rows
 from longhelix.layout import Layout
 from longhelix.models.batch import Batch
 from longhelix.parallel.holders import Holders
@@ -145,3 +145,26 @@ def test_experts_are_told_of_padding_and_have_no_rows_while_a_graph_is_captured(
     for rows in (5, 6):
         run(torch.ones(rows, 4), decode(rows))
     assert seen == [[True] * 6, [False] * 5 + [True], [False] * 6]
+
+
+@pytest.mark.skipif(native.module is None, reason="no native kernels")
+def test_tapes_read_what_batches_that_stay_have_now_and_who_holds_what():
+    recorded = []
+
+    def layers(hidden_TH, batch):
+        recorded.append(batch)
+        return take_rows(batch.cos_tR, batch.holders.rows_t)
+
+    run, hidden_TH = TapedLayers(layers), torch.zeros(3, 4)
+    held = [
+        Holders.of(np.array(held_NT) == 1, 0, hidden_TH.device)
+        for held_NT in ([[1, 0, 1], [0, 1, 1]], [[1, 1, 0], [0, 1, 1]])
+    ]
+    stays = replace(decode(3), stays=True)
+    once = replace(decode(3), cos_tR=torch.full((3, 2), 7.0))
+    for batch, holders in [(stays, 0), (stays, 0), (stays, 1), (stays, 0), (once, 1), (stays, 0)]:
+        stays.cos_tR.copy_(torch.rand(3, 2))
+        before, expected = held[holders].rows_t.clone(), batch.cos_tR[held[holders].rows_t]
+        assert torch.equal(run(hidden_TH, replace(batch, holders=held[holders])), expected)
+        assert torch.equal(held[holders].rows_t, before)
+    assert len(recorded) == 1

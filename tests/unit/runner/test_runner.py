@@ -65,7 +65,8 @@ def make_runner(kvp=1, rank=0, num_blocks=64):
     groups = (RankGroup((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
         alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "waited_s": 0.0}
-        group = SimpleNamespace(index=rank, traffic=Traffic(), broadcast=lambda tokens_S: tokens_S, **alone)
+        alone |= {"broadcast": lambda tokens_S: tokens_S, "gather": lambda values: [values]}
+        group = SimpleNamespace(index=rank, traffic=Traffic(), **alone)
         groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
     pool = KVPool({"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}, 0, num_blocks, CPU)

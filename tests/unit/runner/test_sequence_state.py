@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longhelix.cache.block_arena import BlockArena
 from longhelix.kv.blocks import Block
 from longhelix.request import Move, NewSequence, SamplingParams, Widened
-from longhelix.runner.sequence_state import SequenceState
+from longhelix.runner.sequence_state import SequenceState, sequence_numbers
 
 pytestmark = pytest.mark.unit
 
@@ -37,9 +37,9 @@ def test_blocks_come_and_go_in_the_middle(owners, source, targets, missing):
     for rank in range(3):
         arena = BlockArena(60, torch.device("cpu"))
         new = NewSequence(7, SamplingParams(), 0, 100, (20, 20, 20), False, length, tuple(before))
-        seq = SequenceState(new, torch.zeros(2), arena.open(20))
-        seq.begin(rank, BLOCK_TOKENS, arena)
-        seq.widen(Widened(7, tuple(moves), room), rank, BLOCK_TOKENS, arena)
+        seq = SequenceState(new, torch.zeros(2), sequence_numbers(3), arena)
+        seq.begin(rank, BLOCK_TOKENS)
+        seq.widen(Widened(7, tuple(moves), room), rank, BLOCK_TOKENS)
         assert arena.ids(seq.extent).tolist() == [block.id for block in after if block.owner == rank]
         assert seq.extent.room == room[rank]
         assert seq.holders >= {block.owner for block in after}
