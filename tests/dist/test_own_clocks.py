@@ -1,10 +1,13 @@
 """KVP instances of the tied layout with clocks of their own give what one rank gives, and wait for nobody else."""
 
+import time
+
 import pytest
 from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.scheduler.recording import Completed, Scheduled
+from longhelix.workers import watchdog
 
 pytestmark = pytest.mark.dist
 
@@ -131,6 +134,66 @@ def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
     assert order[:third].count((1,)) >= 10
     assert (0, 1) in {step.instances for step in steps_of(heard)}
     assert last.kv_tokens_per_rank == [24, 21]
+
+
+@pytest.fixture
+def slowed(tmp_path, monkeypatch):
+    """After each of its steps a rank stands for 50 ms: rank 1, or those that the test names."""
+    program = """
+import os, time
+from longhelix.runner.runner import ModelRunner
+execute = ModelRunner.execute
+
+def slowly(runner, step):
+    result = execute(runner, step)
+    if str(runner.mesh.rank) in os.environ.get("SLOW", "1"):
+        time.sleep(0.05)
+    return result
+
+ModelRunner.execute = slowly
+"""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def poll(core, tokens, until=lambda: False):
+    """Take what requests get, until there is no more."""
+    while core.has_work and not until():
+        for event in core.poll():
+            tokens[event.request_id].append(event.sampled.token_id)
+
+
+@pytest.mark.usefixtures("slowed")
+def test_tokens_come_in_order_after_those_that_shared_a_request_part(oracles):
+    """When the shared request ends, a step of both instances is in flight. One of them is done with its next one before
+    the other is done with that."""
+    oracle = oracles("llama", 5, 7, 30)
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (NEW_TOKENS, NEW_TOKENS, 5)]
+    with engine(oracle, 2, growth_limit_tokens=24, kv_cache_tokens=256) as llm:
+        heard, core = record(llm), llm._core
+        tokens = {core.add(prompt, sampling).id: [] for prompt, sampling in zip(oracle.prompts, params, strict=True)}
+        poll(core, tokens)
+    expected = [list(each[: one.max_new_tokens]) for each, one in zip(oracle.tokens, params, strict=True)]
+    assert list(tokens.values()) == expected
+    instances = {step.id: step.instances for step in steps_of(heard)}
+    assert list(instances.values()).count((0, 1)) < len(instances) - 10
+
+
+def test_an_instance_that_had_nothing_to_do_is_not_blamed(oracles, slowed, monkeypatch):
+    oracle = oracles("llama", 5, 7, 30)
+    monkeypatch.setenv("SLOW", "0 1")
+    monkeypatch.setattr(watchdog, "FACTOR", 0.0)
+    monkeypatch.setattr(watchdog, "GRACE_S", 1.0)
+    with engine(oracle, 2, placement="local") as llm:
+        core, begun_s = llm._core, time.monotonic()
+        first = core.add(oracle.prompts[0], SamplingParams(max_new_tokens=55, ignore_eos=True))
+        tokens = {first.id: []}
+        poll(core, tokens, lambda: time.monotonic() > begun_s + 2)
+        assert core.has_work
+        second = core.add(oracle.prompts[1], GREEDY)
+        tokens[second.id] = []
+        poll(core, tokens)
+    assert tokens[second.id] == list(oracle.tokens[1])
 
 
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.3, "logprobs": 3}
