@@ -52,8 +52,8 @@ class _ChunkRows(NamedTuple):
 
 
 class ModelRunner:
-    """Executes steps on one rank, in order. Every rank executes every step; those of all stages but the first are told
-    of each by `expect` before.
+    """Executes steps on one rank, in order. Every rank executes every step, or where KVP instances have clocks of their
+    own, those of its instance; ranks of all stages but the first are told of each by `expect` before.
 
     swap_space: where swapped KV blocks go (None: no step swaps).
     """

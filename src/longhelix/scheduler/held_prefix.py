@@ -28,7 +28,7 @@ class HeldPrefix:
         cached: list[Block] = []
         for digest in hashes:
             block = pool.index.get(digest)
-            if block is None:
+            if block is None or pool.swaps.awaits(block):
                 break
             cached.append(block)
         owners = tuple(block.owner for block in cached)
@@ -41,8 +41,8 @@ class HeldPrefix:
         pool.share(cached)  # or a new block could be one of them
         # In the order of memory, where they are copied to in one go as far as they follow each other.
         taken = {rank: iter(sorted(pool.allocators[rank].take() for _ in range(counts[rank]))) for rank in counts}
-        pool.swaps.lose()
-        new = (Block(owner, next(taken[owner])) for owner in wanted)
+        new = tuple(Block(owner, next(taken[owner])) for owner in wanted)
+        pool.swaps.lose(new)
         return cls((*cached, *new), len(cached), tuple(hashes))
 
     def publish(self, pool: BlockPool) -> None:

@@ -1,7 +1,7 @@
 """Swapped KV blocks: what the prefix cache keeps outside of the pools of blocks whose room was needed."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 
 from longhelix.kv.blocks import Block, Slot
@@ -43,8 +43,13 @@ class Swaps:
         for slot in reversed(slots):  # a block is found only where all before it are
             self._used[slot.owner].move_to_end(slot)
 
-    def lose(self) -> None:
-        """Blocks that were evicted are written to before the next step."""
+    def awaits(self, block: Block) -> bool:
+        """Whether a block gets its content only with a step that is yet to be made."""
+        return any(target == block for _, target in self._in)
+
+    def lose(self, written: Collection[Block]) -> None:
+        """Blocks that were evicted are written to before the next step, which is to leave them so."""
+        self._in = [one for one in self._in if one[1] not in written]
         for _, content_hash in self.evicted:
             self._start(content_hash)
         self.evicted.clear()

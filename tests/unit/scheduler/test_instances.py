@@ -309,6 +309,41 @@ def test_every_request_gets_its_own_tokens(seed, placement, swap_blocks):
     run.drain()
 
 
+@pytest.fixture
+def swapping():
+    """A request that hits swapped KV of instance 0 has begun, and no step says so yet: that instance is busy."""
+    run = Run(own(kvp=2, num_blocks=4, prefix_cache=True, swap_blocks=4), first, depth=1)
+    for one in request(0, LONG[:9], 1), request(1, LONG[20:36], 1):
+        run.add(one)
+        run.drain()
+    run.add(request(2, LONG[:9], 1))
+    assert run.scheduler.schedule(run.now_s, busy={0}) is None
+    assert run.scheduler._running
+    return run
+
+
+def test_kv_that_is_yet_to_be_swapped_in_is_not_saved(swapping):
+    held = swapping.scheduler.hold(request(-1, LONG[:8], 1))
+    assert held is not None
+    assert held.num_cached == 0
+    held.release(swapping.scheduler.pool)
+    swapping.drain()
+
+
+def test_what_was_to_be_swapped_in_for_an_aborted_request_does_not_overwrite_what_is_loaded(swapping):
+    swapping.abort(2)
+    held = swapping.scheduler.hold(request(-1, LONG[50:66], 1))
+    assert {block.owner for block in held.blocks} == {0}
+    for position in range(16):
+        block = held.blocks[position // 4]
+        swapping.runner.pools[0][block.id, position % 4] = (position, LONG[50 + position])
+    held.publish(swapping.scheduler.pool)
+    held.release(swapping.scheduler.pool)
+    swapping.add(request(3, LONG[50:65], 1))
+    swapping.drain()
+    assert swapping.usages[3].cached_tokens == 12
+
+
 def test_stages_have_one_clock():
     with pytest.raises(UserError, match="clocks of their own in one stage, but pp is 2: set pp to 1"):
         own(pp=2)
