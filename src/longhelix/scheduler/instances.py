@@ -75,7 +75,8 @@ class Instances:
             self._each[seq.instances].leave(seq)
         self._running[seq.instances] -= 1
         self._running += Counter()
-        seq.instances += (owner,)
+        lead, *others = seq.instances
+        seq.instances = (lead, *sorted([*others, owner]))  # one set for each of these
         self._running[seq.instances] += 1
         if decodes:
             self._join_set(seq)
@@ -130,7 +131,7 @@ class Instances:
         for instances, decodes in self._each.items():
             for one in instances:
                 if one in loads:
-                    loads[one].add_decodes(decodes)
+                    loads[one].add_decodes_of(one, decodes)
         return TeamLoad(loads)
 
     def tbt_slo_s(self, turn: Turn) -> float:

@@ -55,6 +55,15 @@ class Load:
         if decodes.num_even < rows:
             _add(self._by_rank().decode_kv_tokens, decodes.rank_tokens)
 
+    def add_decodes_of(self, rank: int, decodes: Decodes) -> None:
+        """The same, of which one KVP rank alone is asked about."""
+        rows = len(decodes)
+        self.decode_rows += rows
+        self._sampled_rows += rows
+        self._decode_kv_tokens += decodes.kv_tokens
+        if decodes.num_even < rows:
+            self._by_rank().decode_kv_tokens[rank] += decodes.rank_tokens[rank]
+
     def add_decode(self, seq: Sequence) -> None:
         """A row of one that is about to decode."""
         self.decode_rows += 1

@@ -20,6 +20,7 @@ from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunk
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
+from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
@@ -164,7 +165,7 @@ class Scheduler:
         self._widening.name()
         self._resume(now_s)
         self._admit(now_s)
-        turn, joined, growing = self._turn(busy)
+        turn, decoding, joined, growing = self._turn(busy)
         if turn is None:
             return None
         enlisted = self._notices.enlisted_in(turn)
@@ -172,7 +173,6 @@ class Scheduler:
         load = self._turns.load(turn)
         chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
-        decoding = self._turns.decoding(turn)
         if not (load.decode_rows or chunks or self._notices.has_for(turn)):
             return None
         work = load.fullest(self.cost)
@@ -224,23 +224,25 @@ class Scheduler:
             self._notices.begin(begun)
             self._turns.begin(seq)
 
-    def _turn(self, busy: Set[int]) -> tuple[Turn | None, list[Sequence], list[Sequence]]:
-        """Whose rows the next step has, the sequences that join them, and those whose rows in it need a KV block."""
+    def _turn(self, busy: Set[int]) -> tuple[Turn | None, Items[Decodes], list[Sequence], list[Sequence]]:
+        """Whose step is next, the sets of sequences that have rows in it, those that join them, and those whose rows
+        need a KV block."""
         self._leaving += self._turns.deal()
         step_id, oldest_id, prompts = self._next_step_id + 1, self._oldest_id, self._prompts.values()
         for turn in self._turns.in_turn(step_id, oldest_id, busy, prompts):
             joined, growing = self._turns.join(turn, step_id, oldest_id), list[Sequence]()
-            for decodes in self._turns.decoding(turn):
+            decoding = self._turns.decoding(turn)
+            for decodes in decoding:
                 done, more = decodes.advance()
                 self._leaving += done
                 growing += more
             if (
                 any(turn.has(seq.instances) for seq in prompts)
-                or any(map(len, self._turns.decoding(turn)))
+                or any(map(len, decoding))
                 or self._notices.has_for(turn)
             ):
-                return turn, joined, growing
-        return None, [], []
+                return turn, decoding, joined, growing
+        return None, (), [], []
 
     @property
     def _oldest_id(self) -> int:
