@@ -333,8 +333,8 @@ class mutation:  # noqa: N801 - reads as a statement
             SharedMemoryRankGroup.exchange_states = keep_to_oneself
         if self.kind == "sampling":
 
-            def undecided_for_short_sequences(sampling, logits_Sv, settings):
-                choose(sampling, logits_Sv, settings)
+            def undecided_for_short_sequences(sampling, logits_Sv, settings, together):
+                choose(sampling, logits_Sv, settings, together)
                 positions_S = torch.tensor([position for _, position in settings.draw_keys()])
                 settings.tokens_S[positions_S < 20] = UNDECIDED
 

@@ -304,7 +304,10 @@ def recount(oracle, tokens):
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler, and here is none"
 )
-@pytest.mark.parametrize(("kvp", "tpa", "block_tokens"), [(1, 1, 16), (2, 1, 16), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "block_tokens"),
+    [pytest.param(1, 1, 16, marks=pytest.mark.slow), pytest.param(2, 1, 16, marks=pytest.mark.slow), (1, 2, 4)],
+)
 def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_tokens):
     """torch.compile sees all layers as one graph, ops and functional collectives whole; in rows and packed."""
     if "native" not in NATIVE:
