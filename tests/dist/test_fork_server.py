@@ -77,6 +77,7 @@ def await_end_of(server):
     assert not server.is_up
 
 
+@pytest.mark.slow
 def test_there_is_one_while_environment_and_cores_stay_the_same(server, environment, monkeypatch):
     assert server_for(environment) is server
     running = server.start(["plain_process", "stay"])
