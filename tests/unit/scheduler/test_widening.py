@@ -184,7 +184,7 @@ def test_a_step_moves_so_few_blocks_that_what_carries_them_has_room():
 def test_the_time_of_moves_is_not_that_of_a_request_whose_next_block_alone_went_elsewhere():
     engine, seq = until_rank_0_is_full()
     scheduler, execute = engine.scheduler, engine.runner.execute
-    engine.runner.execute = lambda step: replace(execute(step), moved_s=0.5 if step.moved else 0.0)
+    engine.runner.execute = lambda step: msgspec.structs.replace(execute(step), moved_s=0.5 if step.moved else 0.0)
     assert scheduler._widening._relieve(0, [seq])
     assert scheduler._widening._go_elsewhere(scheduler._running[1])
     scheduler._turns.recount()
