@@ -306,8 +306,9 @@ def recount(oracle, tokens):
 )
 @pytest.mark.parametrize(
     ("kvp", "tpa", "block_tokens"),
-    [pytest.param(1, 1, 16, marks=pytest.mark.slow), pytest.param(2, 1, 16, marks=pytest.mark.slow), (1, 2, 4)],
+    [(1, 1, 16), (2, 1, 16), (1, 2, 4)],
 )
+@pytest.mark.slow
 def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_tokens):
     """torch.compile sees all layers as one graph, ops and functional collectives whole; in rows and packed."""
     if "native" not in NATIVE:

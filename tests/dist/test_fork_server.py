@@ -256,6 +256,7 @@ def test_an_interrupt_while_it_imports_leaves_a_server_that_can_be_asked(environ
     assert asked(server, "group")
 
 
+@pytest.mark.slow
 def test_a_process_is_known_to_have_ended_while_its_server_stands_still(environment, monkeypatch):
     monkeypatch.setattr(process, "_STATUS_S", 0.5)
     with Ranks() as ranks:
