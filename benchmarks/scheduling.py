@@ -1,6 +1,7 @@
 """What it costs to plan a step, by how many sequences decode: `schedule`, the message to ranks, one price of a step.
 
-Sequences are of different lengths, so that every step needs KV blocks for some. Processor time, medians and means.
+Sequences are of different lengths, so that every step needs KV blocks for some. Of instances with clocks of their own,
+a step is that of those which share requests. Processor time, medians and means.
 
     python benchmarks/scheduling.py [--decodes 8 64 256] [--cached 10000000]
 """
@@ -10,6 +11,7 @@ import random
 import statistics
 import time
 from array import array
+from collections import deque
 from types import SimpleNamespace
 
 import msgspec
@@ -73,6 +75,49 @@ def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], li
     long = array("i", (chance.randrange(100_000) for _ in range(long_tokens)))
     scheduler.add(Request(decodes, long, sampling, frozenset(), 0, 0.0))
     return _run(scheduler, decodes)
+
+
+def on_own_clocks(decodes: int, long_tokens: int) -> tuple[list[float], list[float], list[int]]:
+    """The same of four instances with clocks of their own, all of them with a step in flight, and requests of up to
+    `long_tokens`, which grow by 4,096 tokens an instance."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            4, 200_000, 100_000, max_running=decodes, chunk_tokens=4096, placement="growing", own_clocks=True
+        )
+    )
+    sampling = SamplingParams(max_new_tokens=8 * STEPS)
+    for id in range(decodes):
+        prompt = array("i", [1] * (50 + id * long_tokens // decodes))
+        scheduler.add(Request(id, prompt, sampling, frozenset(), 0, 0.0))
+    joined, in_flight = set[int](), deque[Step]()
+    spent_us, completed_us, sizes = [], [], []
+    while len(spent_us) < STEPS + WARM_UP:
+        decode = len(joined) == decodes
+        busy = {at for step in in_flight for at in step.instances}
+        start = time.process_time_ns()
+        step = scheduler.schedule(0.0, busy)
+        if decode and step is not None:
+            spent_us.append((time.process_time_ns() - start) / 1e3)
+            sizes.append(len(msgspec.msgpack.encode(step)))
+        if step is not None:
+            joined.update(step.joining)
+            in_flight.append(step)
+        if step is None or len(busy) + len(step.instances) == 4:
+            step = in_flight.popleft()
+            result = _team_result(scheduler, step, joined)
+            start = time.process_time_ns()
+            scheduler.complete(result)
+            if decode:
+                completed_us.append((time.process_time_ns() - start) / 1e3)
+    return spent_us[WARM_UP:], completed_us[WARM_UP:], sizes[WARM_UP:]
+
+
+def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResult:
+    """joined: the requests that decode, some of them in steps after this one."""
+    ends = {chunk.id for chunk in step.chunks if chunk.sample}
+    decode = [seq.id for seq in scheduler.running if seq.id in joined and set(seq.instances) <= set(step.instances)]
+    ids = [id for id in decode if id not in ends and scheduler.prefilled_tokens(id)]
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows, 0)
 
 
 def _result(scheduler: Scheduler, step: Step, decodes: int) -> StepResult:
@@ -147,6 +192,10 @@ def main() -> None:
     for decodes in arguments.decodes:
         name = f"{decodes}, lars, adaptive chunks of 4M tokens, {arguments.cached:,} cached"
         print(_row(name, *busy(decodes, arguments.cached)), flush=True)
+    for decodes in arguments.decodes:
+        for long_tokens in (4_000, 15_000):
+            name = f"{decodes} of up to {long_tokens:,} tokens, growing, four clocks"
+            print(_row(name, *on_own_clocks(decodes, long_tokens)), flush=True)
     prices = ", ".join(f"{price_us(model):.2f} us for {model}" for model in MODELS)
     print(f"\nOne price of a mixed step: {prices}.")
     print(f"The choice of a chunk: {chunk_us(1):.0f} us for one prompt, {chunk_us(10):.0f} us for ten.")
