@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from longhelix.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RankGroup, group_of, is_first_item, waited
 from longhelix.passes.rules import Call, NotTokenWiseError, Rules
-from longhelix.passes.tokens import Tokens, first_value, same
+from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
 
 aten = torch.ops.aten
 
@@ -144,7 +144,7 @@ def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
             continue
         left = cut.meta["val"]
         if cut is not user or user.target is aten.slice.Tensor:
-            rows = -(-left.shape[0] // group.size)
+            rows = shard_rows(left.shape[0], group.size)
             if same(rows * group.size, value.shape[0]):
                 found.append((cut, Tokens.of(left, 1)))
     return found
@@ -163,7 +163,7 @@ def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Nod
     source = whole.args[0] if whole.target is aten.constant_pad_nd.default else whole
     if not isinstance(source, Node) or source not in tokens or tokens[source].dims != 1:
         return None
-    rows = -(-tokens[source].count // group.size)
+    rows = shard_rows(tokens[source].count, group.size)
     part, padded = node.meta["val"], whole.meta["val"]
     right = same(part.shape[0], rows) and same(padded.shape[0], rows * group.size)
     return source if right and part.shape[1:] == source.meta["val"].shape[1:] else None

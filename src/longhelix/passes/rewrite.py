@@ -14,7 +14,7 @@ from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER,
 from longhelix.passes.plan import Plan
 from longhelix.passes.region import Gathered, Reduced
 from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
-from longhelix.passes.tokens import Tokens, same
+from longhelix.passes.tokens import Tokens, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Size = int | Node
@@ -155,7 +155,7 @@ class Rewrite:
             whole, own = node.meta["val"], shard.meta["val"]
             if isinstance(whole, Tensor):
                 rest = whole.shape[tokens.dims :]
-                rows = -(-tokens.count // self._group.size)
+                rows = shard_rows(tokens.count, self._group.size)
                 if whole.dtype != own.dtype or not _all_same((rows, *rest), own.shape):
                     found.append(f"{shard.name} is no token shard of {node.name}")
         return found
@@ -236,16 +236,16 @@ class Rewrite:
         """T, L and the rows of padding, as arguments of nodes: numbers, or nodes that give them."""
         count, ranks = tokens.count, self._group.size
         if isinstance(count, int):
-            rows = -(-count // ranks)
+            rows = shard_rows(count, ranks)
             return count, rows, rows * ranks - count
         key = count.node.expr
         if key not in self._counts:
             size, *more = map(self._size, tokens.sizes)
             for factor in more:
                 size = self._add(operator.mul, size, factor)
-            shard_rows = self._add(operator.floordiv, self._add(operator.add, size, ranks - 1), ranks)
-            padding = self._add(operator.sub, self._add(operator.mul, shard_rows, ranks), size)
-            self._counts[key] = size, shard_rows, padding
+            rows = self._add(operator.floordiv, self._add(operator.add, size, ranks - 1), ranks)
+            padding = self._add(operator.sub, self._add(operator.mul, rows, ranks), size)
+            self._counts[key] = size, rows, padding
         return self._counts[key]
 
     def _size(self, size: int | torch.SymInt) -> Size:

@@ -39,6 +39,11 @@ class Tokens:
         return self.dims == other.dims and same(self.count, other.count)
 
 
+def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
+    """L = ceil(T / n)."""
+    return (count + ranks - 1) // ranks
+
+
 def same(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
     """Whether two sizes are equal for every number of tokens that a graph is for."""
     return statically_known_true(sym_eq(one, other))
