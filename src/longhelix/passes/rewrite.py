@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -216,7 +217,8 @@ class Rewrite:
 
     def _dense(self, node: Node) -> Node:
         value = node.meta["val"]
-        if value.is_contiguous():
+        dense = [prod(value.shape[dim + 1 :]) for dim in range(value.dim())]
+        if _all_same(value.stride(), dense):
             return node
         return self._add(aten.clone.default, node, memory_format=torch.contiguous_format)
 

@@ -21,6 +21,7 @@ from longhelix.passes.plan import Plan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
 from longhelix.passes.stage import refusal
+from longhelix.passes.tokens import any_number_of_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +108,8 @@ class SequenceParallel(CustomGraphPass):
             self._leave(f"the graph stays as it is: {reason}")
             self._count("collectives", before, before)
             return
-        eliminate_no_ops(graph)
-        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies)
-        for sentence in plan.left_alone:
-            self._add("left_alone", sentence)
-        if plan.sources or plan.chunks:
-            self._carry_out(graph, plan)
-        elif any(each.name == "all_reduce" for each in before):
-            logger.warning("sequence parallelism is off for a graph: %s", "; ".join(plan.left_alone))
+        with any_number_of_tokens(graph):
+            self._change(graph)
         self._count("collectives", before, list(collectives(graph, self.group)))
 
     def report(self) -> dict[str, Any]:
@@ -150,6 +145,16 @@ class SequenceParallel(CustomGraphPass):
             return self.applies(self.tokens[0])
         least = count.node.shape_env.bound_sympy(count.node.expr).lower
         return bool(least.is_Integer) and self.applies(int(least))
+
+    def _change(self, graph: Graph) -> None:
+        eliminate_no_ops(graph)
+        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies)
+        for sentence in plan.left_alone:
+            self._add("left_alone", sentence)
+        if plan.sources or plan.chunks:
+            self._carry_out(graph, plan)
+        elif plan.left_alone:
+            logger.warning("sequence parallelism is off for a graph: %s", "; ".join(plan.left_alone))
 
     def _carry_out(self, graph: Graph, plan: Plan) -> None:
         rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.quantize)

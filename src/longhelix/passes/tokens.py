@@ -5,12 +5,17 @@ them with L = ceil(T / n): a token shard (L, H), whose last rows are padding whe
 padding alone.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.experimental import _config as symbols
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 
@@ -42,6 +47,17 @@ class Tokens:
 def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
     """L = ceil(T / n)."""
     return (count + ranks - 1) // ranks
+
+
+@contextlib.contextmanager
+def any_number_of_tokens(graph: Graph) -> Iterator[None]:
+    """What is asked of sizes within may not be answered for the number of tokens that the graph was traced with, as
+    whether one is 1, and may not bind the graph to that number."""
+    fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    env = None if fake is None else fake.shape_env
+    unbound = contextlib.nullcontext() if env is None else env.suppress_guards()
+    with enable_python_dispatcher(), unbound, symbols.patch(backed_size_oblivious=True):
+        yield
 
 
 def same(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:

@@ -1,11 +1,10 @@
 """All ranks of a group in one process: their graphs run node by node, and what a collective gives is made of all."""
 
 import contextlib
+import copy
 import operator
-import tempfile
 from collections import Counter
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,12 @@ from longhelix.passes import SequenceParallel
 from longhelix.passes.collectives import RankGroup
 
 functional = torch.ops._c10d_functional
+NAMES = {
+    functional.all_reduce.default: "all_reduce",
+    functional.reduce_scatter_tensor.default: "reduce_scatter",
+    functional.all_gather_into_tensor.default: "all_gather",
+    functional.all_to_all_single.default: "all_to_all",
+}
 
 
 @contextlib.contextmanager
@@ -40,98 +45,138 @@ def pass_of(rank, size, **options):
 
 
 @dataclass
-class Traced:
-    """The graph of one rank, and what it was called with."""
+class Ran:
+    """What ranks' graphs returned, and the collectives that they ran: how many, by name, and the bytes that rank 0
+    sent, by name and dtype, on a ring or directly."""
 
-    graph: torch.fx.GraphModule
-    arguments: tuple
-
-
-def trace(module, inputs, change=None, dynamic=None):
-    """The graphs that torch.compile has for calls of the module, each as the pass `change` leaves it."""
-    found = []
-
-    def compiler(graph, examples):
-        if change is not None:
-            change(graph.graph)
-            graph.recompile()
-
-        def run(*arguments):
-            found.append(Traced(graph, arguments))
-            return graph(*arguments)
-
-        return make_boxed_func(run)
-
-    backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
-    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
-        compiled(*inputs)
-    return found[-1]
+    returned: list[list[torch.Tensor]] = field(default_factory=list)
+    collectives: Counter = field(default_factory=Counter)
+    sent_bytes: Counter = field(default_factory=Counter)
 
 
-def run_in_lockstep(traced):
-    """What each rank's graph returns."""
-    size = len(traced)
-    values = [{} for _ in traced]
-    arguments = [iter(each.arguments) for each in traced]
-    for nodes in zip(*(each.graph.graph.nodes for each in traced), strict=True):
-        kinds = {(node.op, node.target if node.op == "call_function" else None) for node in nodes}
-        assert len(kinds) == 1, f"ranks run different nodes: {nodes}"
-        first = nodes[0]
-        if first.op == "placeholder":
-            for known, node, given in zip(values, nodes, arguments, strict=True):
-                known[node] = next(given)
-            continue
-        if first.op == "get_attr":
-            for known, node, each in zip(values, nodes, traced, strict=True):
-                known[node] = operator.attrgetter(node.target)(each.graph)
-            continue
-        loaded = [
-            torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            for known, node in zip(values, nodes, strict=True)
+@dataclass
+class Outcome:
+    """plain: without the pass. report: that of rank 0's pass for its graph."""
+
+    plain: Ran
+    changed: Ran
+    report: dict
+    explained: str
+    graph: torch.fx.Graph
+
+
+class Lockstep:
+    """One module for each rank, as torch.compile traces them, without the pass and with it. `alike`: the modules differ
+    in their parameters and buffers alone, so that the graph of the first is that of all."""
+
+    def __init__(self, modules, dynamic=None, alike=True, **options):
+        self.size, self.alike = len(modules), alike
+        self.modules, self.options = modules, options
+        self.dynamic = dynamic
+        self._called = None
+        self._compiled = [self._compile(module) for module in modules[: 1 if alike else None]]
+        self._changed = {}
+
+    def _compile(self, module):
+        def compiler(graph, examples):
+            def run(*arguments):
+                self._called = graph, arguments
+                return graph(*arguments)
+
+            return make_boxed_func(run)
+
+        backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+        return torch.compile(module, backend=backend, fullgraph=True, dynamic=self.dynamic)
+
+    def __call__(self, *inputs):
+        traced = [self._trace(compiled, inputs) for compiled in self._compiled]
+        if self.alike:
+            graph, arguments = traced[0]
+            traced = [(graph, self._of_rank(rank, arguments)) for rank in range(self.size)]
+        graphs, arguments = zip(*traced, strict=True)
+        changed, report, explained = self._change(graphs)
+        return Outcome(run(graphs, arguments), run(changed, arguments), report, explained, changed[0].graph)
+
+    def _trace(self, compiled, inputs):
+        with torch.no_grad():
+            compiled(*inputs)
+        return self._called
+
+    def _of_rank(self, rank, arguments):
+        own = dict(self.modules[rank].state_dict(keep_vars=True))
+        names = {each.data_ptr(): name for name, each in self.modules[0].state_dict(keep_vars=True).items()}
+        return [
+            own[names[each.data_ptr()]] if isinstance(each, torch.Tensor) and each.data_ptr() in names else each
+            for each in arguments
         ]
-        if first.op == "output":
-            return [args[0] for args, _ in loaded]
-        if getattr(first.target, "namespace", None) == "_c10d_functional":
-            results = collective(first.target, [args for args, _ in loaded], size)
-        else:
-            results = [first.target(*args, **named) for args, named in loaded]
-        for known, node, result in zip(values, nodes, results, strict=True):
-            known[node] = result
-    raise AssertionError("a graph without an output")
+
+    def _change(self, graphs):
+        key = tuple(map(id, graphs))
+        if key not in self._changed:
+            changed, found = [], None
+            for rank, graph in enumerate(graphs):
+                counters.clear()
+                sp = pass_of(rank, self.size, **self.options)
+                changed.append(copy.deepcopy(graph))
+                sp(changed[-1].graph)
+                changed[-1].recompile()
+                found = found or (sp.report(), sp.explain())
+            self._changed[key] = changed, *found, graphs
+        return self._changed[key][:3]
 
 
-def collective(target, arguments, size):
+def run(graphs, arguments):
+    """Run ranks' graphs, each with its own arguments."""
+    ran, size = Ran(), len(graphs)
+    values = [{} for _ in graphs]
+    given = [iter(each) for each in arguments]
+    with torch.no_grad():
+        for nodes in zip(*(each.graph.nodes for each in graphs), strict=True):
+            assert len({(node.op, node.target if node.op == "call_function" else None) for node in nodes}) == 1, nodes
+            first = nodes[0]
+            if first.op == "placeholder":
+                results = [copy.copy(next(each)) for each in given]
+            elif first.op == "get_attr":
+                results = [operator.attrgetter(node.target)(each) for node, each in zip(nodes, graphs, strict=True)]
+            else:
+                loaded = [
+                    torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+                    for known, node in zip(values, nodes, strict=True)
+                ]
+                if first.op == "output":
+                    ran.returned = [args[0] for args, _ in loaded]
+                elif getattr(first.target, "namespace", None) == "_c10d_functional":
+                    results = collective(first.target, [args for args, _ in loaded], size, ran)
+                else:
+                    results = [first.target(*args, **named) for args, named in loaded]
+            for known, node, result in zip(values, nodes, results, strict=True):
+                known[node] = result
+    return ran
+
+
+def collective(target, arguments, size, ran):
     given = [args[0] for args in arguments]
     if target is functional.wait_tensor.default:
         return given
-    if target is functional.all_reduce.default:
-        assert {args[1] for args in arguments} == {"sum"}
+    assert len({each.shape for each in given}) == 1
+    name, bytes_ = NAMES[target], given[0].numel() * given[0].element_size()
+    assert all(arguments[0][1:] == args[1:] for args in arguments)
+    ran.collectives[name] += 1
+    key = name, str(given[0].dtype).removeprefix("torch.")
+    if name == "all_reduce":
+        assert arguments[0][1] == "sum"
+        ran.sent_bytes[key] += 2 * bytes_ * (size - 1) // size
         return [sum(given[1:], given[0]) for _ in given]
-    if target is functional.reduce_scatter_tensor.default:
-        assert {args[1:3] for args in arguments} == {("sum", size)}
-        return list(sum(given[1:], given[0]).chunk(size)) if len(given[0]) else given
-    if target is functional.all_gather_into_tensor.default:
-        assert len({each.shape for each in given}) == 1
+    if name == "all_gather":
+        assert arguments[0][1] == size
+        ran.sent_bytes[key] += bytes_ * (size - 1)
         return [torch.cat(given) for _ in given]
-    assert target is functional.all_to_all_single.default, target
-    received, sent = arguments[0][1], [args[2] for args in arguments]
-    assert all(sizes == received for sizes in sent)
-    parts = [each.split(sizes) for each, sizes in zip(given, sent, strict=True)]
+    ran.sent_bytes[key] += bytes_ * (size - 1) // size
+    if name == "reduce_scatter":
+        assert arguments[0][1:3] == ("sum", size)
+        return list(sum(given[1:], given[0]).split(len(given[0]) // size))
+    sizes = arguments[0][1]
+    assert sizes == arguments[0][2]
+    assert len(sizes) == size
+    parts = [each.split(sizes) for each in given]
     return [torch.cat([part[rank] for part in parts]) for rank in range(size)]
-
-
-def both_ways(modules, inputs, dynamic=None, **options):
-    """What the ranks' modules return without the pass and with it, by rank, and the pass's report for rank 0."""
-    size = len(modules)
-    torch._dynamo.reset()
-    counters.clear()
-    plain = run_in_lockstep([trace(module, inputs, dynamic=dynamic) for module in modules])
-    torch._dynamo.reset()
-    traced, report = [], None
-    for rank, module in enumerate(modules):
-        sp = pass_of(rank, size, **options)
-        torch._dynamo.reset()
-        traced.append(trace(module, inputs, sp, dynamic))
-        report = sp.report() if rank == 0 else report
-    return plain, run_in_lockstep(traced), report, traced

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from lockstep import both_ways, group_of
+from lockstep import Lockstep, group_of
 from modules import H, Mixer, Norm, summed
 from torch import nn
+
+pytestmark = pytest.mark.unit
 
 
 class Chain(nn.Module):
@@ -38,9 +40,9 @@ def near(one, other):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_chain(size, dynamic):
     with group_of(size):
-        modules = [Chain(rank, size) for rank in range(size)]
+        ranks = Lockstep([Chain(rank, size) for rank in range(size)], dynamic, min_tokens=1)
         for tokens in sorted({1, size - 1, size, size + 1, 13, 1000, 1001}):
-            plain, found, report, _ = both_ways(modules, (rows(tokens),), dynamic, min_tokens=1)
-            for one, other in zip(found, plain, strict=True):
+            outcome = ranks(rows(tokens))
+            for one, other in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
                 near(one[0], other[0])
-            assert report["patterns"]["MiddleAllReduceRMSNorm"] == 2
+            assert outcome.report["patterns"]["MiddleAllReduceRMSNorm"] == 2
