@@ -15,12 +15,13 @@ _RESHAPING = {
     aten.expand.default,
     aten.slice.Tensor,
     aten.alias.default,
+    aten.constant_pad_nd.default,
 }
 _CONVERTING = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def eliminate_no_ops(graph: Graph) -> int:
-    """Replace views and slices that keep the shape, conversions that keep the dtype, and sizes that are inputs of the
+    """Replace views, slices and padding that keep the shape, conversions that keep the dtype, and sizes that are inputs of the
     graph. Returns how many."""
     sizes: list[Node] = []
     removed = 0

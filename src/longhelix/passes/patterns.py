@@ -57,7 +57,7 @@ def _after(plan: Plan, start: Node) -> Iterator[Node]:
 
 
 def _name(plan: Plan, source: Source, norm: Norm) -> str:
-    terms = len(_terms(plan, norm.normed, {other.normed for other in plan.norms} - {norm.normed}))
+    terms = len(_terms(plan, norm.normed, plan.normed - {norm.normed}))
     beside = norm.is_used_beside()
     if isinstance(source, Reduced):
         first, middle, last, deepstack = REDUCED

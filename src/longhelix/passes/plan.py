@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from longhelix.passes.collectives import RankGroup
 from longhelix.passes.cut import cheapest_cut
 from longhelix.passes.norms import Norm, find_norms
-from longhelix.passes.region import Gathered, Reduced, Region, Source, find_region
+from longhelix.passes.region import Gathered, Reduced, Region, Source, computes, find_region
 from longhelix.passes.rules import Rules
 
 aten = torch.ops.aten
@@ -21,13 +21,14 @@ aten = torch.ops.aten
 class Plan:
     """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
     take all tokens. `whole`: those of the region that are computed for all tokens as before, of what is gathered.
-    `norms`: those on shards. `left_alone`: sentences, one for each collective that stays."""
+    `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`: sentences, one for each collective that stays."""
 
     region: Region
     sharded: frozenset[Node]
     gathered: frozenset[Node]
     whole: frozenset[Node]
     norms: tuple[Norm, ...]
+    normed: frozenset[Node]
     left_alone: tuple[str, ...]
 
     @property
@@ -67,12 +68,12 @@ def make_plan(
 
 
 def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Plan:
-    demanded = {node for node in region.tokens if any(map(_computes, region.outside(node)))}
+    demanded = {node for node in region.tokens if any(map(computes, region.outside(node)))}
     try:
         cut = cheapest_cut(region, demanded)
     except nx.NetworkXUnbounded:
         reasons = [f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()]
-        return Plan(region, frozenset(), frozenset(), frozenset(), (), (*left.values(), *reasons))
+        return Plan(region, frozenset(), frozenset(), frozenset(), (), frozenset(), (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
@@ -85,13 +86,9 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Pl
         frozenset(gathered),
         frozenset(whole),
         tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
+        frozenset(norm.normed for norm in norms),
         (*left.values(), *staying),
     )
-
-
-def _computes(user: Node) -> bool:
-    """Whether a node is more than the graph's output, or a copy into an input of the graph."""
-    return user.op != "output" and user.target is not aten.copy_.default
 
 
 def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) -> set[Node]:

@@ -60,7 +60,20 @@ class Region:
 
     def outside(self, node: Node) -> list[Node]:
         """The users of a node that take all of its tokens."""
-        return [user for user in node.users if user not in self.calls and self.chunks.get(user) is not node]
+        return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
+
+    def _leads_to_chunks(self, user: Node, node: Node) -> bool:
+        """Whether nothing is made of a user of the node but a token shard, as of padding and splits."""
+        if self.chunks.get(user) is node:
+            return True
+        return bool(user.users) and all(self._leads_to_chunks(each, node) for each in user.users)
+
+
+def computes(user: Node) -> bool:
+    """Whether a node is more than the graph's output, or a copy into an input of the graph."""
+    if user.target is aten.copy.default:  # what the input will be, where a graph is written without changes
+        return any(map(computes, user.users))
+    return user.op != "output" and user.target is not aten.copy_.default
 
 
 def find_region(graph: Graph, group: RankGroup, rules: Rules, left: Iterable[Node] = ()) -> Region:
@@ -90,13 +103,13 @@ def _grow(
     chunks: dict[Node, Node] = {}
     reasons: dict[Node, str] = {}
     for node in graph.nodes:
-        if node in sources or not any(arg in tokens for arg in node.all_input_nodes):
-            continue
-        if node.op == "output":
+        if node in sources or node.op != "call_function":
             continue
         chunked = _chunked(node, tokens, group)
         if chunked is not None:
             chunks[node] = chunked
+            continue
+        if not any(arg in tokens for arg in node.all_input_nodes):
             continue
         if node in barred:
             reasons[node] = f"{node.target} adds to a value that is summed over the ranks"

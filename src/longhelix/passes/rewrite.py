@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, RankGroup, waited
 from longhelix.passes.plan import Plan
-from longhelix.passes.region import Gathered, Reduced
+from longhelix.passes.region import Gathered, Reduced, computes
 from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
 from longhelix.passes.tokens import Tokens, same, shard_rows
 
@@ -175,9 +175,8 @@ class Rewrite:
 
     def _is_worth_quantising(self, node: Node) -> bool:
         value = node.meta["val"]
-        computed = any(user.op != "output" and user.target is not aten.copy_.default for user in node.users)
         size = value.shape[-1]
-        return computed and value.is_floating_point() and value.dtype.itemsize > 1 and isinstance(size, int) and size > 8
+        return all(map(computes, node.users)) and value.is_floating_point() and value.dtype.itemsize > 1 and isinstance(size, int) and size > 8
 
     def _gather_quantised(self, shard: Node, tokens: Tokens) -> Node:
         """All tokens of a shard, each row of which travels as narrow numbers and a scale."""

@@ -79,8 +79,6 @@ class Rules:
 
         varying: whether ranks may have different values of a node. Raises NotTokenWiseError.
         """
-        if node.op != "call_function":
-            raise NotTokenWiseError(f"{node.name} is no call")
         target = node.target
         if target is operator.getitem:
             source = node.args[0]
@@ -131,11 +129,11 @@ def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tok
         return Shard(argument)
     if value.dim() <= after:
         return argument
-    leading = value.shape[: value.dim() - after]
-    if all(size == 1 for size in leading if isinstance(size, int)) and all(isinstance(size, int) for size in leading):
-        return Squeezed(argument, after)
     if value.dim() == result.dim() and _same_leading(value, result, dims):
         return Chunk(argument, Tokens.of(value, dims))
+    leading = value.shape[: value.dim() - after]
+    if all(same(size, 1) for size in leading):
+        return Squeezed(argument, after)
     raise NotTokenWiseError(f"{argument.name} is repeated over some of the tokens")
 
 

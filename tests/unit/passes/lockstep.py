@@ -126,32 +126,37 @@ class Lockstep:
 
 
 def run(graphs, arguments):
-    """Run ranks' graphs, each with its own arguments."""
+    """Run ranks' graphs, each with its own arguments, from collective to collective."""
     ran, size = Ran(), len(graphs)
-    values = [{} for _ in graphs]
-    given = [iter(each) for each in arguments]
+    ranks = [_run(graph, own) for graph, own in zip(graphs, arguments, strict=True)]
+    results = [None] * size
     with torch.no_grad():
-        for nodes in zip(*(each.graph.nodes for each in graphs), strict=True):
-            assert len({(node.op, node.target if node.op == "call_function" else None) for node in nodes}) == 1, nodes
-            first = nodes[0]
-            if first.op == "placeholder":
-                results = [copy.copy(next(each)) for each in given]
-            elif first.op == "get_attr":
-                results = [operator.attrgetter(node.target)(each) for node, each in zip(nodes, graphs, strict=True)]
+        while not ran.returned:
+            at = [rank.send(result) for rank, result in zip(ranks, results, strict=True)]
+            assert len({target for target, _ in at}) == 1, f"ranks are in different collectives: {at}"
+            target, given = at[0][0], [args for _, args in at]
+            if target == "output":
+                ran.returned = [args[0] for args in given]
             else:
-                loaded = [
-                    torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-                    for known, node in zip(values, nodes, strict=True)
-                ]
-                if first.op == "output":
-                    ran.returned = [args[0] for args, _ in loaded]
-                elif getattr(first.target, "namespace", None) == "_c10d_functional":
-                    results = collective(first.target, [args for args, _ in loaded], size, ran)
-                else:
-                    results = [first.target(*args, **named) for args, named in loaded]
-            for known, node, result in zip(values, nodes, results, strict=True):
-                known[node] = result
+                results = collective(target, given, size, ran)
     return ran
+
+
+def _run(graph, arguments):
+    """One rank: yields its collectives, to be sent their results, and at last what it returns."""
+    known, given = {}, iter(arguments)
+    for node in graph.graph.nodes:
+        args, named = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        if node.op == "placeholder":
+            known[node] = copy.copy(next(given))
+        elif node.op == "get_attr":
+            known[node] = operator.attrgetter(node.target)(graph)
+        elif node.op == "output":
+            yield "output", args
+        elif getattr(node.target, "namespace", None) == "_c10d_functional":
+            known[node] = yield node.target, args
+        else:
+            known[node] = node.target(*args, **named)
 
 
 def collective(target, arguments, size, ran):
