@@ -72,7 +72,9 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Pl
     try:
         cut = cheapest_cut(region, demanded)
     except nx.NetworkXUnbounded:
-        reasons = [f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()]
+        reasons = [
+            f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
+        ]
         return Plan(region, frozenset(), frozenset(), frozenset(), (), frozenset(), (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut

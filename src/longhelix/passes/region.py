@@ -8,7 +8,15 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from longhelix.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, RankGroup, group_of, is_first_item, waited
+from longhelix.passes.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    RankGroup,
+    group_of,
+    is_first_item,
+    waited,
+)
 from longhelix.passes.rules import Call, NotTokenWiseError, Rules
 from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
 

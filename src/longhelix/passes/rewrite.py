@@ -176,7 +176,13 @@ class Rewrite:
     def _is_worth_quantising(self, node: Node) -> bool:
         value = node.meta["val"]
         size = value.shape[-1]
-        return all(map(computes, node.users)) and value.is_floating_point() and value.dtype.itemsize > 1 and isinstance(size, int) and size > 8
+        return (
+            all(map(computes, node.users))
+            and value.is_floating_point()
+            and value.dtype.itemsize > 1
+            and isinstance(size, int)
+            and size > 8
+        )
 
     def _gather_quantised(self, shard: Node, tokens: Tokens) -> Node:
         """All tokens of a shard, each row of which travels as narrow numbers and a scale."""
@@ -189,7 +195,7 @@ class Rewrite:
         scaled = self._add(aten.div.Tensor, rows, scales)
         if dtype is torch.int8:
             scaled = self._add(aten.round.default, scaled)
-        scaled = self._add(aten.clamp.default, scaled, -largest, largest)
+        scaled = self._add(aten.clamp_max.default, self._add(aten.clamp_min.default, scaled, -largest), largest)
         narrow = self._converted(scaled, dtype)
         if dtype is torch.int8:
             narrow = self._gathered(narrow, tokens)

@@ -188,9 +188,7 @@ def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
     return _bound(node, found, held, value, tokens)
 
 
-def _bound(
-    node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]
-) -> Call:
+def _bound(node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Call:
     """A call with arguments by their names. Tensors among them are as wide as `like` in the dims of tokens."""
     assert isinstance(node.target, OpOverload)
     arguments, named = [], {}

@@ -67,6 +67,10 @@ class SequenceParallel(CustomGraphPass):
             raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
         if quantize is not None and quantize not in QUANTIZED:
             raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(QUANTIZED)}, or None")
+        if tokens is not None and not _is_range(tokens):
+            raise ValueError(
+                f"tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not {tokens!r}"
+            )
         if not dist.is_initialized():
             raise ValueError("there are no ranks yet: call torch.distributed.init_process_group before this")
         found = dist.group.WORLD if group is None else group
@@ -195,5 +199,14 @@ class SequenceParallel(CustomGraphPass):
 
     def _counted(self) -> list[tuple[str, str, int]]:
         prefix = self._prefix + "/"
-        found = [(key.removeprefix(prefix), count) for key, count in counters["inductor"].items() if key.startswith(prefix)]
+        found = [
+            (key.removeprefix(prefix), count) for key, count in counters["inductor"].items() if key.startswith(prefix)
+        ]
         return [(*key.split("/", 1), count) for key, count in found]
+
+
+def _is_range(tokens: object) -> bool:
+    if not isinstance(tokens, tuple) or len(tokens) != 2:
+        return False
+    least, most = tokens
+    return type(least) is int and least >= 1 and (most is None or (type(most) is int and most >= least))

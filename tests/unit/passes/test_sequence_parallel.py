@@ -1,8 +1,5 @@
 """The pass over graphs of many kinds: what it finds, what it makes of them, and that numbers stay."""
 
-import itertools
-
-import modules
 import pytest
 import torch
 from lockstep import Lockstep, group_of
