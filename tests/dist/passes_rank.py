@@ -1,4 +1,4 @@
-"""One rank of test_passes: the named cases over gloo, compiled by Inductor; a failed assert ends it with its traceback."""
+"""One rank of test_passes: the named cases over gloo, compiled; a failed assert ends it with its traceback."""
 
 import os
 import sys

@@ -21,8 +21,8 @@ _CONVERTING = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def eliminate_no_ops(graph: Graph) -> int:
-    """Replace views, slices and padding that keep the shape, conversions that keep the dtype, and sizes that are inputs of the
-    graph. Returns how many."""
+    """Replace views, slices and padding that keep the shape, conversions that keep the dtype, and sizes that are inputs
+    of the graph. Returns how many."""
     sizes: list[Node] = []
     removed = 0
     for node in list(graph.nodes):

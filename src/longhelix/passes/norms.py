@@ -63,10 +63,8 @@ def find_norms(graph: Graph, ops: Collection[OpOverload]) -> Iterator[Norm]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is aten._fused_rms_norm.default or node.target in ops:
-            normed = node.args[0]
-        else:
-            normed = _normed(node)
+        is_norm = node.target is aten._fused_rms_norm.default or node.target in ops
+        normed = node.args[0] if is_norm else _normed(node)
         if isinstance(normed, Node):
             yield Norm(node, carried(normed))
 
@@ -89,10 +87,7 @@ def _normed(node: Node) -> Node | None:
 
 
 def _squared(node: Node) -> Node | None:
-    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 2:
-        squared = node.args[0]
-    elif node.target is aten.mul.Tensor and node.args[0] is node.args[1]:
-        squared = node.args[0]
-    else:
-        return None
+    powered = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    multiplied = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    squared = node.args[0] if powered or multiplied else None
     return squared if isinstance(squared, Node) else None

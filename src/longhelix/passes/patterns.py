@@ -87,7 +87,7 @@ def _suffix(plan: Plan, norm: Norm, quantize: str | None) -> str:
     values = [node.meta["val"] for node in gathered if isinstance(node.meta["val"], Tensor)]
     narrow = next((_NARROW[value.dtype] for value in values if value.dtype in _NARROW), None)
     if narrow is None:
-        return "" if quantize is None else f"Dynamic{quantize.upper()}"
+        return f"Dynamic{quantize.upper()}" if quantize and plan.quantised & set(gathered) else ""
     sizes = [row_bytes(node, plan.region.tokens[node]) or 0 for node in gathered]
     scales = [size for value, size in zip(values, sizes, strict=True) if value.is_floating_point() and size <= 8]
     return ("Dynamic" if scales else "Static") + narrow

@@ -16,16 +16,20 @@ from longhelix.passes.rules import Rules
 
 aten = torch.ops.aten
 
+_SCALE_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Plan:
     """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
-    take all tokens. `whole`: those of the region that are computed for all tokens as before, of what is gathered.
-    `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`: sentences, one for each collective that stays."""
+    take all tokens; `quantised`: those of them that the pass quantises on their way. `whole`: those of the region that
+    are computed for all tokens as before, of what is gathered. `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`: sentences, one for each
+    collective that stays."""
 
     region: Region
     sharded: frozenset[Node]
     gathered: frozenset[Node]
+    quantised: frozenset[Node]
     whole: frozenset[Node]
     norms: tuple[Norm, ...]
     normed: frozenset[Node]
@@ -51,8 +55,10 @@ def make_plan(
     rules: Rules,
     norm_ops: Collection[OpOverload],
     applies: Callable[[int | torch.SymInt], bool],
+    quantises: bool,
 ) -> Plan:
-    """The plan for a graph. applies: whether values of that many tokens are to be kept as shards."""
+    """The plan for a graph. applies: whether values of that many tokens are to be kept as shards. quantises: whether
+    what is gathered for ops travels as narrow numbers."""
     norms = list(find_norms(graph, norm_ops))
     left: dict[Node, str] = {}
     for node, source in find_region(graph, group, rules).sources.items():
@@ -60,14 +66,14 @@ def make_plan(
             left[node] = f"{_name(source)}: too few tokens, or a number that is not known to be enough"
     while True:
         region = find_region(graph, group, rules, left)
-        plan = _planned(region, norms, left)
+        plan = _planned(region, norms, left, quantises)
         useless = _without_norm(plan)
         if not useless:
             return plan
         left |= {node: _reason(region, region.sources[node]) for node in useless}
 
 
-def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Plan:
+def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> Plan:
     demanded = {node for node in region.tokens if any(map(computes, region.outside(node)))}
     try:
         cut = cheapest_cut(region, demanded)
@@ -75,7 +81,8 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Pl
         reasons = [
             f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
         ]
-        return Plan(region, frozenset(), frozenset(), frozenset(), (), frozenset(), (*left.values(), *reasons))
+        nothing = frozenset[Node]()
+        return Plan(region, nothing, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
@@ -86,11 +93,21 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str]) -> Pl
         region,
         frozenset(sharded),
         frozenset(gathered),
+        frozenset(filter(_is_wide, gathered) if quantises else ()),
         frozenset(whole),
         tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
         frozenset(norm.normed for norm in norms),
         (*left.values(), *staying),
     )
+
+
+def _is_wide(node: Node) -> bool:
+    """Whether a row of narrow numbers and its scale are fewer bytes than the node's, and nothing but ops take it."""
+    value = node.meta["val"]
+    if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
+        return False
+    numbers = value.shape[-1]
+    return isinstance(numbers, int) and numbers + _SCALE_BYTES < numbers * value.dtype.itemsize
 
 
 def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) -> set[Node]:

@@ -23,6 +23,9 @@ from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
 aten = torch.ops.aten
 
 
+_CUTTING = {aten.constant_pad_nd.default, aten.split.Tensor, aten.split_with_sizes.default}
+
+
 @dataclass(frozen=True)
 class Reduced:
     """A value that an all-reduce gives. A reduce-scatter gives its shard."""
@@ -71,10 +74,10 @@ class Region:
         return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
 
     def _leads_to_chunks(self, user: Node, node: Node) -> bool:
-        """Whether nothing is made of a user of the node but a token shard, as of padding and splits."""
+        """Whether all that a user of the node does is to pad it, or split it, for a token shard."""
         if self.chunks.get(user) is node:
             return True
-        return bool(user.users) and all(self._leads_to_chunks(each, node) for each in user.users)
+        return user.target in _CUTTING and all(self._leads_to_chunks(each, node) for each in user.users)
 
 
 def computes(user: Node) -> bool:
@@ -159,9 +162,7 @@ def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
         cut = user
         if user.target is aten.split_with_sizes.default and _dim_of(user) == 0:
             cut = next(filter(is_first_item, user.users), user)
-        elif user.target is not aten.slice.Tensor or _dim_of(user) != 0 or user.args[2] not in (0, None):
-            continue
-        elif len(user.args) > 4 and user.args[4] != 1:
+        elif user.target is not aten.slice.Tensor or not _is_of_first_rows(user):
             continue
         left = cut.meta["val"]
         if cut is not user or user.target is aten.slice.Tensor:
@@ -169,6 +170,11 @@ def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
             if same(rows * group.size, value.shape[0]):
                 found.append((cut, Tokens.of(left, 1)))
     return found
+
+
+def _is_of_first_rows(node: Node) -> bool:
+    """Whether a slice is of the first rows, without gaps."""
+    return _dim_of(node) == 0 and node.args[2] in (0, None) and (len(node.args) < 5 or node.args[4] == 1)
 
 
 def _dim_of(node: Node) -> object:

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, RankGroup, waited
 from longhelix.passes.plan import Plan
-from longhelix.passes.region import Gathered, Reduced, computes
+from longhelix.passes.region import Gathered, Reduced
 from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
 from longhelix.passes.tokens import Tokens, same, shard_rows
 
@@ -26,7 +26,7 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 class Rewrite:
     """The new nodes of a plan. `in_rank_order`: sums are made of all ranks' parts in their order, on each rank for its
-    own rows. `quantize`: what is gathered for ops travels so, where it is wider."""
+    own rows. `quantize`: how what the plan quantises travels."""
 
     def __init__(self, graph: Graph, plan: Plan, group: RankGroup, in_rank_order: bool, quantize: str | None) -> None:
         self._graph = graph
@@ -166,23 +166,12 @@ class Rewrite:
     def _gather(self, node: Node) -> Node:
         tokens, shard = self._plan.region.tokens[node], self._shards[node]
         value = node.meta["val"]
-        if self._quantize is not None and self._is_worth_quantising(node):
+        if node in self._plan.quantised:
             return self._shaped(self._gather_quantised(shard, tokens), node)
         if value.dtype.itemsize == 1 and value.dtype.is_floating_point:  # which not all backends send
             as_bytes = self._gathered(self._add(aten.view.dtype, shard, torch.uint8), tokens)
             return self._shaped(self._add(aten.view.dtype, as_bytes, value.dtype), node)
         return self._shaped(self._gathered(shard, tokens), node)
-
-    def _is_worth_quantising(self, node: Node) -> bool:
-        value = node.meta["val"]
-        size = value.shape[-1]
-        return (
-            all(map(computes, node.users))
-            and value.is_floating_point()
-            and value.dtype.itemsize > 1
-            and isinstance(size, int)
-            and size > 8
-        )
 
     def _gather_quantised(self, shard: Node, tokens: Tokens) -> Node:
         """All tokens of a shard, each row of which travels as narrow numbers and a scale."""
@@ -283,7 +272,8 @@ class Rewrite:
         return self._add(operator.getitem, node, index)
 
     def _add(self, target: Callable[..., Any] | str, *arguments: Any, **named: Any) -> Node:
-        assert self._at is not None and callable(target)
+        assert self._at is not None
+        assert callable(target)
         with self._graph.inserting_before(self._at):
             node = self._graph.call_function(target, arguments, named)
         values = map_aggregate((arguments, named), lambda each: each.meta["val"] if isinstance(each, Node) else each)

@@ -237,7 +237,8 @@ def _resized(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
 def _expanded(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
     source, result = _only(node, tokens), first_value(node)
     value, held = first_value(source), tokens[source]
-    assert result is not None and value is not None
+    assert result is not None
+    assert value is not None
     if result.dim() != value.dim() or not _same_leading(value, result, held.dims):
         raise NotTokenWiseError(f"{node.target} repeats tokens")
     return Call(held.dims, (Shard(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
@@ -273,7 +274,8 @@ def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) ->
     found = _arguments(node)
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, held = first_value(source), tokens[source]
-    assert value is not None and isinstance(node.target, OpOverload)
+    assert value is not None
+    assert isinstance(node.target, OpOverload)
     if held.dims != 1:
         raise NotTokenWiseError(f"{node.target} takes tokens in one dim, not in {held.dims}")
     arguments, named = [], {}

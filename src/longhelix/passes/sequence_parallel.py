@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch.fx import Graph
 
-from longhelix.passes.collectives import RankGroup, collectives
+from longhelix.passes.collectives import Collective, RankGroup, collectives
 from longhelix.passes.no_ops import eliminate_no_ops
 from longhelix.passes.patterns import CHUNK, GATHERED, REDUCED, count_patterns
 from longhelix.passes.plan import Plan, make_plan
@@ -41,9 +42,9 @@ class SequenceParallel(CustomGraphPass):
     as they are; None: 1000. quantize: "int8" or "fp8": what is gathered travels as one byte a number with a scale for
     each token, which rounds it. tokens: the least and the most tokens that graphs are for; None: what their shapes say.
     in_rank_order: sums are made in the order of ranks, by an all-to-all, so that their bits depend on no other token;
-    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. token_wise: ops beside
-    torch's own whose results' rows depend on the same rows of the operands named alone. norms: those of them that are
-    RMSNorms of their first operand.
+    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. token_wise: ops
+    beside torch's own of which each row of results depends on the same row of the operands named alone. norms: those of
+    them that are RMSNorms of their first operand.
 
     What it keeps as shards must be the same on all ranks to begin with: inputs of the graph that meet all-reduced
     values are taken to be (norms' weights, biases, residuals). A graph that it cannot change without doubt stays as it
@@ -69,7 +70,8 @@ class SequenceParallel(CustomGraphPass):
             raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(QUANTIZED)}, or None")
         if tokens is not None and not _is_range(tokens):
             raise ValueError(
-                f"tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not {tokens!r}"
+                "tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not "
+                f"{tokens!r}"
             )
         if not dist.is_initialized():
             raise ValueError("there are no ranks yet: call torch.distributed.init_process_group before this")
@@ -96,8 +98,7 @@ class SequenceParallel(CustomGraphPass):
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
         digest.update(repr((self.tokens, self.in_rank_order, self._norms)).encode())
         digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
-        for source in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(source.read_bytes())
+        digest.update(_sources())
         return digest.hexdigest()
 
     def __call__(self, graph: Graph) -> None:
@@ -117,9 +118,9 @@ class SequenceParallel(CustomGraphPass):
         self._count("collectives", before, list(collectives(graph, self.group)))
 
     def report(self) -> dict[str, Any]:
-        """Of all graphs so far, those from torch's cache as well: matches by pattern, collectives by kind and the bytes
-        that a rank sends by dtype, each before and after, and why collectives stayed. Graphs with a varying number of
-        tokens count as many as they were traced with."""
+        """Of all graphs so far that passes with the same options have seen, those from torch's cache as well: matches
+        by pattern, collectives by kind and the bytes that a rank sends by dtype, each before and after, and why
+        collectives stayed. Graphs with a varying number of tokens count as many as they were traced with."""
         patterns = dict.fromkeys((*REDUCED, *GATHERED, CHUNK), 0)
         found: dict[str, Any] = {
             "patterns": patterns,
@@ -152,7 +153,7 @@ class SequenceParallel(CustomGraphPass):
 
     def _change(self, graph: Graph) -> None:
         eliminate_no_ops(graph)
-        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies)
+        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None)
         for sentence in plan.left_alone:
             self._add("left_alone", sentence)
         if plan.sources or plan.chunks:
@@ -180,7 +181,7 @@ class SequenceParallel(CustomGraphPass):
         logger.warning("sequence parallelism is off for a graph: %s", sentence)
         self._add("left_alone", sentence)
 
-    def _count(self, kind: str, before: list, after: list) -> None:
+    def _count(self, kind: str, before: list[Collective], after: list[Collective]) -> None:
         for when, found in (("before", before), ("after", after)):
             for name, count in Counter(each.name for each in found).items():
                 self._add(kind, f"{when}/{name}", count)
@@ -202,7 +203,16 @@ class SequenceParallel(CustomGraphPass):
         found = [
             (key.removeprefix(prefix), count) for key, count in counters["inductor"].items() if key.startswith(prefix)
         ]
-        return [(*key.split("/", 1), count) for key, count in found]
+        return [(kind, name, count) for key, count in found for kind, _, name in [key.partition("/")]]
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of this package."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.digest()
 
 
 def _is_range(tokens: object) -> bool:

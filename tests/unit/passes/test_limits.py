@@ -6,7 +6,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from lockstep import Lockstep, group_of, pass_of
-from modules import H, Chain, Mixer, Norm, rows, summed, weight
+from modules import Chain, H, Mixer, Norm, rows, summed, weight
 from test_sequence_parallel import found, near, same_numbers
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lockstep import Lockstep, group_of
-from modules import H, Biased, Chain, Experts, LayerNorms, PostNorms, Returned, Scaled, Shared, rows
+from modules import Biased, Chain, Experts, H, LayerNorms, PostNorms, Returned, Scaled, Shared, rows
 
 pytestmark = pytest.mark.unit
 
@@ -137,7 +137,7 @@ def test_experts_on_shards(size, dynamic, deepstack, how):
             }
             reduced = {"MiddleAllReduceRMSNorm": layers, "AllGatherChunkNoOp": layers}
             assert found(outcome) == {name: count for name, count in (gathered | reduced).items() if count}
-            # Experts have their tokens without a gather: one for each product of attention after the first, and the last.
+            # Experts have their tokens without a gather: what is left are those of attention, and the last one.
             share = -(-tokens // size)
             assert outcome.plain.collectives == {"all_reduce": layers, "all_gather": layers}
             scales = layers - 1 if how else 0
@@ -243,7 +243,11 @@ def test_what_is_gathered_can_be_quantised_by_the_pass(dynamic, quantize):
             outcome = ranks(x)
             same_numbers(outcome, [alone(x)], quantize)
             check_counts(outcome, 3, tokens, 4, f"dynamic {quantize}", 3)
-            assert found(outcome)["MiddleAllReduceRMSNormDynamic" + quantize.upper()] == 2
+            assert found(outcome) == {
+                "FirstAllReduceRMSNormDynamic" + quantize.upper(): 1,
+                "MiddleAllReduceRMSNormDynamic" + quantize.upper(): 2,
+                "LastAllReduceRMSNorm": 1,
+            }
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
