@@ -23,8 +23,8 @@ _SCALE_BYTES = 4
 class Plan:
     """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
     take all tokens; `quantised`: those of them that the pass quantises on their way. `whole`: those of the region that
-    are computed for all tokens as before, of what is gathered. `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`: sentences, one for each
-    collective that stays."""
+    are computed for all tokens as before, of what is gathered. `norms`: those on shards; `normed`: what any norm of the
+    graph is of. `left_alone`: sentences, one for each collective that stays."""
 
     region: Region
     sharded: frozenset[Node]
@@ -70,7 +70,7 @@ def make_plan(
         useless = _without_norm(plan)
         if not useless:
             return plan
-        left |= {node: _reason(region, region.sources[node]) for node in useless}
+        left |= {node: _reason(region, region.sources[node]) for node in region.sources if node in useless}
 
 
 def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> Plan:
@@ -88,7 +88,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
     kept = {node for node in cut if node in region.sources}
     gathered = (cut - kept) | returned
     sharded = _upstream(region, gathered | set(region.chunks.values()), kept)
-    staying = [_reason(region, region.sources[node]) for node in kept]
+    staying = [_reason(region, source) for node, source in region.sources.items() if node in kept]
     return Plan(
         region,
         frozenset(sharded),
