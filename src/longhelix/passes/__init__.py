@@ -1,0 +1,5 @@
+"""Sequence parallelism for graphs of torch.compile, for any module with functional collectives. Needs torch alone."""
+
+from longhelix.passes.sequence_parallel import SequenceParallel
+
+__all__ = ["SequenceParallel"]

@@ -1,0 +1,90 @@
+"""The functional collectives of torch's graphs: finding and naming them, and what they send."""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+functional = torch.ops._c10d_functional
+WAIT = functional.wait_tensor.default
+ALL_REDUCE = functional.all_reduce.default
+REDUCE_SCATTER = functional.reduce_scatter_tensor.default
+ALL_GATHER = functional.all_gather_into_tensor.default
+ALL_TO_ALL = functional.all_to_all_single.default
+
+_NAMES = {
+    ALL_REDUCE: "all_reduce",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_GATHER: "all_gather",
+    ALL_TO_ALL: "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The group as a pass knows it: the name that graphs have for it, its ranks, and the place of this one."""
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph. sent_bytes: those that a rank sends to the others, by a ring or directly, for as many
+    tokens as the graph was traced with."""
+
+    name: str
+    dtype: str
+    sent_bytes: int
+
+
+def waited(node: Node) -> Node | None:
+    """The collective that a node waits for."""
+    if node.op == "call_function" and node.target is WAIT:
+        collective = node.args[0]
+        assert isinstance(collective, Node)
+        return collective
+    return None
+
+
+def group_of(node: Node) -> str:
+    """The name of a collective's group."""
+    name = node.args[-1]
+    return name if isinstance(name, str) else str(name)
+
+
+def collectives(graph: Graph, group: RankGroup) -> Iterator[Collective]:
+    """Those of the group."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _NAMES and group_of(node) == group.name:
+            operand = node.args[0]
+            assert isinstance(operand, Node)
+            value = operand.meta["val"]
+            yield Collective(_NAMES[node.target], _dtype(value), _sent(node, value, group.size))
+
+
+def _sent(node: Node, value: Tensor, ranks: int) -> int:
+    given = prod(_hint(size) for size in value.shape) * value.element_size()
+    if node.target is ALL_REDUCE:
+        return 2 * given * (ranks - 1) // ranks
+    if node.target is ALL_GATHER:
+        return given * (ranks - 1)
+    return given * (ranks - 1) // ranks
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else size.node.hint or 0
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def is_first_item(node: Node) -> bool:
+    """Whether a node takes the first of several results."""
+    return node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0

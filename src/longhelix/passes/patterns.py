@@ -1,0 +1,93 @@
+"""The names under which matches are reported: those of the patterns that others match one by one."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from longhelix.passes.norms import Norm, carried
+from longhelix.passes.plan import Plan
+from longhelix.passes.region import Reduced, Source
+from longhelix.passes.rules import Chunk, Shard
+from longhelix.passes.tokens import row_bytes
+
+aten = torch.ops.aten
+
+CHUNK = "AllGatherChunkNoOp"
+REDUCED = "FirstAllReduceRMSNorm", "MiddleAllReduceRMSNorm", "LastAllReduceRMSNorm", "Qwen3VLMiddleAllReduceRMSNorm"
+GATHERED = (
+    "MiddleLayerAllgatherAddRMSNorm",
+    "LastLayerAllgatherRMSNorm",
+    "Qwen3VLMiddleLayerAllgatherAddRMSNorm",
+)
+_NARROW = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"}
+
+
+def count_patterns(plan: Plan, quantize: str | None) -> Counter[str]:
+    """Matches by name. A collective that is followed by a norm on a shard is one match; where what is gathered after
+    the norm is narrow, the name ends with how: StaticINT8, DynamicINT8, StaticFP8, DynamicFP8."""
+    found: Counter[str] = Counter()
+    for source in plan.sources:
+        norm = _first_norm(plan, source)
+        if norm is not None:
+            found[_name(plan, source, norm) + _suffix(plan, norm, quantize)] += 1
+    if plan.chunks:
+        found[CHUNK] = len(plan.chunks)
+    return found
+
+
+def _first_norm(plan: Plan, source: Source) -> Norm | None:
+    """The nearest norm that a collective's value goes to."""
+    by_node = {norm.node: norm for norm in plan.norms}
+    return next((by_node[node] for node in _after(plan, source.node) if node in by_node), None)
+
+
+def _after(plan: Plan, start: Node) -> Iterator[Node]:
+    """What is computed on shards from a node's, the nearest first."""
+    seen, pending = {start}, [start]
+    while pending:
+        node = pending.pop(0)
+        yield node
+        for user in plan.region.downstream(node):
+            if user in plan.sharded and user not in seen:
+                seen.add(user)
+                pending.append(user)
+
+
+def _name(plan: Plan, source: Source, norm: Norm) -> str:
+    terms = len(_terms(plan, norm.normed, plan.normed - {norm.normed}))
+    beside = norm.is_used_beside()
+    if isinstance(source, Reduced):
+        first, middle, last, deepstack = REDUCED
+        if terms == 1:
+            return first
+    else:
+        middle, last, deepstack = GATHERED
+    return deepstack if terms > 2 else middle if beside else last
+
+
+def _terms(plan: Plan, total: Node, ends: set[Node]) -> list[Node]:
+    """The rows that are added up to a value: this rank's of collectives' values, of residuals, of other inputs."""
+    node = carried(total)
+    if node.target is not aten.add.Tensor or node not in plan.region.calls or node in plan.region.sources:
+        return [node]
+    found: list[Node] = []
+    for argument in plan.region.calls[node].arguments:
+        if isinstance(argument, Chunk):
+            found.append(argument.node)
+        elif isinstance(argument, Shard):
+            found += [argument.node] if carried(argument.node) in ends else _terms(plan, argument.node, ends)
+    return found
+
+
+def _suffix(plan: Plan, norm: Norm, quantize: str | None) -> str:
+    gathered = [node for node in _after(plan, norm.node) if node in plan.gathered]
+    values = [node.meta["val"] for node in gathered if isinstance(node.meta["val"], Tensor)]
+    narrow = next((_NARROW[value.dtype] for value in values if value.dtype in _NARROW), None)
+    if narrow is None:
+        return f"Dynamic{quantize.upper()}" if quantize and plan.quantised & set(gathered) else ""
+    sizes = [row_bytes(node, plan.region.tokens[node]) or 0 for node in gathered]
+    scales = [size for value, size in zip(values, sizes, strict=True) if value.is_floating_point() and size <= 8]
+    return ("Dynamic" if scales else "Static") + narrow

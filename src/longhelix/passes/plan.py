@@ -1,0 +1,156 @@
+"""What a pass will change in a graph, and why it leaves the rest."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from longhelix.passes.collectives import RankGroup
+from longhelix.passes.cut import cheapest_cut
+from longhelix.passes.norms import Norm, find_norms
+from longhelix.passes.region import Gathered, Reduced, Region, Source, computes, find_region
+from longhelix.passes.rules import Rules
+
+aten = torch.ops.aten
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
+    take all tokens; `quantised`: those of them that the pass quantises on their way. `whole`: those of the region that
+    are computed for all tokens as before, of what is gathered. `norms`: those on shards; `normed`: what any norm of the
+    graph is of. `left_alone`: sentences, one for each collective that stays."""
+
+    region: Region
+    sharded: frozenset[Node]
+    gathered: frozenset[Node]
+    quantised: frozenset[Node]
+    whole: frozenset[Node]
+    norms: tuple[Norm, ...]
+    normed: frozenset[Node]
+    left_alone: tuple[str, ...]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The collectives' values that are kept as shards."""
+        return [source for node, source in self.region.sources.items() if node in self.sharded]
+
+    @property
+    def chunks(self) -> list[tuple[Node, Node]]:
+        """Nodes that are the shard of a value on this rank, and that value."""
+        return [(chunk, node) for chunk, node in self.region.chunks.items() if self._has_shard(node)]
+
+    def _has_shard(self, node: Node) -> bool:
+        return node in self.sharded or isinstance(self.region.sources.get(node), Gathered)
+
+
+def make_plan(
+    graph: Graph,
+    group: RankGroup,
+    rules: Rules,
+    norm_ops: Collection[OpOverload],
+    applies: Callable[[int | torch.SymInt], bool],
+    quantises: bool,
+) -> Plan:
+    """The plan for a graph. applies: whether values of that many tokens are to be kept as shards. quantises: whether
+    what is gathered for ops travels as narrow numbers."""
+    norms = list(find_norms(graph, norm_ops))
+    left: dict[Node, str] = {}
+    for node, source in find_region(graph, group, rules).sources.items():
+        if not applies(source.tokens.count):
+            left[node] = f"{_name(source)}: too few tokens, or a number that is not known to be enough"
+    while True:
+        region = find_region(graph, group, rules, left)
+        plan = _planned(region, norms, left, quantises)
+        useless = _without_norm(plan)
+        if not useless:
+            return plan
+        left |= {node: _reason(region, region.sources[node]) for node in region.sources if node in useless}
+
+
+def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> Plan:
+    demanded = {node for node in region.tokens if any(map(computes, region.outside(node)))}
+    try:
+        cut = cheapest_cut(region, demanded)
+    except nx.NetworkXUnbounded:
+        reasons = [
+            f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
+        ]
+        nothing = frozenset[Node]()
+        return Plan(region, nothing, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
+    whole = _upstream(region, demanded - cut, cut)
+    returned = {node for node in region.tokens if region.outside(node)} - whole - cut
+    kept = {node for node in cut if node in region.sources}
+    gathered = (cut - kept) | returned
+    sharded = _upstream(region, gathered | set(region.chunks.values()), kept)
+    staying = [_reason(region, source) for node, source in region.sources.items() if node in kept]
+    return Plan(
+        region,
+        frozenset(sharded),
+        frozenset(gathered),
+        frozenset(filter(_is_wide, gathered) if quantises else ()),
+        frozenset(whole),
+        tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
+        frozenset(norm.normed for norm in norms),
+        (*left.values(), *staying),
+    )
+
+
+def _is_wide(node: Node) -> bool:
+    """Whether a row of narrow numbers and its scale are fewer bytes than the node's, and nothing but ops take it."""
+    value = node.meta["val"]
+    if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
+        return False
+    numbers = value.shape[-1]
+    return isinstance(numbers, int) and numbers + _SCALE_BYTES < numbers * value.dtype.itemsize
+
+
+def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) -> set[Node]:
+    """The nodes, and what of the region they are computed from, up to and without `until`."""
+    found: set[Node] = set()
+    pending = [node for node in nodes if node not in until]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [arg for arg in region.upstream(node) if arg not in until]
+    return found
+
+
+def _without_norm(plan: Plan) -> set[Node]:
+    """The sources that are connected with no norm, and no shard that the graph takes itself, by what is computed on
+    shards: nothing is gained with them."""
+    linked = nx.Graph()
+    linked.add_nodes_from(plan.sharded)
+    for node in plan.sharded:
+        linked.add_edges_from((arg, node) for arg in plan.region.upstream(node) if arg in plan.sharded)
+    useful = {norm.node for norm in plan.norms} | set(plan.region.chunks.values())
+    found: set[Node] = set()
+    for connected in nx.connected_components(linked):
+        if not useful & connected:
+            found |= connected & plan.region.sources.keys()
+    return found
+
+
+def _reason(region: Region, source: Source) -> str:
+    """Why a source stays: the ops that take all of its tokens."""
+    seen, pending, reasons = {source.node}, [source.node], []
+    while pending:
+        node = pending.pop(0)
+        reasons += [region.reasons.get(user, f"{user.target} takes all tokens") for user in region.outside(node)]
+        for user in region.downstream(node):
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    said = "; ".join(dict.fromkeys(reasons[:3])) or "nothing takes its value"
+    return f"{_name(source)}: no RMSNorm on a token shard would make up for it ({said})"
+
+
+def _name(source: Source) -> str:
+    kind = "all-reduce" if isinstance(source, Reduced) else "all-gather"
+    return f"{kind} {source.collective.name}"

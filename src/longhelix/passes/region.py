@@ -1,0 +1,269 @@
+"""Where a graph could keep token shards: from its all-reduces and all-gathers on, through token-wise ops."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from longhelix.passes.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    RankGroup,
+    group_of,
+    is_first_item,
+    waited,
+)
+from longhelix.passes.rules import Call, NotTokenWiseError, Rules
+from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
+
+aten = torch.ops.aten
+
+
+_CUTTING = {aten.constant_pad_nd.default, aten.split.Tensor, aten.split_with_sizes.default}
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A value that an all-reduce gives. A reduce-scatter gives its shard."""
+
+    node: Node
+    tokens: Tokens
+    collective: Node
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value that an all-gather gives, perhaps less its padding. `shard` is what was gathered."""
+
+    node: Node
+    tokens: Tokens
+    collective: Node
+    shard: Node
+
+
+Source = Reduced | Gathered
+
+
+@dataclass(frozen=True)
+class Region:
+    """`tokens`: the nodes of which a token shard can be had without another collective. `sources`: those that come
+    from collectives. `calls`: how the others come from the shards of their operands. `chunks`: nodes that are a token
+    shard already, by the node whose shard they are. `reasons`: why nodes that take a value of the region are not in it.
+    """
+
+    tokens: Mapping[Node, Tokens]
+    sources: Mapping[Node, Source]
+    calls: Mapping[Node, Call]
+    chunks: Mapping[Node, Node]
+    reasons: Mapping[Node, str]
+
+    def upstream(self, node: Node) -> list[Node]:
+        """The operands of a node, as far as they are of the region."""
+        return [] if node in self.sources else [arg for arg in node.all_input_nodes if arg in self.tokens]
+
+    def downstream(self, node: Node) -> list[Node]:
+        """The users of a node that are of the region."""
+        return [user for user in node.users if user in self.calls]
+
+    def outside(self, node: Node) -> list[Node]:
+        """The users of a node that take all of its tokens."""
+        return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
+
+    def _leads_to_chunks(self, user: Node, node: Node) -> bool:
+        """Whether all that a user of the node does is to pad it, or split it, for a token shard."""
+        if self.chunks.get(user) is node:
+            return True
+        return user.target in _CUTTING and all(self._leads_to_chunks(each, node) for each in user.users)
+
+
+def computes(user: Node) -> bool:
+    """Whether a node is more than the graph's output, or a copy into an input of the graph."""
+    if user.target is aten.copy.default:  # what the input will be, where a graph is written without changes
+        return any(map(computes, user.users))
+    return user.op != "output" and user.target is not aten.copy_.default
+
+
+def find_region(graph: Graph, group: RankGroup, rules: Rules, left: Iterable[Node] = ()) -> Region:
+    """The region of the group's collectives, without the sources `left`."""
+    left = set(left)
+    varying = _varying(graph, group, rules)
+    sources = {source.node: source for source in _sources(graph, group) if source.node not in left}
+    barred: set[Node] = set()
+    while True:
+        region = _grow(graph, group, rules, sources, varying, barred)
+        added = _summed_again(graph, group, region) - barred
+        if not added:
+            return region
+        barred |= added
+
+
+def _grow(
+    graph: Graph,
+    group: RankGroup,
+    rules: Rules,
+    sources: Mapping[Node, Source],
+    varying: set[Node],
+    barred: set[Node],
+) -> Region:
+    tokens = {node: source.tokens for node, source in sources.items()}
+    calls: dict[Node, Call] = {}
+    chunks: dict[Node, Node] = {}
+    reasons: dict[Node, str] = {}
+    for node in graph.nodes:
+        if node in sources or node.op != "call_function":
+            continue
+        chunked = _chunked(node, tokens, group)
+        if chunked is not None:
+            chunks[node] = chunked
+            continue
+        if not any(arg in tokens for arg in node.all_input_nodes):
+            continue
+        if node in barred:
+            reasons[node] = f"{node.target} adds to a value that is summed over the ranks"
+            continue
+        try:
+            call = rules.call(node, tokens, varying.__contains__)
+        except NotTokenWiseError as error:
+            reasons[node] = str(error)
+            continue
+        calls[node] = call
+        value = first_value(node)
+        assert value is not None
+        tokens[node] = Tokens.of(value, call.dims)
+    return Region(tokens, sources, calls, chunks, reasons)
+
+
+def _sources(graph: Graph, group: RankGroup) -> list[Source]:
+    found: list[Source] = []
+    for node in graph.nodes:
+        collective = waited(node)
+        if collective is None or group_of(collective) != group.name:
+            continue
+        value = node.meta["val"]
+        if collective.target is ALL_REDUCE and collective.args[1] == "sum" and value.dim() > 1:
+            if list(collective.users) == [node]:
+                found.append(Reduced(node, Tokens.of(value, value.dim() - 1), collective))
+        elif collective.target is ALL_GATHER and value.dim() > 1:
+            shard = collective.args[0]
+            assert isinstance(shard, Node)
+            found += [Gathered(cut, tokens, collective, shard) for cut, tokens in _cuts(node, group)]
+    return found
+
+
+def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
+    """An all-gathered value, or what is left of it without padding, with the tokens of each."""
+    value = gathered.meta["val"]
+    found = [(gathered, Tokens.of(value, 1))]
+    for user in gathered.users:
+        cut = user
+        if user.target is aten.split_with_sizes.default and _dim_of(user) == 0:
+            cut = next(filter(is_first_item, user.users), user)
+        elif user.target is not aten.slice.Tensor or not _is_of_first_rows(user):
+            continue
+        left = cut.meta["val"]
+        if cut is not user or user.target is aten.slice.Tensor:
+            rows = shard_rows(left.shape[0], group.size)
+            if same(rows * group.size, value.shape[0]):
+                found.append((cut, Tokens.of(left, 1)))
+    return found
+
+
+def _is_of_first_rows(node: Node) -> bool:
+    """Whether a slice is of the first rows, without gaps."""
+    return _dim_of(node) == 0 and node.args[2] in (0, None) and (len(node.args) < 5 or node.args[4] == 1)
+
+
+def _dim_of(node: Node) -> object:
+    index = 2 if node.target is aten.split_with_sizes.default else 1
+    return node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
+
+
+def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Node | None:
+    """The node whose shard on this rank `node` is: its rows of that node, or of it with padding after it."""
+    whole = _whole(node, group)
+    if whole is None:
+        return None
+    source = whole.args[0] if whole.target is aten.constant_pad_nd.default else whole
+    if not isinstance(source, Node) or source not in tokens or tokens[source].dims != 1:
+        return None
+    rows = shard_rows(tokens[source].count, group.size)
+    part, padded = node.meta["val"], whole.meta["val"]
+    right = same(part.shape[0], rows) and same(padded.shape[0], rows * group.size)
+    return source if right and part.shape[1:] == source.meta["val"].shape[1:] else None
+
+
+def _whole(node: Node, group: RankGroup) -> Node | None:
+    """The value of which `node` is part number `rank` of as many parts as the group has ranks."""
+    if node.op != "call_function":
+        return None
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and node.args[1] == group.rank and isinstance(source, Node):
+        even = source.target is aten.split.Tensor or (
+            source.target is aten.split_with_sizes.default and len(set(source.args[1])) == 1  # type: ignore[arg-type]
+        )
+        whole = source.args[0] if even and _dim_of(source) == 0 else None
+        return whole if isinstance(whole, Node) else None
+    if node.target is aten.slice.Tensor and _dim_of(node) == 0 and isinstance(source, Node) and len(node.args) < 5:
+        start = node.args[2] if len(node.args) > 2 else 0
+        begin = start.meta["val"] if isinstance(start, Node) else start or 0
+        return source if same(begin, node.meta["val"].shape[0] * group.rank) else None
+    return None
+
+
+def _varying(graph: Graph, group: RankGroup, rules: Rules) -> set[Node]:
+    """The nodes of which ranks may have different values. Inputs of the graph are the same on all ranks, as far as
+    they meet what is: norms' weights, biases, hidden states. What is made of them by products is not."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        collective = waited(node)
+        if collective is not None and group_of(collective) == group.name:
+            if collective.target not in (ALL_REDUCE, ALL_GATHER):
+                found.add(node)
+        elif not _same_everywhere(node.target, rules) or any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _same_everywhere(target: object, rules: Rules) -> bool:
+    """Whether an op gives the same on all ranks for operands that are the same, weights of products aside."""
+    if not isinstance(target, OpOverload):
+        return True  # of sizes, and items
+    if target in rules.rows:
+        return True
+    own = target.namespace in ("aten", "prims")
+    return own and target not in _PRODUCTS and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+_PRODUCTS = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._int_mm.default,
+    aten._scaled_mm.default,
+}
+
+
+def _summed_again(graph: Graph, group: RankGroup, region: Region) -> set[Node]:
+    """The nodes where a value that all ranks had in full enters what an all-reduce adds up. Such a value is a part of
+    a sum, and may be another one on every rank."""
+    summed = [
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in (ALL_REDUCE, REDUCE_SCATTER) and group_of(node) == group.name
+    ]
+    seen: set[Node] = set()
+    pending = [node for node in summed if isinstance(node, Node) and node in region.calls]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [arg for arg in region.upstream(node) if arg in region.calls]
+    return {node for node in seen if region.calls[node].chunked}

@@ -1,0 +1,340 @@
+"""The sharding rules: which ops are token-wise, and how each is called on a token shard.
+
+An op is token-wise where row i of its results needs row i of its operands alone. Matrix products are none here: their
+weights may be another shard on every rank.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from longhelix.passes.tokens import Tokens, first_value, same
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An operand of a call on a shard: the token shard of a node."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """This rank's rows of a node that all ranks have in full."""
+
+    node: Node
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """A node without its leading dims of size 1, `dims` of its dims left."""
+
+    node: Node
+    dims: int
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """L, as a size."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op on token shards. dims: how many leading dims of the op's result hold tokens."""
+
+    dims: int
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it takes this rank's rows of a value that all ranks have in full."""
+        return any(isinstance(each, Chunk) for each in tree_leaves((self.arguments, dict(self.named))))
+
+
+class NotTokenWiseError(Exception):
+    """Says why an op cannot run on a token shard."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`rows`: ops beside torch's own that are token-wise, and the names of their operands whose first dim holds tokens;
+    all their other operands are the same on every rank, and so the first dims of all their results hold tokens."""
+
+    rows: Mapping[OpOverload, Sequence[str]]
+
+    def call(self, node: Node, tokens: Mapping[Node, Tokens], varying: Callable[[Node], bool]) -> Call:
+        """The call of `node` on the shards of those of its operands that are in `tokens`.
+
+        varying: whether ranks may have different values of a node. Raises NotTokenWiseError.
+        """
+        target = node.target
+        if target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            return Call(tokens[source].dims, (Shard(source), node.args[1]))
+        if not isinstance(target, OpOverload):
+            raise NotTokenWiseError(f"{node.name} is no known op")
+        mixed = [arg for arg in node.all_input_nodes if arg not in tokens and varying(arg)]
+        if mixed:
+            raise NotTokenWiseError(f"{target} also takes {mixed[0].name}, of which ranks may have different values")
+        if target in self.rows:
+            return _declared(node, tokens, self.rows[target])
+        if target in _OF_DIMS:
+            return _OF_DIMS[target](node, tokens)
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise NotTokenWiseError(f"{target} draws random numbers")
+        if target in _POINTWISE or torch.Tag.pointwise in target.tags:
+            return _pointwise(node, tokens)
+        raise NotTokenWiseError(f"{target} is not known to be token-wise")
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments by the names of the op's schema, defaults as well."""
+    assert isinstance(node.target, OpOverload)
+    given = dict(node.kwargs)
+    found: dict[str, Any] = {}
+    for index, parameter in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            found[parameter.name] = node.args[index]
+        elif parameter.name in given:
+            found[parameter.name] = given[parameter.name]
+        else:
+            found[parameter.name] = parameter.default_value
+    return found
+
+
+def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+    """What stands for an operand that is broadcast to `result`, whose first `dims` dims hold tokens."""
+    value = first_value(argument) if isinstance(argument, Node) else None
+    if value is None:
+        return argument
+    assert isinstance(argument, Node)
+    after = result.dim() - dims
+    if argument in tokens:
+        aligned = value.dim() == result.dim() and tokens[argument].dims == dims
+        if not aligned or not _same_leading(value, result, dims):
+            raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims than the result")
+        return Shard(argument)
+    if value.dim() <= after:
+        return argument
+    if value.dim() == result.dim() and _same_leading(value, result, dims):
+        return Chunk(argument, Tokens.of(value, dims))
+    leading = value.shape[: value.dim() - after]
+    if all(same(size, 1) for size in leading):
+        return Squeezed(argument, after)
+    raise NotTokenWiseError(f"{argument.name} is repeated over some of the tokens")
+
+
+def _same_leading(value: Tensor, result: Tensor, dims: int) -> bool:
+    return all(same(a, b) for a, b in zip(value.shape[:dims], result.shape[:dims], strict=True))
+
+
+def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_mapped(each, dims, result, tokens) for each in argument)
+    return _operand(argument, dims, result, tokens)
+
+
+def _only(node: Node, tokens: Mapping[Node, Tokens]) -> Node:
+    """The one operand that holds tokens."""
+    sharded = [arg for arg in node.all_input_nodes if arg in tokens]
+    if len(sharded) != 1 or node.args[0] is not sharded[0]:
+        raise NotTokenWiseError(f"{node.target} takes several values that hold tokens")
+    return sharded[0]
+
+
+def _pointwise(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    result = first_value(node)
+    assert result is not None
+    dims = max(tokens[arg].dims for arg in node.all_input_nodes if arg in tokens)
+    arguments = _mapped(tuple(node.args), dims, result, tokens)
+    named = {name: _mapped(value, dims, result, tokens) for name, value in node.kwargs.items()}
+    return Call(dims, arguments, named)
+
+
+def _from_end(dim: int, ndim: int, tokens: Tokens, target: object) -> int:
+    """A dim counted from the end, which is the same dim of a shard."""
+    dim = dim if dim >= 0 else dim + ndim
+    if dim < tokens.dims:
+        raise NotTokenWiseError(f"{target} works across tokens")
+    return dim - ndim
+
+
+def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    """Ops with an argument `dim`, one or several, whose operands have all tokens in the same dims."""
+    source = next(arg for arg in node.all_input_nodes if arg in tokens)
+    value, found = first_value(source), _arguments(node)
+    assert value is not None
+    dim = found["dim"]
+    if dim is None or dim == []:
+        raise NotTokenWiseError(f"{node.target} works across tokens")
+    held = tokens[source]
+    if isinstance(dim, (list, tuple)):
+        found["dim"] = [_from_end(each, value.dim(), held, node.target) for each in dim]
+    else:
+        found["dim"] = _from_end(dim, value.dim(), held, node.target)
+    return _bound(node, found, held, value, tokens)
+
+
+def _bound(node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Call:
+    """A call with arguments by their names. Tensors among them are as wide as `like` in the dims of tokens."""
+    assert isinstance(node.target, OpOverload)
+    arguments, named = [], {}
+    for parameter in node.target._schema.arguments:
+        value = _beside(found[parameter.name], held, like, tokens)
+        if parameter.kwarg_only:
+            named[parameter.name] = value
+        else:
+            arguments.append(value)
+    return Call(held.dims, tuple(arguments), named)
+
+
+def _beside(argument: Any, held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_beside(each, held, like, tokens) for each in argument]
+    value = first_value(argument) if isinstance(argument, Node) else None
+    if value is None:
+        return argument
+    if argument in tokens:
+        if not tokens[argument].alike(held):
+            raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims")
+        return Shard(argument)
+    if value.dim() < held.dims or not _same_leading(value, like, held.dims):
+        raise NotTokenWiseError(f"{argument.name} holds no tokens")
+    return Chunk(argument, Tokens.of(value, held.dims))
+
+
+def _unsqueeze(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    source, result = _only(node, tokens), first_value(node)
+    assert result is not None
+    dim = _from_end(node.args[1], result.dim(), tokens[source], node.target)  # type: ignore[arg-type]
+    return Call(tokens[source].dims, (Shard(source), dim))
+
+
+def _resized(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    """Views: the tokens must again be the product of some leading dims."""
+    source, result = _only(node, tokens), first_value(node)
+    assert result is not None
+    held = tokens[source]
+    for dims in range(1, result.dim() + 1):
+        if same(prod(result.shape[:dims]), held.count):
+            return Call(dims, (Shard(source), [ShardRows(), *_known(node, result.shape[dims:])]))
+    raise NotTokenWiseError(f"{node.target} mixes tokens with what they hold")
+
+
+def _expanded(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    source, result = _only(node, tokens), first_value(node)
+    value, held = first_value(source), tokens[source]
+    assert result is not None
+    assert value is not None
+    if result.dim() != value.dim() or not _same_leading(value, result, held.dims):
+        raise NotTokenWiseError(f"{node.target} repeats tokens")
+    return Call(held.dims, (Shard(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
+
+
+def _known(node: Node, sizes: Sequence[int | torch.SymInt]) -> list[int]:
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(known) < len(sizes):
+        raise NotTokenWiseError(f"{node.target} gives rows of a size that is not known beforehand")
+    return known
+
+
+def _permuted(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    source = _only(node, tokens)
+    value, held = first_value(source), tokens[source]
+    assert value is not None
+    order = [dim % value.dim() for dim in node.args[1]]  # type: ignore[union-attr,operator]
+    if order[: held.dims] != list(range(held.dims)):
+        raise NotTokenWiseError(f"{node.target} moves tokens")
+    return Call(held.dims, (Shard(source), [0, *(dim - held.dims + 1 for dim in order[held.dims :])]))
+
+
+def _fused_norm(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+    source, result = _only(node, tokens), first_value(node)
+    assert result is not None
+    held = tokens[source]
+    if len(node.args[1]) > result.dim() - held.dims:  # type: ignore[arg-type]
+        raise NotTokenWiseError(f"{node.target} works across tokens")
+    return Call(held.dims, (Shard(source), *node.args[1:]), node.kwargs)
+
+
+def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) -> Call:
+    found = _arguments(node)
+    source = next(arg for arg in node.all_input_nodes if arg in tokens)
+    value, held = first_value(source), tokens[source]
+    assert value is not None
+    assert isinstance(node.target, OpOverload)
+    if held.dims != 1:
+        raise NotTokenWiseError(f"{node.target} takes tokens in one dim, not in {held.dims}")
+    arguments, named = [], {}
+    for parameter in node.target._schema.arguments:
+        argument = found[parameter.name]
+        if parameter.name in rows:
+            argument = _beside(argument, held, value, tokens)
+        elif isinstance(argument, Node) and argument in tokens:
+            raise NotTokenWiseError(f"{node.target} takes {parameter.name} whole")
+        if parameter.kwarg_only:
+            named[parameter.name] = argument
+        else:
+            arguments.append(argument)
+    return Call(1, tuple(arguments), named)
+
+
+_POINTWISE = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    prims.convert_element_type.default,
+}
+
+_OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, Tokens]], Call]] = {
+    **dict.fromkeys(
+        (
+            aten._log_softmax.default,
+            aten._softmax.default,
+            aten.amax.default,
+            aten.amin.default,
+            aten.any.dim,
+            aten.argmax.default,
+            aten.argmin.default,
+            aten.cumsum.default,
+            aten.gather.default,
+            aten.linalg_vector_norm.default,
+            aten.logsumexp.default,
+            aten.max.dim,
+            aten.mean.dim,
+            aten.min.dim,
+            aten.prod.dim_int,
+            aten.select.int,
+            aten.slice.Tensor,
+            aten.sort.default,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.sum.dim_IntList,
+            aten.topk.default,
+            aten.unbind.int,
+            aten.cat.default,
+        ),
+        _along,
+    ),
+    **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _resized),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.expand.default: _expanded,
+    aten.permute.default: _permuted,
+    aten._fused_rms_norm.default: _fused_norm,
+}

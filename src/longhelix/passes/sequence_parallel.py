@@ -1,0 +1,222 @@
+"""The pass that torch.compile runs over its graphs."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import OpOverload
+from torch.fx import Graph
+
+from longhelix.passes.collectives import Collective, RankGroup, collectives
+from longhelix.passes.no_ops import eliminate_no_ops
+from longhelix.passes.patterns import CHUNK, GATHERED, REDUCED, count_patterns
+from longhelix.passes.plan import Plan, make_plan
+from longhelix.passes.rewrite import Rewrite
+from longhelix.passes.rules import Rules
+from longhelix.passes.stage import refusal
+from longhelix.passes.tokens import any_number_of_tokens
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MIN_TOKENS = 1000
+QUANTIZED = ("int8", "fp8")
+
+
+class SequenceParallel(CustomGraphPass):
+    """Keeps what lies between an all-reduce and the products after it as token shards: the all-reduce becomes a
+    reduce-scatter, norms and residuals are computed on each rank's own tokens, and what products need of them is
+    all-gathered, quantised where the graph quantises it.
+
+        sp = SequenceParallel(group, min_tokens=1000)
+        compiled = torch.compile(module, fullgraph=True, options={"post_grad_custom_pre_pass": sp})
+
+    group: the ranks whose functional collectives the graphs have; None: all. min_tokens: graphs for fewer tokens stay
+    as they are; None: 1000. quantize: "int8" or "fp8": what is gathered travels as one byte a number with a scale for
+    each token, which rounds it. tokens: the least and the most tokens that graphs are for; None: what their shapes say.
+    in_rank_order: sums are made in the order of ranks, by an all-to-all, so that their bits depend on no other token;
+    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. token_wise: ops
+    beside torch's own of which each row of results depends on the same row of the operands named alone. norms: those of
+    them that are RMSNorms of their first operand.
+
+    What it keeps as shards must be the same on all ranks to begin with: inputs of the graph that meet all-reduced
+    values are taken to be (norms' weights, biases, residuals). A graph that it cannot change without doubt stays as it
+    is, with a warning. Raises ValueError for values that cannot be.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        min_tokens: int | None = None,
+        quantize: str | None = None,
+        *,
+        tokens: tuple[int, int | None] | None = None,
+        in_rank_order: bool | None = None,
+        token_wise: Mapping[OpOverload, Sequence[str]] | None = None,
+        norms: Sequence[OpOverload] = (),
+    ) -> None:
+        if min_tokens is None:
+            min_tokens = DEFAULT_MIN_TOKENS
+        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
+            raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
+        if quantize is not None and quantize not in QUANTIZED:
+            raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(QUANTIZED)}, or None")
+        if tokens is not None and not _is_range(tokens):
+            raise ValueError(
+                "tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not "
+                f"{tokens!r}"
+            )
+        if not dist.is_initialized():
+            raise ValueError("there are no ranks yet: call torch.distributed.init_process_group before this")
+        found = dist.group.WORLD if group is None else group
+        if not isinstance(found, dist.ProcessGroup):
+            raise ValueError(f"group is a torch.distributed.ProcessGroup, not {type(group).__name__}")
+        self.min_tokens = min_tokens
+        self.quantize = quantize
+        self.tokens = tokens
+        self.group = RankGroup(found.group_name, found.size(), found.rank())
+        on_gloo = dist.get_backend(found) == "gloo"
+        self.in_rank_order = on_gloo if in_rank_order is None else in_rank_order
+        self._rules = Rules(dict(token_wise or {}))
+        self._norms = tuple(norms)
+        if self.group.size == 1:
+            logger.warning("sequence parallelism is off: the group has one rank")
+
+    def applies(self, tokens: int) -> bool:
+        """Whether a graph for this many tokens and more keeps token shards."""
+        return self.group.size > 1 and tokens >= self.min_tokens
+
+    def uuid(self) -> str:
+        """Of all that decides what it does, for torch's cache of compiled graphs."""
+        digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
+        digest.update(repr((self.tokens, self.in_rank_order, self._norms)).encode())
+        digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
+        digest.update(_sources())
+        return digest.hexdigest()
+
+    def __call__(self, graph: Graph) -> None:
+        """Change a graph, or leave it as it is."""
+        if self.group.size == 1:
+            return
+        before = list(collectives(graph, self.group))
+        if not before:
+            return
+        reason = refusal(graph)
+        if reason is not None:
+            self._leave(f"the graph stays as it is: {reason}")
+            self._count("collectives", before, before)
+            return
+        with any_number_of_tokens(graph):
+            self._change(graph)
+        self._count("collectives", before, list(collectives(graph, self.group)))
+
+    def report(self) -> dict[str, Any]:
+        """Of all graphs so far that passes with the same options have seen, those from torch's cache as well: matches
+        by pattern, collectives by kind and the bytes that a rank sends by dtype, each before and after, and why
+        collectives stayed. Graphs with a varying number of tokens count as many as they were traced with."""
+        patterns = dict.fromkeys((*REDUCED, *GATHERED, CHUNK), 0)
+        found: dict[str, Any] = {
+            "patterns": patterns,
+            "collectives": {"before": {}, "after": {}},
+            "bytes": {"before": {}, "after": {}},
+            "left_alone": [],
+        }
+        for kind, name, count in self._counted():
+            if kind == "patterns":
+                patterns[name] = count
+            elif kind == "left_alone":
+                found["left_alone"].append(name)
+            else:
+                when, _, what = name.partition("/")
+                found[kind][when][what] = count
+        return found
+
+    def explain(self) -> str:
+        """Why collectives stayed as they were, a line for each."""
+        return "\n".join(self.report()["left_alone"])
+
+    def _applies(self, count: int | torch.SymInt) -> bool:
+        """Whether values of that many tokens are kept as shards."""
+        if isinstance(count, int):
+            return self.applies(count)
+        if self.tokens is not None:
+            return self.applies(self.tokens[0])
+        least = count.node.shape_env.bound_sympy(count.node.expr).lower
+        return bool(least.is_Integer) and self.applies(int(least))
+
+    def _change(self, graph: Graph) -> None:
+        eliminate_no_ops(graph)
+        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None)
+        for sentence in plan.left_alone:
+            self._add("left_alone", sentence)
+        if plan.sources or plan.chunks:
+            self._carry_out(graph, plan)
+        elif plan.left_alone:
+            logger.warning("sequence parallelism is off for a graph: %s", "; ".join(plan.left_alone))
+
+    def _carry_out(self, graph: Graph, plan: Plan) -> None:
+        rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.quantize)
+        try:
+            rewrite.prepare()
+            doubts = rewrite.doubts()
+        except Exception as error:  # of ops on fake tensors, which may be any
+            doubts = [f"{type(error).__name__}: {error}"]
+        if doubts:
+            rewrite.abandon()
+            self._leave(f"the graph stays as it is: {doubts[0]}")
+            return
+        for name, count in count_patterns(plan, self.quantize).items():
+            self._add("patterns", name, count)
+        rewrite.finish()
+        graph.lint()
+
+    def _leave(self, sentence: str) -> None:
+        logger.warning("sequence parallelism is off for a graph: %s", sentence)
+        self._add("left_alone", sentence)
+
+    def _count(self, kind: str, before: list[Collective], after: list[Collective]) -> None:
+        for when, found in (("before", before), ("after", after)):
+            for name, count in Counter(each.name for each in found).items():
+                self._add(kind, f"{when}/{name}", count)
+            for each in found:
+                self._add("bytes", f"{when}/{each.dtype}", each.sent_bytes)
+
+    # What is counted lies where torch keeps such counts: it stores them with a compiled graph, and adds them again
+    # when the graph comes from its cache.
+
+    def _add(self, kind: str, name: str, count: int = 1) -> None:
+        counters["inductor"][f"{self._prefix}/{kind}/{name}"] += count
+
+    @property
+    def _prefix(self) -> str:
+        return f"sequence_parallel/{self.uuid()[:16]}"
+
+    def _counted(self) -> list[tuple[str, str, int]]:
+        prefix = self._prefix + "/"
+        found = [
+            (key.removeprefix(prefix), count) for key, count in counters["inductor"].items() if key.startswith(prefix)
+        ]
+        return [(kind, name, count) for key, count in found for kind, _, name in [key.partition("/")]]
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of this package."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.digest()
+
+
+def _is_range(tokens: object) -> bool:
+    if not isinstance(tokens, tuple) or len(tokens) != 2:
+        return False
+    least, most = tokens
+    return type(least) is int and least >= 1 and (most is None or (type(most) is int and most >= least))

@@ -1,0 +1,129 @@
+"""One rank of test_passes: the named cases over gloo, compiled; a failed assert ends it with its traceback."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
+
+from longhelix.passes import SequenceParallel
+from longhelix.runner.rank import meet
+from longhelix.workers.started_rank import StartedRank
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "passes"))
+
+from modules import Chain, Experts, rows
+
+PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+OTHERS = {
+    "llama": (LlamaModel, LlamaConfig, {"LastAllReduceRMSNorm": 1, "MiddleAllReduceRMSNorm": 5}),
+    "qwen3": (Qwen3Model, Qwen3Config, {"LastAllReduceRMSNorm": 1, "MiddleAllReduceRMSNorm": 5}),
+    # A norm of each sum, and one after it is added.
+    "gemma2": (Gemma2Model, Gemma2Config, {"FirstAllReduceRMSNorm": 6}),
+}
+
+
+def compiled(module, sp, dynamic=False):
+    torch._dynamo.reset()
+    options = {} if sp is None else {"post_grad_custom_pre_pass": sp}
+    return torch.compile(module, fullgraph=True, dynamic=dynamic, options=options)
+
+
+def near(one, other, tolerance=1e-5):
+    assert one.shape == other.shape
+    assert (one - other).abs().max() <= tolerance * other.abs().max(), (one - other).abs().max()
+
+
+def found(report):
+    return {name: count for name, count in report["patterns"].items() if count}
+
+
+def modules(rank, size):
+    """Of the tests in one process: eager, compiled, and compiled with the pass."""
+    for module, dynamic, quantize in ((Chain, True, None), (Chain, False, "int8"), (Experts, False, None)):
+        own = module(rank, size)
+        sp = SequenceParallel(min_tokens=1, quantize=quantize, in_rank_order=True)
+        changed = compiled(own, sp, dynamic)
+        for tokens in (13, 14, 200) if dynamic else (1, 13):
+            x = rows(tokens)
+            eager, alone = own(x), module(0, 1)(x)
+            near(eager, alone)
+            near(changed(x), alone, 0.03 if quantize else 1e-5)
+        assert sum(found(sp.report()).values()) >= 4, sp.report()
+        assert "all_reduce" not in sp.report()["collectives"]["after"], sp.report()
+        near(compiled(own, None, dynamic)(x), alone)
+
+
+def cache(rank, size):
+    """A graph that comes from torch's cache is counted as well, and one for another threshold is another one."""
+    own, x = Chain(rank, size), rows(13)
+    expected = own(x)
+    reports = []
+    for min_tokens in (13, 13, 14):
+        counters.clear()
+        sp = SequenceParallel(min_tokens=min_tokens)
+        near(compiled(own, sp)(x), expected)
+        reports.append(sp.report())
+        assert counters["inductor"]["fxgraph_cache_hit"] == (len(reports) == 2)
+    assert reports[0] == reports[1]
+    assert reports[0]["collectives"]["after"] == {"all_to_all": 4, "all_gather": 4}
+    assert reports[2]["collectives"]["after"] == reports[2]["collectives"]["before"] == {"all_reduce": 4}
+
+
+def others(rank, size, name):
+    """Models of transformers with torch's tensor parallelism."""
+    kind, configuration, expected = OTHERS[name]
+    torch.manual_seed(0)
+    model = kind(configuration(**SIZES)).eval()
+    ids = torch.randint(0, 97, (1, 13), generator=torch.Generator().manual_seed(1))
+    alone = model(ids, use_cache=False).last_hidden_state
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, PLAN)
+        layer.self_attn.config = model.config
+    near(model(ids, use_cache=False).last_hidden_state, alone, 1e-4)
+    sp = SequenceParallel(mesh.get_group(), min_tokens=1)
+    changed = compiled(model, sp)(ids, use_cache=False).last_hidden_state
+    assert found(sp.report()) == expected, sp.report()
+    assert "all_reduce" not in sp.report()["collectives"]["after"], sp.report()
+    near(changed, alone, 1e-4)
+
+
+def main():
+    started = StartedRank.from_command_line()
+    rank, (size, cases) = started.rank, started.arguments
+    torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(started.directory / f"inductor{rank}")
+    meet(int(size), rank, started.directory)
+    with torch.no_grad():
+        for case in cases.split(","):
+            name, *arguments = case.split("=")
+            {"modules": modules, "cache": cache, "others": others}[name](rank, int(size), *arguments)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""What the pass leaves alone and says so: thresholds, graphs that are not for it, values that cannot be."""
+
+import copy
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from lockstep import Lockstep, group_of, pass_of
+from modules import Chain, H, Mixer, Norm, rows, summed, weight
+from test_sequence_parallel import found, near, same_numbers
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._guards import detect_fake_mode
+
+from longhelix.passes import SequenceParallel
+
+pytestmark = pytest.mark.unit
+
+
+def traced(tokens=13, dynamic=None, size=2, module=Chain):
+    """The graph of a rank as the pass gets it."""
+    ranks = Lockstep([module(rank, size) for rank in range(size)], dynamic, min_tokens=1)
+    graph, _ = ranks._trace(ranks._compiled[0], (rows(tokens),))
+    return copy.deepcopy(graph).graph
+
+
+@pytest.mark.parametrize("min_tokens", [7, 13, 14])
+def test_the_pass_does_what_its_predicate_says(min_tokens):
+    with group_of(2):
+        ranks = Lockstep([Chain(rank, 2) for rank in range(2)], False, min_tokens=min_tokens)
+        for tokens in (6, 7, 12, 13, 14, 15):
+            outcome = ranks(rows(tokens))
+            same_numbers(outcome, [Chain(0, 1)(rows(tokens))])
+            applies = pass_of(0, 2, min_tokens=min_tokens).applies(tokens)
+            assert applies == (tokens >= min_tokens)
+            assert bool(found(outcome)) == applies
+            assert ("too few tokens" in outcome.explained) == (not applies)
+
+
+def test_graphs_for_any_number_of_tokens_need_to_be_known_to_be_large():
+    with group_of(2):
+        graph = traced(200, dynamic=True)
+        left, taken = pass_of(0, 2, min_tokens=100), pass_of(0, 2, min_tokens=100, tokens=(100, None))
+        left(graph)
+        assert "not known to be enough" in left.explain()
+        assert left.report()["collectives"]["after"] == {"all_reduce": 4}
+        taken(graph)
+        assert taken.report()["patterns"]["MiddleAllReduceRMSNorm"] == 2
+        few = pass_of(0, 2, min_tokens=100, tokens=(1, 99))
+        few(traced(50, dynamic=True))
+        assert not few.report()["patterns"]["MiddleAllReduceRMSNorm"]
+
+
+def test_a_bound_that_the_caller_marks_is_known():
+    with group_of(2):
+        x = rows(200)
+        torch._dynamo.mark_dynamic(x, 0, min=100, max=100_000)
+        ranks = Lockstep([Chain(rank, 2) for rank in range(2)], min_tokens=100)
+        assert found(ranks(x))["MiddleAllReduceRMSNorm"] == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_pass_binds_a_graph_to_no_number_of_tokens(dynamic):
+    with group_of(2):
+        graph = traced(2, dynamic)  # of which each rank has one
+        env = detect_fake_mode([node.meta.get("val") for node in graph.nodes]).shape_env
+        before = list(env.guards)
+        pass_of(0, 2, min_tokens=1)(graph)
+        assert env.guards == before
+
+
+def test_a_second_application_changes_nothing():
+    with group_of(3):
+        graph = traced(size=3)
+        sp = pass_of(0, 3, min_tokens=1)
+        sp(graph)
+        before, patterns = str(graph), sp.report()["patterns"]
+        sp(graph)
+        assert str(graph) == before
+        assert sp.report()["patterns"] == patterns
+
+
+@torch.library.custom_op("longhelix_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x))
+
+
+@twice.register_fake
+def _(x):
+    return x.new_empty(2 * x.shape[0], *x.shape[1:])
+
+
+class Twice(Chain):
+    """An op that is not token-wise, whatever is said of it."""
+
+    def forward(self, x):
+        return twice(super().forward(x))
+
+
+def test_a_rule_that_is_wrong_leaves_the_graph_as_it_is(caplog):
+    with group_of(2):
+        graph = traced(module=Twice)
+        before = str(graph)
+        sp = pass_of(0, 2, min_tokens=1, token_wise={torch.ops.longhelix_tests.twice.default: ["x"]})
+        sp(graph)
+        assert str(graph) == before
+        assert "the graph stays as it is" in caplog.text
+        assert "another shape" in sp.explain()
+        assert not any(sp.report()["patterns"].values())
+        outcome = Lockstep([Twice(rank, 2) for rank in range(2)], min_tokens=1)(rows(13))
+        same_numbers(outcome, [Twice(0, 1)(rows(13))])
+
+
+class Own(Chain):
+    """What is added to a sum is each rank's own."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.own = nn.Parameter(weight(H, H, 70 + rank))
+
+    def forward(self, x):
+        return self.last(summed(self.embed(x), self.size) + x @ self.own.T)
+
+
+def test_what_ranks_have_of_their_own_is_not_sharded():
+    with group_of(3):
+        outcome = Lockstep([Own(rank, 3) for rank in range(3)], min_tokens=1)(rows(13))
+        for changed, plain in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
+            near(changed[0], plain[0])
+        first, second, _ = (each[0] for each in outcome.plain.returned)
+        assert (first - second).abs().max() > 0.1
+        assert not found(outcome)
+        assert "of which ranks may have different values" in outcome.explained
+
+
+class Summand(nn.Module):
+    """The residual is a part of the next sum, a share of it from each rank."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.size = size
+        self.embed, self.mixer = Mixer(rank, size, 1), Mixer(rank, size, 20)
+        self.norm, self.last = Norm(10), Norm(30)
+
+    def forward(self, x):
+        residual = summed(self.embed(x), self.size)
+        mixed = self.mixer(self.norm(residual))
+        return self.last(summed(mixed + residual / self.size + x / self.size, self.size))
+
+
+def test_a_residual_within_a_sum():
+    with group_of(3):
+        for tokens in (1, 4, 13):
+            outcome = Lockstep([Summand(rank, 3) for rank in range(3)], min_tokens=1)(rows(tokens))
+            same_numbers(outcome, [Summand(0, 1)(rows(tokens))])
+
+
+class InTwoDims(Chain):
+    """Batch and sequence."""
+
+    def forward(self, x):
+        return super().forward(x.view(-1, x.shape[0] // 3 or 1, H)).view(-1, H)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_batch_of_sequences(size):
+    with group_of(size):
+        ranks = Lockstep([InTwoDims(rank, size) for rank in range(size)], False, min_tokens=1)
+        for tokens in (3, 9, 15):
+            outcome = ranks(rows(tokens))
+            same_numbers(outcome, [InTwoDims(0, 1)(rows(tokens))])
+            assert found(outcome)["MiddleAllReduceRMSNorm"] == 2
+
+
+def compile_and_change(module, x, sp, **options):
+    def compiler(graph, examples):
+        sp(graph.graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    return torch.compile(module, backend=backend, **options)(x)
+
+
+def test_graphs_with_a_backward_stay(caplog):
+    counters.clear()
+    with group_of(2):
+        sp = pass_of(0, 2, min_tokens=1)
+        compile_and_change(Chain(0, 2), rows(13), sp, fullgraph=True)
+        assert "compile under torch.no_grad()" in sp.explain()
+        assert "sequence parallelism is off" in caplog.text
+        report = sp.report()["collectives"]
+        assert report["after"] == report["before"] == {"all_reduce": 4}
+
+
+class Broken(Chain):
+    def forward(self, x):
+        x = summed(self.embed(x), self.size)
+        torch._dynamo.graph_break()
+        return self.last(x + summed(self.mixers[0](self.norms[0](x)), self.size))
+
+
+def test_pieces_of_a_model_stay():
+    counters.clear()
+    with group_of(2), torch.no_grad():
+        sp = pass_of(0, 2, min_tokens=1)
+        compile_and_change(Broken(0, 2), rows(13), sp)
+        assert sp.explain().count("it is a piece of a model") == 1  # said once, of both
+        report = sp.report()["collectives"]
+        assert report["after"] == report["before"] == {"all_reduce": 2}
+
+
+def test_a_group_of_one_is_off(caplog):
+    with group_of(1):
+        sp = SequenceParallel(min_tokens=1)
+        assert "the group has one rank" in caplog.text
+        assert not sp.applies(1000)
+        compile_and_change(Chain(0, 1), rows(13), sp)
+        assert not any(sp.report()["patterns"].values())
+
+
+def test_the_threshold_that_nobody_set():
+    with group_of(2):
+        sp = SequenceParallel()
+        assert (sp.applies(999), sp.applies(1000)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"min_tokens": 0}, "1 or more, not 0"),
+        ({"min_tokens": -5}, "1 or more, not -5"),
+        ({"min_tokens": 2.0}, "not 2.0"),
+        ({"min_tokens": True}, "not True"),
+        ({"quantize": "int4"}, "'int4' is not known: use one of int8, fp8"),
+        ({"group": "tp"}, "ProcessGroup, not str"),
+        ({"tokens": (5, 4)}, "the least and the most tokens"),
+        ({"tokens": (0, None)}, "the least and the most tokens"),
+        ({"tokens": 7}, "the least and the most tokens"),
+    ],
+)
+def test_values_that_cannot_be(options, sentence):
+    with group_of(2), pytest.raises(ValueError, match=sentence):
+        SequenceParallel(**options)
+
+
+def test_no_ranks():
+    with pytest.raises(ValueError, match=r"init_process_group"):
+        SequenceParallel()
+
+
+def test_what_decides_is_in_the_uuid():
+    with group_of(4):
+        passes = [
+            pass_of(0, 4, min_tokens=5),
+            pass_of(1, 4, min_tokens=5),
+            pass_of(0, 3, min_tokens=5),
+            pass_of(0, 4, min_tokens=6),
+            pass_of(0, 4, min_tokens=5, quantize="int8"),
+            pass_of(0, 4, min_tokens=5, tokens=(5, None)),
+            pass_of(0, 4, min_tokens=5, in_rank_order=True),
+            pass_of(0, 4, min_tokens=5, token_wise={torch.ops.longhelix_tests.twice.default: ["x"]}),
+            pass_of(0, 4, min_tokens=5, norms=[torch.ops.longhelix_tests.twice.default]),
+        ]
+        assert len({each.uuid() for each in passes}) == len(passes)
+        assert passes[0].uuid() == pass_of(0, 4, min_tokens=5).uuid()
