@@ -231,7 +231,8 @@ def run(case, rank, meshes, direct_rows):
     first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
     scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
     for allocator in scheduler.pool.allocators:
-        allocator.__init__(case.get("pool_blocks", runner.pool.num_blocks))
+        count = case.get("pool_blocks", runner.pool.num_blocks)
+        allocator.__init__(count, allocator.rank, allocator.index, allocator.evicted)
     pp = config.layout.pp
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1 if pp == 1 else most_in_flight(pp)))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
