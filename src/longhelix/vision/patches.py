@@ -63,12 +63,8 @@ class Patcher:
     def patches(self, image: str | os.PathLike[str] | PIL.Image.Image) -> Patches:
         """Those of an image file or a Pillow image. Raises UserError for what is none, or too large or too narrow."""
         name, opened = self._open(image)
-        if min(opened.size) < 1 or opened.width * opened.height > _MOST_PIXELS:
-            raise UserError(
-                f"{name} has {opened.width} x {opened.height} pixels: give an image of at least one and at most "
-                f"{_MOST_PIXELS} pixels",
-                "invalid_image",
-            )
+        if opened.width * opened.height > _MOST_PIXELS:
+            raise _too_large(name)
         try:
             upright = self._ops.exif_transpose(opened).convert("RGB")
             found = self._processor(images=[upright], return_tensors="np")
@@ -93,12 +89,18 @@ class Patcher:
         except FileNotFoundError:
             name = os.fspath(image)
             raise UserError(f"there is no image {name!r}: give the path of a file", "invalid_image") from None
+        except self._pillow.DecompressionBombError as error:  # more than Pillow opens
+            raise _too_large(os.fspath(image)) from error
         except Exception as error:  # Pillow's readers raise whatever they come across
             raise UserError(
                 f"{os.fspath(image)!r} cannot be read as an image ({error}): give a file that Pillow reads, such as "
                 "PNG or JPEG",
                 "invalid_image",
             ) from error
+
+
+def _too_large(name: str) -> UserError:
+    return UserError(f"{name} has more than {_MOST_PIXELS} pixels: give it smaller", "invalid_image")
 
 
 def missing_extra() -> UserError:
