@@ -60,6 +60,12 @@ VISION_LANGUAGE: dict[str, PreTrainedConfig] = {
         **_TOKENS,
     ),
 }
+# Of sizes that native kernels pack and tapes record.
+PACKED = Qwen3VLConfig(
+    text_config=_DECODER | {"hidden_size": 96, "intermediate_size": 96},
+    vision_config=_TOWER | {"out_hidden_size": 96},
+    **_TOKENS,
+)
 # Columns and rows of the images' tokens, of 8 x 8 pixels; each prompt is text (how many tokens) and images (which).
 GRIDS = ((5, 3), (2, 4), (1, 1))
 PROMPTS = ((3, "a", 5), (18,), (1, "b", 2, "a", "c", 4), ("a", 1), (2, "b"))

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from shown import NEW_TOKENS, VISION_LANGUAGE, make_shown_oracle
+from shown import NEW_TOKENS, PACKED, VISION_LANGUAGE, make_shown_oracle
 from test_equality import BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, THRESHOLD_TOKENS, assert_equal
 from test_llm import needs_compiler
+
+from longhelix.kernels import native
 
 pytestmark = pytest.mark.dist
 
@@ -15,7 +17,8 @@ MADE = {}
 def oracle_of(tmp_path_factory):
     def oracle(family):
         if family not in MADE:
-            MADE[family] = made = make_shown_oracle(VISION_LANGUAGE[family], tmp_path_factory.mktemp(family))
+            config = (VISION_LANGUAGE | {"packed": PACKED})[family]
+            MADE[family] = made = make_shown_oracle(config, tmp_path_factory.mktemp(family))
             np.savez(made.path / "states.npz", **{digest.hex(): states for digest, states in made.states.items()})
         return MADE[family]
 
@@ -85,6 +88,16 @@ def test_other_executions(worlds, oracle_of, execution):
     oracle = oracle_of("qwen3_vl")
     ranks = worlds(2).run(make_case(oracle, 2, 1, 7, "striped", execution=execution))
     assert_equal(oracle, ranks)
+
+
+@pytest.mark.skipif(native.module is None, reason="tapes are of the native kernels, which were not built here")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tapes(worlds, oracle_of, ranks):
+    """Steps of single rows are on tapes, but for those that have an image's row."""
+    oracle = oracle_of("packed")
+    found = worlds(ranks).run(make_case(oracle, ranks, chunk_tokens=1, block_tokens=16))
+    assert_equal(oracle, found)
+    assert all(rank["tapes"] for rank in found)
 
 
 def test_graphs(worlds, oracle_of):
