@@ -120,8 +120,8 @@ class LLM:
         *,
         context: str | None = None,
     ) -> int:
-        """Queue a prompt, as text or as token ids; it goes on after the saved context of that name. Returns the
-        request's id; `step` gives its deltas.
+        """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name.
+        Returns the request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
