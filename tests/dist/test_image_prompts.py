@@ -1,6 +1,8 @@
 """Images from files and from Pillow, as users give them: results, prefix cache, refusals, the command line."""
 
 import json
+import os
+import signal
 import sys
 
 import PIL.Image
@@ -8,7 +10,7 @@ import pytest
 from oracle import save_tokenizer_files
 from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_shown_oracle
 
-from longhelix import LLM, ImagePrompt, Layout, SamplingParams, UserError
+from longhelix import LLM, EngineError, ImagePrompt, Layout, SamplingParams, UserError
 from longhelix.cli.main import main
 from longhelix.engine import images as engine_images
 from longhelix.vision import patches as patches_module
@@ -46,6 +48,15 @@ def test_results_equal_transformers(llm, oracle):
     results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
     assert [result.token_ids for result in results] == oracle.tokens
     assert [result.prompt_tokens for result in results] == list(map(len, oracle.prompts))
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(kvp=2, pp=2), Layout(tpa=2)], ids=["3 stages", "2x2", "tpa"])
+def test_ranks_that_need_images_have_them(oracle, layout):
+    """Of three layers two get rows of the tower's: with three stages the last one has none of these."""
+    with LLM(str(oracle.path), layout, block_tokens=4, chunk_tokens=7) as llm:
+        assert llm.config.image_ranks == tuple(range(2 if layout.pp == 3 else layout.world_size))
+        results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
+    assert [result.token_ids for result in results] == oracle.tokens
 
 
 def test_instances_with_clocks_of_their_own(oracle):
@@ -176,6 +187,17 @@ def test_an_image_whose_tower_fails_ends_its_request_alone(llm, oracle, monkeypa
     monkeypatch.undo()
     assert not llm._core._loop.scheduler.num_waiting
     assert len(llm.generate(prompt, GREEDY)) == 1
+
+
+def test_a_rank_that_is_gone_is_named_while_images_are_shown(oracle):
+    """And what is then aborted says nothing else."""
+    with LLM(str(oracle.path), block_tokens=4) as llm:
+        stream = llm.stream(ImagePrompt([1], [oracle.images["a"]]), SamplingParams(100))
+        next(stream)
+        os.kill(llm.process_ids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank 0"):
+            llm.generate([ImagePrompt([1], [oracle.images["b"]])] * 2, SamplingParams(100))
+        stream.close()
 
 
 def test_missing_packages_are_named(llm, monkeypatch, oracle):

@@ -165,7 +165,8 @@ class TokenCore:
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Returns what it held and took, or None if it had already ended."""
         usage = self._loop.abort(request_id)
-        self._images.forget(request_id)
+        if not self.has_failed:  # or no rank is there to be told
+            self._images.forget(request_id)
         return usage
 
     @property

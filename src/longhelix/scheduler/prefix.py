@@ -143,8 +143,12 @@ def _chain(before: bytes, token_bytes: bytes, num_blocks: int, start: int, image
     `before`. `images`: those of the prompt."""
     size, hashes = len(token_bytes) // num_blocks, list[bytes]()
     for at in range(0, len(token_bytes), size):
-        first, stop = (start + byte // TOKEN_BYTES for byte in (at, at + size))
-        begun = b"".join(image.digest for image in images if first <= image.start < stop)
-        before = sha256(before + begun + token_bytes[at : at + size]).digest()
+        shown = _begun(images, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES) if images else b""
+        before = sha256(before + shown + token_bytes[at : at + size]).digest()
         hashes.append(before)
     return hashes
+
+
+def _begun(images: Items[ImageSpan], start: int, stop: int) -> bytes:
+    """The digests of the images that begin from `start` up to `stop`."""
+    return b"".join(image.digest for image in images if start <= image.start < stop)
