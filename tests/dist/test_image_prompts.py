@@ -107,6 +107,7 @@ def test_ranks_have_each_image_once_and_drop_it(llm, oracle, monkeypatch):
     assert len({digest for _, digest in told}) == 1
     llm.generate(prompt, GREEDY)
     assert [kind for kind, _ in told] == ["TakeImage", "DropImage"] * 2
+    assert not llm._core._images._requests
 
 
 def test_images_come_first_where_a_prompt_has_no_place_for_them(llm, oracle):
