@@ -212,6 +212,13 @@ def test_models_of_text_read_no_images(oracle):
         llm.generate(ImagePrompt("w1", [oracle.images["a"]]), GREEDY)
 
 
+def test_other_rope_settings_leave_pairs_their_axes(oracle):
+    with LLM(str(oracle.path), rope_scaling={"rope_type": "linear", "factor": 2.0}, block_tokens=4) as llm:
+        assert (llm.config.spec.rope.kind, llm.config.spec.rope.sections) == ("linear", (4, 3, 1))
+        (result,) = llm.generate(prompt_of(oracle, 0), GREEDY)
+    assert result.token_ids != oracle.tokens[0]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_activations(oracle, dtype):
     with LLM(str(oracle.path), Layout(kvp=2), dtype=dtype, block_tokens=4) as llm:
