@@ -17,6 +17,7 @@ struct Advance {
     std::int64_t kvp_rank;
     std::int64_t* rows;  // what is written: see below
 
+    // kShift is what is added to the length for the next row's position.
     enum Column { kLength, kLocalLength, kLastOwner, kLastToken, kExtent, kShift, kHeld };
 
     // Every sequence goes on by a token. Writes B last tokens; then, of the b sequences that keep KV here, the position,

@@ -79,17 +79,17 @@ def draw(columns, rows, seed):
 
 @dataclass(frozen=True)
 class ShownOracle:
-    """A saved model, images, and prompts: with an image's token once for each image (`given`) and for each of its
-    tokens. spans: of their images, of which `states` has the states by digest, float32. tokens, logits: transformers'
-    greedy ones, the latter at every position."""
+    """A saved model, images with their states by digest (float32), and prompts that show some: with an image's token
+    once for each image (`given`) and for each of its tokens. tokens, logits: transformers' greedy ones, the latter at
+    every position."""
 
     path: Path
     images: dict[str, PIL.Image.Image]
+    states: dict[bytes, np.ndarray]
     shown: list[list[str]]
     given: list[list[int]]
     prompts: list[list[int]]
     spans: list[list[ImageSpan]]
-    states: dict[bytes, np.ndarray]
     tokens: list[list[int]]
     logits: list[np.ndarray]
 
@@ -97,9 +97,8 @@ class ShownOracle:
 def save_model(config, folder, seed=0):
     """The model, with norms and biases that are seen where they are missing, and how its images are scaled."""
     torch.manual_seed(seed)
-    forms = {"attn_implementation": "eager"}
+    forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, **forms).eval()
-    model.set_experts_implementation("eager") if hasattr(model, "set_experts_implementation") else None
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "bias")):
             torch.nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=0.2)
@@ -119,8 +118,7 @@ def make_shown_oracle(config, folder, seed=0, new_tokens=NEW_TOKENS):
         one.digest: np.frombuffer(tower.states(one), np.float32).reshape(3, one.num_tokens, -1)
         for one in patches.values()
     }
-    chance = np.random.default_rng(seed)
-    all_shown, all_given, prompts, all_spans, all_tokens, all_logits = [], [], [], [], [], []
+    chance, found = np.random.default_rng(seed), []
     for parts in PROMPTS:
         given, prompt, spans = [], [], []
         for part in parts:
@@ -133,13 +131,9 @@ def make_shown_oracle(config, folder, seed=0, new_tokens=NEW_TOKENS):
             given += [START, IMAGE, END]
             prompt += [START, *[IMAGE] * one.num_tokens, END]
         shown = [part for part in parts if isinstance(part, str)]
-        tokens, logits = greedy_of(_with_images(model, processor, [images[name] for name in shown]), prompt, new_tokens)
-        for every, one in (
-            (all_shown, shown), (all_given, given), (prompts, prompt), (all_spans, spans), (all_tokens, tokens),
-            (all_logits, logits),
-        ):  # fmt: skip
-            every.append(one)
-    return ShownOracle(Path(folder), images, all_shown, all_given, prompts, all_spans, states, all_tokens, all_logits)
+        logits = _with_images(model, processor, [images[name] for name in shown])
+        found.append((shown, given, prompt, spans, *greedy_of(logits, prompt, new_tokens)))
+    return ShownOracle(Path(folder), images, states, *map(list, zip(*found, strict=True)))
 
 
 def _with_images(model, processor, images):

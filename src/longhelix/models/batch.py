@@ -13,7 +13,7 @@ from longhelix.parallel.meetings import Shared
 @dataclass(frozen=True)
 class ImageRows:
     """Rows of a step that images fill. rows_X: which of its T rows, int64. states_LXH: their embeddings, then what is
-    added to them after each of the first layers. All that is done with these is done to hidden states here."""
+    added to them after each of the first layers. Whatever images do to hidden states is done here."""
 
     rows_X: Tensor
     states_LXH: Tensor
