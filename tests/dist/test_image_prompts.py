@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
 import PIL.Image
 import pytest
 from oracle import save_tokenizer_files
+from safetensors.torch import load_file, save_file
 from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_shown_oracle
 
 from longhelix import LLM, EngineError, ImagePrompt, Layout, SamplingParams, UserError
@@ -199,6 +201,33 @@ def test_a_rank_that_is_gone_is_named_while_images_are_shown(oracle):
         with pytest.raises(EngineError, match="rank 0"):
             llm.generate([ImagePrompt([1], [oracle.images["b"]])] * 2, SamplingParams(100))
         stream.close()
+
+
+def damage(folder, oracle):
+    """Copies of the model whose towers cannot be, each with what is said of it."""
+    lacking, narrow = folder / "lacking", folder / "narrow"
+    for copy in (lacking, narrow):
+        shutil.copytree(oracle.path, copy)
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.visual.merger.norm.bias"]
+    save_file(tensors, lacking / "model.safetensors")
+    config = json.loads((narrow / "config.json").read_text())
+    config["vision_config"]["intermediate_size"] -= 1
+    (narrow / "config.json").write_text(json.dumps(config))
+    return (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"), (
+        narrow,
+        "cannot be made of the model's config",
+    )
+
+
+def test_a_damaged_tower_is_refused_when_an_image_comes(oracle, tmp_path):
+    """And text is answered all the same."""
+    for path, words in damage(tmp_path, oracle):
+        with LLM(str(path), block_tokens=4) as llm:
+            with pytest.raises(UserError, match=words) as refusal:
+                llm.generate(prompt_of(oracle, 0), GREEDY)
+            assert (refusal.value.code, len(str(refusal.value)) < 300) == ("invalid_checkpoint", True)
+            assert llm.generate(oracle.prompts[1], GREEDY)[0].token_ids == oracle.tokens[1]
 
 
 def test_missing_packages_are_named(llm, monkeypatch, oracle):

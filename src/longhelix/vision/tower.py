@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from longhelix.errors import UserError
 from longhelix.models.checkpoint import invalid_checkpoint
 from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.values import shown
 from longhelix.vision.patches import Patches, missing_extra
 
 if TYPE_CHECKING:
@@ -42,7 +42,13 @@ class Tower:
     def _run(self, patches: Patches) -> bytes:
         import torch
 
-        merge = self._model.spatial_merge_size
+        config, merge = self._model.config, self._model.spatial_merge_size
+        patch_numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        if patches.patches_PX.shape != (patches.num_tokens * merge**2, patch_numbers):
+            raise invalid_checkpoint(
+                "preprocessor_config.json cuts images into other patches than the model's vision_config takes: check "
+                "that they belong together"
+            )
         with torch.inference_mode():
             found = self._model(
                 torch.from_numpy(patches.patches_PX).to(self._model.dtype),
@@ -66,11 +72,19 @@ class Tower:
             config = Qwen3VLVisionConfig(**_settings(self._checkpoint.config))
             with no_init_weights():
                 model = Qwen3VLVisionModel(config)
-            model.load_state_dict(weights, strict=True, assign=True)
-        except UserError:
-            raise
+            differ = sorted(model.state_dict().keys() ^ weights.keys())
+            if not differ:
+                model.load_state_dict(weights, assign=True)
         except Exception as error:  # transformers raises whatever it comes across
-            raise invalid_checkpoint(f"the vision tower and its weights do not belong together ({error})") from error
+            raise invalid_checkpoint(
+                f"the vision tower cannot be made of the model's config and weights ({shown(str(error))}): check that "
+                "they belong together"
+            ) from error
+        if differ:
+            raise invalid_checkpoint(
+                f"the vision tower's config and weights differ in {len(differ)} tensors, such as {differ[0]!r}: check "
+                "that they belong together"
+            )
         return model.to(getattr(torch, self._dtype)).eval()
 
 
