@@ -205,8 +205,8 @@ def test_a_rank_that_is_gone_is_named_while_images_are_shown(oracle):
 
 def damage(folder, oracle):
     """Copies of the model whose towers cannot be, each with what is said of it."""
-    lacking, narrow, coarse = (folder / name for name in ("lacking", "narrow", "coarse"))
-    for copy in (lacking, narrow, coarse):
+    lacking, narrow, coarse, unscaled = (folder / name for name in ("lacking", "narrow", "coarse", "unscaled"))
+    for copy in (lacking, narrow, coarse, unscaled):
         shutil.copytree(oracle.path, copy)
     tensors = load_file(lacking / "model.safetensors")
     del tensors["model.visual.merger.norm.bias"]
@@ -216,10 +216,12 @@ def damage(folder, oracle):
     (narrow / "config.json").write_text(json.dumps(config))
     scaled = json.loads((coarse / "preprocessor_config.json").read_text())
     (coarse / "preprocessor_config.json").write_text(json.dumps(scaled | {"patch_size": 8, "merge_size": 1}))
+    (unscaled / "preprocessor_config.json").unlink()
     return (
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
         (narrow, "cannot be made of the model's config"),
         (coarse, "cuts images into other patches"),
+        (unscaled, "preprocessor_config.json is missing, which says how images are scaled"),
     )
 
 
