@@ -17,7 +17,8 @@ struct Advance {
     std::int64_t kvp_rank;
     std::int64_t* rows;  // what is written: see below
 
-    enum Column { kLength, kLocalLength, kLastOwner, kLastToken, kExtent, kHeld };
+    // kShift is what is added to the length for the next row's position.
+    enum Column { kLength, kLocalLength, kLastOwner, kLastToken, kExtent, kShift, kHeld };
 
     // Every sequence goes on by a token. Writes B last tokens; then, of the b sequences that keep KV here, the position,
     // the slot and the limit of the next row, each with room for B; b + 1 first rows, with room for B + 1; and where
@@ -36,7 +37,7 @@ struct Advance {
             const std::int64_t* bound = bounds + 2 * line[kExtent];
             std::int64_t local = line[kLocalLength];
             bool mine = line[kLastOwner] == kvp_rank;
-            positions[held] = position;
+            positions[held] = position + line[kShift];
             slots[held] = mine ? blocks[bound[0] + local / block_tokens] * block_tokens + local % block_tokens : -1;
             limits[held] = line[kLocalLength] = local + mine;
             starts[held] = held;

@@ -8,8 +8,9 @@ from longhelix.request import SamplingParams, ServiceLevel
 
 if TYPE_CHECKING:
     from longhelix.engine.llm import LLM
+    from longhelix.engine.prompt import ImagePrompt
 
-__all__ = ["LLM", "EngineError", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
+__all__ = ["LLM", "EngineError", "ImagePrompt", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from longhelix.engine.llm import LLM
 
         return LLM
+    if name == "ImagePrompt":
+        from longhelix.engine.prompt import ImagePrompt
+
+        return ImagePrompt
     raise AttributeError(f"module 'longhelix' has no attribute {name!r}")

@@ -151,9 +151,34 @@ class TokenIds(Protocol):
     def __add__(self, more: "array[int]", /) -> "TokenIds": ...
 
 
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of a prompt, from `start` on, that an image takes: `rows` of its grid, one after the other, of
+    `columns` each. digest: SHA-256 of what it shows, grid included."""
+
+    start: int
+    rows: int
+    columns: int
+    digest: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def shift(self) -> int:
+        """What is added to the positions of what follows it."""
+        return max(self.rows, self.columns) - self.num_tokens
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds.
+
+    images: what the prompt shows, in order.
 
     num_generated: of the prompt's last tokens, those that the request itself has generated, before it was preempted.
     """
@@ -166,6 +191,7 @@ class Request:
     arrival_s: float
     service: ServiceLevel = ANY_SERVICE
     num_generated: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def capacity_tokens(self) -> int:
@@ -259,6 +285,7 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     machine's byte order.
     instances: where KVP instances have clocks of their own, those that take part in it from now on. The first one
     samples its tokens. last_token: the last one of its tokens that was sampled, where it has any.
+    images: what its prompt shows, in order; ranks that need it have what their digests stand for.
     """
 
     id: int
@@ -272,6 +299,7 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     seen_token_ids: bytes = b""
     instances: tuple[int, ...] = ()
     last_token: int | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -157,12 +157,17 @@ def make_oracle(config, folder, seed=0, prompt_lengths=PROMPT_LENGTHS, new_token
     return Oracle(Path(folder), prompts, list(tokens), list(logits))
 
 
-@torch.no_grad()
 def greedy(model, prompt, new_tokens=NEW_TOKENS):
     """Greedy tokens, each from a whole forward pass without cache, and the logits of all positions that were fed."""
+    return greedy_of(lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0], prompt, new_tokens)
+
+
+@torch.no_grad()
+def greedy_of(logits, prompt, new_tokens):
+    """The same by a function from ids to logits_SV."""
     ids = list(prompt)
     for _ in range(new_tokens):
-        logits_SV = model(torch.tensor([ids]), use_cache=False).logits[0]
+        logits_SV = logits(ids)
         ids.append(int(logits_SV[-1].argmax()))
     return ids[len(prompt) :], logits_SV.numpy()
 

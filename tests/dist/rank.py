@@ -32,8 +32,9 @@ from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel import exchange as exchange_module
 from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Request, SamplingParams
+from longhelix.request import ImageSpan, Request, SamplingParams
 from longhelix.runner import sampler
+from longhelix.runner.config import takes_images
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find, load_model, meet, new_pool
@@ -209,6 +210,14 @@ def build(case, rank, meshes):
     return config, runner
 
 
+def show(case, runner):
+    """The images of each prompt; the runner gets all of them, if it needs any."""
+    if takes_images(runner.spec, runner.mesh.layout, runner.mesh.rank):
+        for digest, states_LXH in np.load(case["states"]).items():
+            runner.take_image(bytes.fromhex(digest), states_LXH.tobytes())
+    return [tuple(ImageSpan(*place, bytes.fromhex(digest)) for *place, digest in spans) for spans in case["images"]]
+
+
 def run_again(call):
     """What a CUDA graph does, without one: the same call over the same memory."""
     result = call().clone()
@@ -222,7 +231,8 @@ def run(case, rank, meshes, direct_rows):
     first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
     scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
     for allocator in scheduler.pool.allocators:
-        allocator.__init__(case.get("pool_blocks", runner.pool.num_blocks))
+        count = case.get("pool_blocks", runner.pool.num_blocks)
+        allocator.__init__(count, allocator.rank, allocator.index, allocator.evicted)
     pp = config.layout.pp
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1 if pp == 1 else most_in_flight(pp)))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
@@ -230,6 +240,8 @@ def run(case, rank, meshes, direct_rows):
         Request(i, array("i", prompt), SamplingParams(case["max_new_tokens"], **choice), frozenset(), i, 0.0)
         for i, (prompt, choice) in enumerate(zip(case["prompts"], choices, strict=True))
     ]
+    if "images" in case:
+        requests = [replace(one, images=spans) for one, spans in zip(requests, show(case, runner), strict=True)]
     for request in requests if first is None else requests[:1]:
         loop.add(request)
     tokens, usages = {}, {}

@@ -4,13 +4,16 @@ import json as json_module
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from longhelix.cli.measurements import fullest, measurements
 from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, contexts_folder, stderr
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
 from longhelix.engine.llm import LLM
-from longhelix.engine.prompt import Prompt
+from longhelix.engine.prompt import ImagePrompt, Prompt
 from longhelix.engine.result import Result
 from longhelix.errors import RequestError, UserError
 
@@ -22,6 +25,7 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
+    image: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
     context: str | None = None,
     chat: Flag = False,
     json: Flag = False,
@@ -34,6 +38,9 @@ def generate(
         The prompt, fed as it is.
     prompt_file
         A UTF-8 file to read the prompt from, its last newline included.
+    image
+        An image file that the prompt shows, for vision-language models; may be given several times. They come first,
+        unless the prompt has places for them, such as <|image_pad|>.
     context
         A saved context that comes before the prompt, whose KV is not computed again (longhelix context).
     chat
@@ -46,11 +53,14 @@ def generate(
         raise UserError(
             "a context comes before the prompt as it is, and no chat template: leave out --chat or --context"
         )
+    if image and context is not None:
+        raise UserError("a saved context has tokens alone, and no images go with it: leave out --image or --context")
     params = sampling.params()
     if context is not None:
         contexts_folder(engine).at(context)
     with model.start(engine) as llm:
-        given = llm.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else text
+        given = llm.tokenizer.encode_chat([{"role": "user", "content": _content(text, image)}]) if chat else text
+        given = ImagePrompt(given, image) if image else given
         result = _run(llm, given, params, context, echo=not json)
         load, factors = llm.expert_load(), llm.cost_factors
     if json:
@@ -67,6 +77,11 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise UserError("give one of --prompt and --prompt-file")
     return prompt if prompt is not None else read_text(prompt_file)
+
+
+def _content(text: str, images: tuple[Path, ...]) -> str | list[dict[str, str]]:
+    """What the user says, as chat templates have it: the images first, each a part of its own."""
+    return [*({"type": "image"} for _ in images), {"type": "text", "text": text}] if images else text
 
 
 def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> Result:

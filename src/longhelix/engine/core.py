@@ -12,6 +12,7 @@ from itertools import chain
 
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.prompt import token_ids
+from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.errors import EngineError, UserError
 from longhelix.models.rope import inverse_frequencies
 from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
@@ -70,6 +71,7 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
+        self._images = ShownImages(self._pool, config.image_ranks)
         self._scheduler = Scheduler(
             config.scheduler,
             self._pool.cost,
@@ -110,12 +112,14 @@ class TokenCore:
         sampling: SamplingParams,
         service: ServiceLevel = ANY_SERVICE,
         arrival_s: float | None = None,
+        images: Sequence[ShownImage] = (),
     ) -> Request:
         """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
-        just now. Raises UserError if it can never run."""
+        just now. images: what it shows, in order. Raises UserError if it can never run."""
         self.check_running()
         self.check_asked(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
+        self._check_images(prompt_ids, images)
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
         if beyond is not None:
@@ -128,10 +132,28 @@ class TokenCore:
             secrets.randbits(63) if sampling.seed is None else sampling.seed,
             time.monotonic() if arrival_s is None else arrival_s,
             service,
+            images=tuple(image.span for image in images),
         )
         self._loop.add(request)
         self._next_id += 1
+        if images:
+            self._show(request, images)
         return request
+
+    def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
+        vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)
+        if vision is not None and prompt_ids.count(vision.image_token_id) != shown:
+            raise UserError(
+                f"the prompt has token {vision.image_token_id}, which stands for images, but no image for it: give "
+                "images beside it, or leave it out"
+            )
+
+    def _show(self, request: Request, images: Sequence[ShownImage]) -> None:
+        try:
+            self._images.show(request.id, images)
+        except BaseException:
+            self.abort(request.id)
+            raise
 
     def check_asked(self, sampling: SamplingParams, service: ServiceLevel) -> None:
         """Raise UserError for what is of another type."""
@@ -142,7 +164,10 @@ class TokenCore:
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Returns what it held and took, or None if it had already ended."""
-        return self._loop.abort(request_id)
+        usage = self._loop.abort(request_id)
+        if not self.has_failed:  # or no rank is there to be told
+            self._images.forget(request_id)
+        return usage
 
     @property
     def cost_factors(self) -> tuple[float, float]:
@@ -165,6 +190,9 @@ class TokenCore:
                 return []
             result, events = stepped
             self.counters.add(result)
+            for event in events:
+                if event.finish_reason is not None:
+                    self._images.forget(event.request_id)
         except BaseException as error:
             self.fail(error)
             raise

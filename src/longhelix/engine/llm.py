@@ -13,13 +13,15 @@ from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
 from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
+from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import Prompt, as_prompts
+from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
-from longhelix.errors import EngineError
+from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
@@ -77,6 +79,7 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
             raise
+        self._images = Images(self.config, checkpoint)
         self._contexts = Contexts(self._core, str(model), checkpoint, ContextFolder(options.contexts_dir))
 
     def __enter__(self) -> Self:
@@ -117,8 +120,8 @@ class LLM:
         *,
         context: str | None = None,
     ) -> int:
-        """Queue a prompt, as text or as token ids; it goes on after the saved context of that name. Returns the
-        request's id; `step` gives its deltas.
+        """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name.
+        Returns the request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
@@ -182,13 +185,26 @@ class LLM:
         arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
-        given = self._token_ids(prompt) if context is None else self._after(context, prompt, sampling, service)
+        images: list[ShownImage] = []
+        if isinstance(prompt, ImagePrompt):
+            given, images = self._shown(prompt, context)
+        elif context is None:
+            given = self._token_ids(prompt)
+        else:
+            given = self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
-        request = self._core.add(given, sampling, service, arrival_s)
+        request = self._core.add(given, sampling, service, arrival_s, images)
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
 
+    def _shown(self, prompt: ImagePrompt, context: str | None) -> tuple[Sequence[int], list[ShownImage]]:
+        if context is not None:
+            raise UserError("a saved context has tokens alone, and no images go with it: leave out one of them")
+        return self._images.read(prompt, self._token_ids)
+
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, ImagePrompt):
+            raise UserError("a saved context has tokens alone: give its images with each prompt")
         if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt

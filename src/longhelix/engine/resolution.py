@@ -84,6 +84,8 @@ def _with_rope(spec: ModelSpec, settings: Mapping[str, Any] | None) -> ModelSpec
     if settings is None:
         return spec
     settings = {"rope_theta": spec.rope.theta, **settings}
+    if spec.rope.sections:
+        settings = {"mrope_section": spec.rope.sections, "mrope_interleaved": True, **settings}
     return replace(spec, rope=RopeSpec.from_config(settings, spec.rotated_size, spec.max_positions))
 
 

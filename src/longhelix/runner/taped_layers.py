@@ -53,7 +53,7 @@ class TapedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
-        if not self._possible or not batch.decodes or batch.shared:
+        if not self._possible or not batch.decodes or batch.alone:
             return self._layers(hidden_TH, batch)
         key = (len(hidden_TH), *(() if batch.holders is None else batch.holders.counts))
         recorded = self._tapes.pop(key, None)

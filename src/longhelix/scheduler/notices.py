@@ -116,4 +116,5 @@ def _as_it_is(seq: Sequence) -> NewSequence:
         (Block(seq.last_owner, 0),) if seq.num_blocks else (),
         instances=seq.instances,
         last_token=seq.output[-1] if seq.output else None,
+        images=request.images,
     )

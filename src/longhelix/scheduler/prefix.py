@@ -2,12 +2,13 @@
 
 from array import array
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
 from longhelix.kv.blocks import Block, Slot
-from longhelix.request import Request
+from longhelix.request import TOKEN_BYTES, ImageSpan, Request
 from longhelix.scheduler.sequence import Sequence
 
 
@@ -66,7 +67,8 @@ class Prefixes(Protocol):
 
 class PrefixCache:
     """Prefixes of full KV blocks, by what is in them and before them: each block's hash is the SHA-256 of the hash
-    before it and its tokens, and a request's first one is that of its root and its salt.
+    before it, the digests of the images that begin in it, and its tokens; a request's first one is that of its root and
+    its salt.
 
     index: blocks by hash, as the allocators have them; swapped: slots by hash. root: of all that a request's KV depends
     on beside its tokens, which may differ between requests; its hash begins the chain.
@@ -89,10 +91,10 @@ class PrefixCache:
         chain = self._chains.setdefault(request.id, [])
         if not chain:
             chain.append(self._first(request))
-        block_tokens, blocks = self._block_tokens, list[Block | Slot]()
-        for start in range(0, len(request.prompt_token_ids) - block_tokens + 1, block_tokens):
+        block_tokens, blocks, tokens = self._block_tokens, list[Block | Slot](), request.prompt_token_ids
+        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
             if len(chain) == len(blocks) + 1:
-                chain += _chain(chain[-1], request.prompt_token_ids[start : start + block_tokens].tobytes(), 1)
+                chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1, start, request.images)
             digest = chain[len(blocks) + 1]
             block = self._index.get(digest) or self._swapped.get(digest)
             if block is None:
@@ -104,7 +106,7 @@ class PrefixCache:
         """Those of the blocks that a request's prompt fills, in position order."""
         chain, block_tokens, tokens = [self._first(request)], self._block_tokens, request.prompt_token_ids
         for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1)
+            chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1, start, request.images)
         return chain[1:]
 
     def forget(self, request_id: int) -> None:
@@ -124,7 +126,8 @@ class PrefixCache:
         full = min((seq.known_length - start) // block_tokens, len(unnamed))
         if full < 1:
             return [], [], start
-        blocks, hashes = unnamed[:full], _chain(seq.digest, seq.token_bytes(start, start + full * block_tokens), full)
+        blocks, token_bytes = unnamed[:full], seq.token_bytes(start, start + full * block_tokens)
+        hashes = _chain(seq.digest, token_bytes, full, start, seq.request.images)
         del unnamed[:full]
         seq.digest = hashes[-1]
         return blocks, hashes, start
@@ -135,10 +138,17 @@ class PrefixCache:
         return sha256(b"root" + sha256(self._root(request)).digest() + salt).digest()
 
 
-def _chain(before: bytes, token_bytes: bytes, num_blocks: int) -> list[bytes]:
-    """The hashes of `num_blocks` blocks with these tokens, after the block with the hash `before`."""
+def _chain(before: bytes, token_bytes: bytes, num_blocks: int, start: int, images: Items[ImageSpan]) -> list[bytes]:
+    """The hashes of `num_blocks` blocks with these tokens, from position `start` on, after the block with the hash
+    `before`. `images`: those of the prompt."""
     size, hashes = len(token_bytes) // num_blocks, list[bytes]()
-    for start in range(0, len(token_bytes), size):
-        before = sha256(before + token_bytes[start : start + size]).digest()
+    for at in range(0, len(token_bytes), size):
+        shown = _begun(images, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES) if images else b""
+        before = sha256(before + shown + token_bytes[at : at + size]).digest()
         hashes.append(before)
     return hashes
+
+
+def _begun(images: Items[ImageSpan], start: int, stop: int) -> bytes:
+    """The digests of the images that begin from `start` up to `stop`."""
+    return b"".join(image.digest for image in images if start <= image.start < stop)

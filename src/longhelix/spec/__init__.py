@@ -8,6 +8,7 @@ from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import ROPE_KINDS, RopeSpec
+from longhelix.spec.vision import VisionSpec
 
 __all__ = [
     "DTYPES",
@@ -25,5 +26,6 @@ __all__ = [
     "NumberFormat",
     "RopeSpec",
     "Scales",
+    "VisionSpec",
     "number_format",
 ]

@@ -12,8 +12,8 @@ class Family:
     qk_norm: queries and keys are normed, head by head. head_size: the default (None: hidden size over query heads).
     grouped: num_key_value_heads must be given. slides: attention may have a sliding window, where the config's
     use_sliding_window says so, or anyway (slides_unasked); window: its default in tokens. mla, moe: attention has
-    latents, FFNs have experts. tensors: what its checkpoints call tensors of a layer that most families call otherwise
-    (`spec.weights`).
+    latents, FFNs have experts. vision: they read images, and the decoder's config is a part of theirs. tensors: what
+    its checkpoints call tensors of a layer that most families call otherwise (`spec.weights`).
     """
 
     attention_bias: bool = False
@@ -27,6 +27,7 @@ class Family:
     window: int | None = None
     mla: bool = False
     moe: bool = False
+    vision: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -49,6 +50,8 @@ FAMILIES = {
     "mixtral": Family(moe=True, slides=True, slides_unasked=True, tensors=_MIXTRAL_TENSORS),
     "qwen2_moe": Family(qkv_bias=True, moe=True, slides=True, window=4096, tensors=_QWEN2_MOE_TENSORS),
     "qwen3_moe": Family(attention_bias=True, qk_norm=True, moe=True, slides=True, window=4096),
+    "qwen3_vl": Family(attention_bias=True, qk_norm=True, head_size=128, vision=True),
+    "qwen3_vl_moe": Family(attention_bias=True, qk_norm=True, moe=True, vision=True),
     "deepseek_v2": Family(attention_bias=True, mlp_bias=True, mla=True, moe=True),
     "deepseek_v3": Family(attention_bias=True, mla=True, moe=True),
     "kimi_k2": Family(attention_bias=True, mla=True, moe=True),

@@ -25,6 +25,7 @@ from longhelix.spec.formats import number_format
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
+from longhelix.spec.vision import VisionSpec, decoder_config
 from longhelix.values import shown
 
 
@@ -34,7 +35,7 @@ class ModelSpec:
 
     With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
     all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
-    full attention would no longer be what the model computes.
+    full attention would no longer be what the model computes. `vision`: of models that read images.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     mla: MLA | None = None
     moe: MoE | None = None
+    vision: VisionSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_query_heads", "num_kv_heads", "head_size", "ffn_size",
@@ -76,6 +78,28 @@ class ModelSpec:
             raise UserError(
                 f"the first {self.moe.num_dense_layers} layers are dense, but the model has {self.num_layers}: correct "
                 "first_k_dense_replace in the model's config",
+                "invalid_model",
+            )
+        if self.vision is not None:
+            self._check_vision(self.vision)
+
+    def _check_vision(self, vision: VisionSpec) -> None:
+        if not self.rope.sections:
+            raise UserError(
+                "the model reads images, but its rope settings have no mrope_section: give the model's own config",
+                "invalid_model",
+            )
+        if vision.num_deepstack > self.num_layers:
+            raise UserError(
+                f"deepstack_visual_indexes names {vision.num_deepstack} layers of the vision tower, but the model has "
+                f"{self.num_layers}: correct it in the model's config",
+                "invalid_model",
+            )
+        beyond = max(vision.image_token_id, vision.start_token_id, vision.end_token_id)
+        if beyond >= self.vocab_size:
+            raise UserError(
+                f"a token of images is {beyond}, but the model's vocabulary has {self.vocab_size}: correct "
+                "image_token_id, vision_start_token_id or vision_end_token_id in the model's config",
                 "invalid_model",
             )
 
@@ -127,6 +151,9 @@ class ModelSpec:
                 f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(FAMILIES)}",
                 "unknown_architecture",
             )
+        vision = None
+        if family.vision:
+            vision, config = VisionSpec.from_hf_config(config), decoder_config(config)
         activation = config.get("hidden_act", "silu")
         if not isinstance(activation, str) or activation != "silu":
             raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
@@ -164,6 +191,7 @@ class ModelSpec:
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
             mla=mla,
             moe=MoE.from_hf_config(config) if family.moe else None,
+            vision=vision,
         )
 
     @classmethod

@@ -66,7 +66,7 @@ class MoE:
         if architecture == "mixtral":
             return cls(count(config, "num_local_experts"), experts_per_token, count(config, "intermediate_size"))
         expert_size = count(config, "moe_intermediate_size")
-        if architecture in ("qwen2_moe", "qwen3_moe"):
+        if architecture in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"):
             _refuse_other(config, "decoder_sparse_step", 1)
             _refuse_other(config, "mlp_only_layers", [])
             shared_gate = architecture == "qwen2_moe"
@@ -77,7 +77,7 @@ class MoE:
                 expert_size,
                 shared_size=count(config, "shared_expert_intermediate_size") if shared_gate else 0,
                 shared_gate=shared_gate,
-                normalised=switch(config, "norm_topk_prob"),
+                normalised=architecture == "qwen3_vl_moe" or switch(config, "norm_topk_prob"),
             )
         _refuse_other(config, "moe_layer_freq", 1)
         sigmoid = always_biased = architecture != "deepseek_v2"

@@ -13,7 +13,7 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mrope_section", "mrope_interleaved",
 }  # fmt: skip
 # No model's are near these; far beyond them cos and sin are no numbers.
 _LEAST, _MOST = 1e-3, 1e6
@@ -35,6 +35,8 @@ class RopeSpec:
 
     `attention_factor` multiplies cos and sin. `divisors`, where present, divide the frequencies one by one
     (C/2 numbers; GGUF files carry llama3 scaling in this form). Fields of other kinds keep their defaults.
+    `sections`, where present: tokens of images have a position on each of three axes, time, row and column, and so many
+    frequency pairs turn by each of them (`axes`); all other tokens have the same one on all three.
     """
 
     kind: str = "default"
@@ -50,6 +52,16 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """By which axis each frequency pair turns. Rows and columns have every third pair, from the second and the
+        third on, until they have had theirs; all else is time's (interleaved M-RoPE, as in Qwen3-VL, arXiv
+        2511.21631)."""
+        return tuple(
+            axis if (axis := pair % 3) and pair < 3 * self.sections[axis] else 0 for pair in range(sum(self.sections))
+        )
 
     @classmethod
     def from_config(cls, rope: Mapping[str, Any], head_size: int, max_positions: int) -> "RopeSpec":
@@ -91,7 +103,21 @@ class RopeSpec:
             truncate=flag("truncate in the model's settings", True if truncate is None else truncate),
             short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
             long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
+            sections=_sections(rope, head_size),
         )
+
+
+def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:
+    if rope.get("mrope_section") is None:
+        return ()
+    if rope.get("mrope_interleaved") is not True:
+        raise UserError("longhelix runs M-RoPE with interleaved axes alone: mrope_interleaved must be true")
+    given, allowed = rope["mrope_section"], f"three numbers that add up to {head_size // 2}, half the head size"
+    sections = given if isinstance(given, (list, tuple)) else ()
+    whole_numbers = all(type(number) is int and number >= 0 for number in sections)
+    if len(sections) != 3 or not whole_numbers or sum(sections) != head_size // 2:
+        raise refused("mrope_section in the model's settings", given, allowed)
+    return tuple(sections)
 
 
 def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -56,7 +57,7 @@ class Tokenizer:
         """The ids of text that comes behind other tokens."""
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks; UserError without a chat template."""
         if self._chat_template is None:
             raise UserError("the model has no chat template; use generate without --chat", code="no_chat_template")

@@ -26,6 +26,7 @@ from longhelix.workers.transport import (
     Carried,
     CountRows,
     Done,
+    DropImage,
     EngineSocket,
     Execute,
     Failed,
@@ -37,6 +38,7 @@ from longhelix.workers.transport import (
     SaveBlocks,
     Start,
     Stop,
+    TakeImage,
     ToEngine,
     ToWorker,
     Traced,
@@ -160,6 +162,12 @@ class WorkerPool:
         for answer in answers.values():
             if answer.refusal:
                 raise UserError(answer.refusal, answer.code)
+
+    def show(self, ranks: Collection[int], message: TakeImage | DropImage) -> None:
+        """Have ranks keep an image for the steps that come, or forget it."""
+        self._check_open()
+        self._socket.send(ranks, message)
+        self._watchdog.given(ranks)
 
     def _ask(
         self, ranks: Collection[int], message: ToWorker, kind: type[_Answer], patience_s: float

@@ -69,6 +69,20 @@ class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
     blocks: tuple[Block, ...]
 
 
+class TakeImage(msgspec.Struct, tag=True, frozen=True):
+    """Engine: sequences may show this image from now on. states: of `models.batch.ImageRows`, [layers, tokens, hidden
+    size], in the dtype of activations and this machine's byte order."""
+
+    digest: bytes
+    states: bytes
+
+
+class DropImage(msgspec.Struct, tag=True, frozen=True):
+    """Engine: no sequence shows this image any more."""
+
+    digest: bytes
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Engine: end yourself."""
 
@@ -141,7 +155,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Execute | CountRows | SaveBlocks | LoadBlocks | Stop
+ToWorker = Start | Execute | CountRows | SaveBlocks | LoadBlocks | TakeImage | DropImage | Stop
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Carried | Failed
 
 # Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).

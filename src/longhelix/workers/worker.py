@@ -24,6 +24,7 @@ from longhelix.workers.transport import (
     Carried,
     CountRows,
     Done,
+    DropImage,
     Execute,
     Joined,
     LoadBlocks,
@@ -33,6 +34,7 @@ from longhelix.workers.transport import (
     SaveBlocks,
     Start,
     Stop,
+    TakeImage,
     ToWorker,
     Traced,
     Warmed,
@@ -89,6 +91,10 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 spans.end(sending)
             case CountRows():
                 socket.send(RowCounts(runner.model.expert_rows()))
+            case TakeImage(digest, states):
+                runner.take_image(digest, states)
+            case DropImage(digest):
+                del runner.images[digest]
             case SaveBlocks() | LoadBlocks() as message:
                 socket.send(_carry(saved, message))
             case Stop():

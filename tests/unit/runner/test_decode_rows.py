@@ -10,7 +10,7 @@ import torch
 from longhelix.cache.block_arena import BlockArena
 from longhelix.kernels import native
 from longhelix.kv.blocks import Block
-from longhelix.request import Move, NewSequence, SamplingParams, Widened
+from longhelix.request import ImageSpan, Move, NewSequence, SamplingParams, Widened
 from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.row_memory import RowMemory
 from longhelix.runner.sequence_state import SequenceState, sequence_numbers
@@ -31,6 +31,7 @@ class Plain:
     length: int
     token: int = 0
     held: set[int] = field(default_factory=set)
+    shift: int = 0
 
     def row(self, rank):
         """The position, the slot and the limit of the next row."""
@@ -38,7 +39,7 @@ class Plain:
         block, slot = self.blocks[self.length // BLOCK_TOKENS], -1
         if block.owner == rank:
             slot = block.id * BLOCK_TOKENS + self.length % BLOCK_TOKENS
-        return self.length, slot, owners.count(rank)
+        return self.length + self.shift, slot, owners.count(rank)
 
     def ids(self, rank):
         return [block.id for block in self.blocks if block.owner == rank]
@@ -101,8 +102,9 @@ class Schedule:
         length = self.chance.randint(1, 4 * BLOCK_TOKENS)
         blocks = [self.new_block() for _ in range(-(-length // BLOCK_TOKENS))]
         held = set(range(RANKS)) if spread else {block.owner for block in blocks}
-        self.plain[id] = Plain(id, blocks, length, held=held)
-        new = NewSequence(id, SamplingParams(), 0, 99, (ROOM,) * RANKS, spread, length, tuple(blocks))
+        images = (ImageSpan(0, 2, 3, b""),) if self.chance.random() < 0.5 else ()
+        self.plain[id] = Plain(id, blocks, length, held=held, shift=-3 if images else 0)
+        new = NewSequence(id, SamplingParams(), 0, 99, (ROOM,) * RANKS, spread, length, tuple(blocks), images=images)
         for rank in self.ranks:
             rank.begin(new)
         self.counts["begun"] += 1

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.unit
 VOCAB, CPU = 11, torch.device("cpu")
 FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
 OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
-SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB)
+SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB, vision=None)
 
 
 class Model:

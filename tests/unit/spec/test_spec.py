@@ -201,7 +201,7 @@ def test_an_unknown_rope_type_is_refused_with_the_known_ones():
 
 
 def test_an_unknown_rope_setting_is_refused():
-    refused(MINIMAL | {"rope_scaling": YARN | {"mrope_section": [2, 3]}}, "'mrope_section'", code="invalid_argument")
+    refused(MINIMAL | {"rope_scaling": YARN | {"beta_medium": 16}}, "'beta_medium'", code="invalid_argument")
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "longrope"])

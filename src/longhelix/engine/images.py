@@ -1,0 +1,83 @@
+"""Prompts that show images, as token ids: each image stands there as often as it has tokens."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from longhelix.engine.prompt import ImagePrompt, token_ids
+from longhelix.engine.shown_images import ShownImage
+from longhelix.errors import UserError
+from longhelix.models.checkpoint import Checkpoint
+from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.request import ImageSpan
+from longhelix.runner.config import EngineConfig
+from longhelix.spec import VisionSpec
+from longhelix.values import refused
+from longhelix.vision.patches import Patcher, Patches
+from longhelix.vision.tower import Tower
+
+_MOST_IMAGES = 1024  # of one prompt: each is read before the first is looked at
+
+
+class Images:
+    """Reads the images of prompts for one engine. Raises UserError for what cannot be."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._patcher: Patcher | None = None  # loaded with the first image
+        self._tower: Tower | None = None
+
+    def read(
+        self, prompt: ImagePrompt, encode: Callable[[str], Sequence[int]]
+    ) -> tuple[Sequence[int], list[ShownImage]]:
+        """The ids of a prompt, and the images in it. encode: makes ids of text."""
+        vision, checkpoint = self._config.spec.vision, self._checkpoint
+        if vision is None or not isinstance(checkpoint, VisionLanguageCheckpoint):
+            raise UserError(
+                f"the model reads no images, as a {self._config.spec.architecture} model: give text alone, or choose "
+                "a vision-language model",
+                "unsupported_model",
+            )
+        if self._patcher is None or self._tower is None:
+            self._patcher = Patcher(checkpoint.path)
+            self._tower = Tower(checkpoint, self._config.dtype)
+        given = prompt.prompt
+        ids = encode(given) if isinstance(given, str) else given
+        ids = token_ids(ids, self._config.spec.vocab_size, self._config.scheduler.max_model_len).tolist()
+        images = [self._patcher.patches(image) for image in _items(prompt.images)]
+        expanded, spans = _expanded(_with_places(ids, len(images), vision), images, vision)
+        states = self._tower.states
+        return expanded, [ShownImage(span, partial(states, one)) for span, one in zip(spans, images, strict=True)]
+
+
+def _items(images: object) -> Sequence[object]:
+    if not isinstance(images, (list, tuple)) or not 0 < len(images) <= _MOST_IMAGES:
+        raise refused("images", images, f"a list of 1 to {_MOST_IMAGES} paths or Pillow images")
+    return images
+
+
+def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[int]:
+    """The ids of a prompt in which every image has a place; where none has, all come first."""
+    places = ids.count(vision.image_token_id)
+    if places == num_images:
+        return ids
+    if places:
+        raise UserError(
+            f"the prompt has {places} places for images, and {num_images} images: give as many as it has places, or "
+            "leave the places out, and the images come first"
+        )
+    return [vision.start_token_id, vision.image_token_id, vision.end_token_id] * num_images + ids
+
+
+def _expanded(ids: list[int], images: Sequence[Patches], vision: VisionSpec) -> tuple[list[int], list[ImageSpan]]:
+    """The ids where every image has as many as it has tokens, and where these are."""
+    expanded: list[int] = []
+    spans: list[ImageSpan] = []
+    left = iter(images)
+    for token_id in ids:
+        if token_id == vision.image_token_id:
+            image = next(left)
+            spans.append(ImageSpan(len(expanded), image.rows, image.columns, image.digest))
+            expanded += [token_id] * image.num_tokens
+        else:
+            expanded.append(token_id)
+    return expanded, spans

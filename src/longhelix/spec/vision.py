@@ -1,0 +1,53 @@
+"""Vision-language models: what their decoder knows of images, and where their configuration keeps what it is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count
+from longhelix.values import refused
+
+_TOKENS = ("image", "vision_start", "vision_end")
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """What the decoder knows of images, whose tower is not its own.
+
+    image_token_id: what stands in a prompt where an image is, once for each of its tokens; start_token_id,
+    end_token_id: before the first and after the last of these. num_deepstack: after each of so many first layers the
+    tower's features of a layer of its own are added to the image's rows (DeepStack, arXiv 2406.04334).
+    """
+
+    image_token_id: int
+    start_token_id: int
+    end_token_id: int
+    num_deepstack: int
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> "VisionSpec":
+        """Read the config.json of a vision-language model; raises UserError."""
+        tower = _part(config, "vision_config")
+        taps = tower.get("deepstack_visual_indexes")
+        if not isinstance(taps, (list, tuple)):
+            raise refused("deepstack_visual_indexes in the model's settings", taps, "a list of layers", "invalid_model")
+        image, start, end = (count(config, f"{name}_token_id", least=0) for name in _TOKENS)
+        return cls(image, start, end, len(taps))
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a vision-language model's config that is its decoder's, with what is said of both."""
+    decoder = dict(_part(config, "text_config"))
+    decoder |= {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    return decoder | {
+        "model_type": config["model_type"],
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+    }
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = config.get(key)
+    if not isinstance(part, Mapping):
+        raise UserError(f"the model's config has no {key}: give the whole config of the model", "invalid_model")
+    return part

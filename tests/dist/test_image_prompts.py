@@ -1,0 +1,282 @@
+"""Images from files and from Pillow, as users give them: results, prefix cache, refusals, the command line."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+
+import PIL.Image
+import pytest
+from oracle import save_tokenizer_files
+from safetensors.torch import load_file, save_file
+from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_shown_oracle
+
+from longhelix import LLM, EngineError, ImagePrompt, Layout, SamplingParams, UserError
+from longhelix.cli.main import main
+from longhelix.engine import images as engine_images
+from longhelix.vision import patches as patches_module
+
+pytestmark = pytest.mark.dist
+
+GREEDY = SamplingParams(NEW_TOKENS)
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}w192 w190 w193 {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    made = make_shown_oracle(VISION_LANGUAGE["qwen3_vl"], tmp_path_factory.mktemp("qwen3_vl"))
+    save_tokenizer_files(made.path)
+    (made.path / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(oracle):
+    with LLM(str(oracle.path), Layout(kvp=2), block_tokens=4, chunk_tokens=7, kv_cache_tokens=512) as started:
+        yield started
+
+
+def prompt_of(oracle, index):
+    given, shown = oracle.given[index], oracle.shown[index]
+    return ImagePrompt(given, [oracle.images[name] for name in shown]) if shown else given
+
+
+def test_results_equal_transformers(llm, oracle):
+    results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
+    assert [result.token_ids for result in results] == oracle.tokens
+    assert [result.prompt_tokens for result in results] == list(map(len, oracle.prompts))
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(kvp=2, pp=2), Layout(tpa=2)], ids=["3 stages", "2x2", "tpa"])
+def test_ranks_that_need_images_have_them(oracle, layout):
+    """Of three layers two get rows of the tower's: with three stages the last one has none of these."""
+    with LLM(str(oracle.path), layout, block_tokens=4, chunk_tokens=7) as llm:
+        assert llm.config.image_ranks == tuple(range(2 if layout.pp == 3 else layout.world_size))
+        results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
+    assert [result.token_ids for result in results] == oracle.tokens
+
+
+def test_instances_with_clocks_of_their_own(oracle):
+    """Of which those that join a prompt later have its images as well."""
+    layout = Layout(kvp=3, tpa=1, ffn_replicas=3)
+    settings = {"block_tokens": 4, "chunk_tokens": 7, "placement": "growing", "growth_limit_tokens": 8}
+    with LLM(str(oracle.path), layout, prefix_cache=False, **settings) as llm:
+        assert llm.config.scheduler.own_clocks
+        results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
+    assert [result.token_ids for result in results] == oracle.tokens
+
+
+def test_a_prompt_is_cached_with_its_images(oracle):
+    """The same one again, the same tokens with another image, and text alike up to an image that is another."""
+    text = list(range(10))
+    drawn = {"first": draw(3, 2, 7), "other": draw(3, 2, 8)}
+
+    def ask(llm, *images):
+        prompt = text + [START, IMAGE, END] * len(images) + [5, 6, 7]
+        (result,) = llm.generate(ImagePrompt(prompt, [drawn[name] for name in images]), GREEDY)
+        return result
+
+    shown = (("first",), ("other",), ("first", "other"), ("first", "first"))
+    with LLM(str(oracle.path), block_tokens=4, prefix_cache=False) as llm:
+        alone = {images: ask(llm, *images).token_ids for images in shown}
+    with LLM(str(oracle.path), block_tokens=4, kv_cache_tokens=512) as llm:
+        # Of another image two blocks of text: the third has the image's first token.
+        repeated = (shown[0], shown[0], shown[1], shown[1], *shown[2:], shown[2])
+        for images, cached in zip(repeated, (0, 20, 8, 20, 16, 16, 28), strict=True):
+            result = ask(llm, *images)
+            assert (result.cached_tokens, result.token_ids) == (cached, alone[images])
+        assert len(set(map(tuple, alone.values()))) == 4
+
+
+def test_ranks_have_each_image_once_and_drop_it(llm, oracle, monkeypatch):
+    told = []
+    monkeypatch.setattr(llm._core._pool, "show", lambda ranks, message, show=llm._core._pool.show: (
+        told.append((type(message).__name__, message.digest)), show(ranks, message)
+    ))  # fmt: skip
+    image = draw(2, 2, 11)
+    prompt = ImagePrompt([1, START, IMAGE, END, START, IMAGE, END], [image, image])
+    stream = llm.stream(prompt, SamplingParams(100))
+    next(stream)
+    llm.generate([prompt, prompt], GREEDY)
+    assert [kind for kind, _ in told] == ["TakeImage"]
+    stream.close()
+    assert [kind for kind, _ in told] == ["TakeImage", "DropImage"]
+    assert len({digest for _, digest in told}) == 1
+    llm.generate(prompt, GREEDY)
+    assert [kind for kind, _ in told] == ["TakeImage", "DropImage"] * 2
+    assert not llm._core._images._requests
+
+
+def test_images_come_first_where_a_prompt_has_no_place_for_them(llm, oracle):
+    images = [oracle.images["b"], oracle.images["c"]]
+    placed = [START, IMAGE, END] * 2 + [8, 9]
+    expected, found, of_text = llm.generate(
+        [ImagePrompt(placed, images), ImagePrompt([8, 9], images), ImagePrompt("w8 w9", images)], GREEDY
+    )
+    assert found.token_ids == of_text.token_ids == expected.token_ids
+
+
+def test_a_file_is_the_image_that_it_holds(llm, oracle, tmp_path):
+    """Turned as its EXIF says, and without its transparency."""
+    image, path = oracle.images["a"], tmp_path / "turned.png"
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # is to be turned by a quarter, clockwise
+    image.rotate(90, expand=True).convert("RGBA").save(path, exif=exif)
+    (result,) = llm.generate(ImagePrompt(oracle.given[0], [path]), GREEDY)
+    assert result.token_ids == oracle.tokens[0]
+
+
+def refusals(tmp_path):
+    names = ("text.png", "cut.png", "narrow.png", "large.png", "larger.png")
+    text, cut, narrow, large, larger = (tmp_path / name for name in names)
+    text.write_text("no image")
+    draw(4, 4, 0).save(cut)
+    cut.write_bytes(cut.read_bytes()[:2000])
+    PIL.Image.new("RGB", (1000, 2)).save(narrow)
+    PIL.Image.new("1", (14_000, 10_000)).save(large)
+    PIL.Image.new("1", (20_000, 10_000)).save(larger)
+    return [
+        (text, "cannot be read as an image"),
+        (cut, "cannot be read as an image"),
+        (narrow, "aspect ratio"),
+        (large, "has more than 134217728 pixels: give it smaller"),
+        (larger, "has more than 134217728 pixels: give it smaller"),
+        (tmp_path / "none.png", "there is no image"),
+        (tmp_path, "cannot be read as an image"),
+        (7, "an image is 7: give the path of a file, or a Pillow image"),
+    ]
+
+
+def test_what_is_no_image_is_refused_in_words(llm, tmp_path):
+    for image, words in refusals(tmp_path):
+        with pytest.raises(UserError, match=words) as refusal:
+            llm.generate(ImagePrompt([1], [image]), GREEDY)
+        assert refusal.value.code == "invalid_image"
+
+
+def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
+    image = oracle.images["a"]
+    wide = PIL.Image.new("RGB", (8 * 8, 8 * 8))  # 64 tokens, and all positions are twice as many
+    for prompt, more, words in (
+        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, and 2 images"),
+        (ImagePrompt([1], []), {}, "images is .*: set it to a list of 1 to"),
+        (ImagePrompt([1], image), {}, "images is .*: set it to a list of 1 to"),
+        ([1, IMAGE, 2], {}, "token 190, which stands for images, but no image for it"),
+        ("w1 w190", {}, "token 190, which stands for images, but no image for it"),
+        (ImagePrompt([1], [wide, wide]), {}, "the prompt has 133 tokens, but --max-model-len is 128"),
+        (ImagePrompt([1], [image]), {"context": "it"}, "no images go with it"),
+    ):
+        with pytest.raises(UserError, match=words):
+            llm.generate(prompt, GREEDY, **more)
+    with pytest.raises(UserError, match="a saved context has tokens alone"):
+        llm.save_context("it", ImagePrompt([1], [image]))
+    assert not llm._core._loop.scheduler.num_waiting
+    assert not llm._core._images._requests
+
+
+def test_an_image_whose_tower_fails_ends_its_request_alone(llm, oracle, monkeypatch):
+    def fail(tower, patches):
+        raise MemoryError("too much")
+
+    prompt = ImagePrompt([1], [draw(2, 3, 12)])
+    monkeypatch.setattr(engine_images.Tower, "_run", fail)
+    with pytest.raises(MemoryError):
+        llm.generate(prompt, GREEDY)
+    monkeypatch.undo()
+    assert not llm._core._loop.scheduler.num_waiting
+    assert len(llm.generate(prompt, GREEDY)) == 1
+
+
+def test_a_rank_that_is_gone_is_named_while_images_are_shown(oracle):
+    """And what is then aborted says nothing else."""
+    with LLM(str(oracle.path), block_tokens=4) as llm:
+        stream = llm.stream(ImagePrompt([1], [oracle.images["a"]]), SamplingParams(100))
+        next(stream)
+        os.kill(llm.process_ids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank 0"):
+            llm.generate([ImagePrompt([1], [oracle.images["b"]])] * 2, SamplingParams(100))
+        stream.close()
+
+
+def damage(folder, oracle):
+    """Copies of the model whose towers cannot be, each with what is said of it."""
+    lacking, narrow, coarse, unscaled = (folder / name for name in ("lacking", "narrow", "coarse", "unscaled"))
+    for copy in (lacking, narrow, coarse, unscaled):
+        shutil.copytree(oracle.path, copy)
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.visual.merger.norm.bias"]
+    save_file(tensors, lacking / "model.safetensors")
+    config = json.loads((narrow / "config.json").read_text())
+    config["vision_config"]["intermediate_size"] -= 1
+    (narrow / "config.json").write_text(json.dumps(config))
+    scaled = json.loads((coarse / "preprocessor_config.json").read_text())
+    (coarse / "preprocessor_config.json").write_text(json.dumps(scaled | {"patch_size": 8, "merge_size": 1}))
+    (unscaled / "preprocessor_config.json").unlink()
+    return (
+        (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
+        (narrow, "cannot be made of the model's config"),
+        (coarse, "cuts images into other patches"),
+        (unscaled, "preprocessor_config.json is missing, which says how images are scaled"),
+    )
+
+
+def test_a_damaged_tower_is_refused_when_an_image_comes(oracle, tmp_path):
+    """And text is answered all the same."""
+    for path, words in damage(tmp_path, oracle):
+        with LLM(str(path), block_tokens=4) as llm:
+            with pytest.raises(UserError, match=words) as refusal:
+                llm.generate(prompt_of(oracle, 0), GREEDY)
+            assert (refusal.value.code, len(str(refusal.value)) < 300) == ("invalid_checkpoint", True)
+            assert llm.generate(oracle.prompts[1], GREEDY)[0].token_ids == oracle.tokens[1]
+
+
+def test_missing_packages_are_named(llm, monkeypatch, oracle):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(UserError, match=r"pip install 'longhelix\[vl\]'"):
+        patches_module.Patcher(oracle.path)
+
+
+def test_models_of_text_read_no_images(oracle):
+    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="reads no images, as a llama model"):
+        llm.generate(ImagePrompt("w1", [oracle.images["a"]]), GREEDY)
+
+
+def test_other_rope_settings_leave_pairs_their_axes(oracle):
+    with LLM(str(oracle.path), rope_scaling={"rope_type": "linear", "factor": 2.0}, block_tokens=4) as llm:
+        assert (llm.config.spec.rope.kind, llm.config.spec.rope.sections) == ("linear", (4, 3, 1))
+        (result,) = llm.generate(prompt_of(oracle, 0), GREEDY)
+    assert result.token_ids != oracle.tokens[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_activations(oracle, dtype):
+    with LLM(str(oracle.path), Layout(kvp=2), dtype=dtype, block_tokens=4) as llm:
+        (result,) = llm.generate(prompt_of(oracle, 0), GREEDY)
+    assert len(result.token_ids) == NEW_TOKENS
+
+
+def test_the_command_line_shows_images(capfd, oracle, tmp_path):
+    for name in "ab":
+        oracle.images[name].save(tmp_path / f"{name}.png")
+    shared = ["generate", "--model", oracle.path, "--max-new-tokens", NEW_TOKENS, "--json", "--prompt"]
+    images = ["--image", tmp_path / "b.png", "--image", tmp_path / "a.png"]
+    answers = []
+    for arguments in (
+        ["w5 w6", *images],
+        ["w5 w6", "--chat", *images],
+        ["w192 w190 w193 w192 w190 w193 w5 w6", *images],
+    ):
+        assert main([str(argument) for argument in [*shared, *arguments]]) == 0
+        answers.append(json.loads(capfd.readouterr().out))
+    assert answers[0]["token_ids"] == answers[1]["token_ids"] == answers[2]["token_ids"]
+    assert answers[0]["prompt_tokens"] == 8 + 15 + 4 + 2
+    for image, words in refusals(tmp_path)[:5]:
+        assert main([str(argument) for argument in [*shared, "w5", "--image", image]]) == 2
+        error = json.loads(capfd.readouterr().out)["error"]
+        assert error["code"] == "invalid_image"
+        assert words in error["message"]

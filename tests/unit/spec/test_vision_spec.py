@@ -1,0 +1,133 @@
+"""Vision-language models: their configuration, and by which axis each frequency pair turns."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_spec import assert_read_or_refused
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+
+from anything import VALUES
+from longhelix.errors import UserError
+from longhelix.spec import ModelSpec, MoE, VisionSpec
+
+pytestmark = pytest.mark.unit
+
+# As published with Qwen3-VL-8B-Instruct, without what nobody reads.
+PUBLISHED = {
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+SMALL = {
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 200,
+    "vocab_size": 152000,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+
+
+def changed(part=None, **changes):
+    if part is None:
+        return PUBLISHED | changes
+    return PUBLISHED | {part: PUBLISHED[part] | changes}
+
+
+def with_rope(**changes):
+    return changed("text_config", rope_scaling=PUBLISHED["text_config"]["rope_scaling"] | changes)
+
+
+def test_a_published_config_is_read():
+    spec = ModelSpec.from_hf_config(PUBLISHED)
+    assert (spec.num_layers, spec.hidden_size, spec.head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
+    assert (spec.qk_norm, spec.qkv_bias, spec.tied_embeddings, spec.eos_token_ids) == (True, False, False, (151645,))
+    assert (spec.rope.theta, spec.rope.sections) == (5e6, (24, 20, 20))
+    assert spec.vision == VisionSpec(151655, 151652, 151653, 3)
+    assert ModelSpec.from_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+@pytest.mark.parametrize("config", [Qwen3VLConfig, Qwen3VLMoeConfig])
+def test_what_transformers_writes_is_read(config):
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    spec = ModelSpec.from_hf_config(config(text_config=SMALL | experts, dtype="float16").to_dict())
+    assert (spec.architecture, spec.head_size, spec.dtype) == (config.model_type, 16, "float16")
+    assert spec.moe == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
+    assert not spec.tied_embeddings  # whatever stands with the decoder
+
+
+def test_axes_are_those_of_transformers():
+    """Which overwrites pairs of time by those of rows and columns."""
+    for sections in ((24, 20, 20), (4, 3, 1), (2, 1, 5), (8, 0, 0)):
+        size = sum(sections)
+        text = {"head_dim": 2 * size, "rope_scaling": None, "rope_parameters": None}
+        rope = {"mrope_section": list(sections), "mrope_interleaved": True, "rope_theta": 1e4}
+        expected = [0] * size
+        for axis, offset in enumerate((1, 2), start=1):
+            for pair in range(offset, min(3 * sections[axis], size), 3):
+                expected[pair] = axis
+        spec = ModelSpec.from_hf_config(changed("text_config", **text | {"rope_parameters": rope}))
+        assert spec.rope.axes == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({key: PUBLISHED[key] for key in PUBLISHED if key != "text_config"}, "no text_config"),
+        (changed(vision_config=None), "no vision_config"),
+        (changed(image_token_id=None), "image_token_id"),
+        (changed(image_token_id=151936), "a token of images is 151936, but the model's vocabulary has 151936"),
+        (changed("vision_config", deepstack_visual_indexes=3), "deepstack_visual_indexes"),
+        (changed("vision_config", deepstack_visual_indexes=[1] * 37), "names 37 layers"),
+        (changed("text_config", rope_scaling=None), "no mrope_section"),
+        (with_rope(mrope_section=[24, 20]), "mrope_section"),
+        (with_rope(mrope_section=[24, 20, 21]), "three numbers that add up to 64"),
+        (with_rope(mrope_section=[24.0, 20, 20]), "three numbers that add up to 64"),
+        (with_rope(mrope_interleaved=False), "mrope_interleaved must be true"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(config, words):
+    with pytest.raises(UserError, match=words):
+        ModelSpec.from_hf_config(config)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(data):
+    part = data.draw(st.sampled_from([None, "text_config", "vision_config", "rope"]))
+    known = {"rope": ["mrope_section", "mrope_interleaved", "rope_type"]}.get(part)
+    key = data.draw(st.sampled_from(known or sorted(PUBLISHED if part is None else PUBLISHED[part])))
+    change = {key: data.draw(VALUES)}
+    config = with_rope(**change) if part == "rope" else changed(part, **change)
+    assert_read_or_refused(lambda: ModelSpec.from_hf_config(config))
