@@ -184,6 +184,7 @@ def build(case, rank, meshes):
     backend = case.get("backend")
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what cases before compiled counts as recompilations of this one
+        torch._dynamo.utils.counters.clear()
     checkpoint = open_checkpoint(case["model"])
     settings = {setting.name: case[setting.name] for setting in fields(EngineOptions) if setting.name in case}
     if case["placement"] != "auto":
@@ -200,7 +201,7 @@ def build(case, rank, meshes):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
-    execution = Execution.resolve(config.compile, config.replay, False, find(mesh, model, pool))
+    execution = Execution.resolve(config.compile, config.replay, False, find(mesh, model, pool), config.token_ranges)
     runner = RecordingRunner(config.spec, mesh, model, pool, execution)
     runner.cut = Cut(step_cost(config, execution.overlaps), config.hop_b) if execution.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
@@ -269,6 +270,7 @@ def run(case, rank, meshes, direct_rows):
     arrays["routing_gap"] = np.array(routing_gap.least)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["graphs"] = np.array([*getattr(runner.layers, "_graphs", ())])
+    arrays["sequence_parallel"] = np.array(sequence_parallel_counts())
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["direct_rows"] = np.array(direct_rows.count)
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
@@ -288,6 +290,15 @@ def run(case, rank, meshes, direct_rows):
         if rank == config.layout.stage_groups()[-1][0]:
             arrays[f"logits_{index}"] = np.stack(runner.logits[index])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
+
+
+def sequence_parallel_counts():
+    """Norms on token shards in compiled graphs so far, all-reduces that these had, and those left."""
+    if "torch._dynamo" not in sys.modules:
+        return [0, 0, 0]
+    found = torch._dynamo.utils.counters["inductor"].items()
+    ends = "patterns/MiddleAllReduceRMSNorm", "collectives/before/all_reduce", "collectives/after/all_reduce"
+    return [sum(count for key, count in found if key.endswith(end)) for end in ends]
 
 
 class mutation:  # noqa: N801 - reads as a statement

@@ -15,7 +15,7 @@ from longhelix.cache.context_folder import ContextFolder
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
-from longhelix.engine.options import Count, EngineOptions, Words, chunk, path, rope_settings, weights
+from longhelix.engine.options import Count, EngineOptions, Words, chunk, compilation, path, rope_settings, weights
 from longhelix.errors import UserError
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
@@ -31,6 +31,7 @@ _KINDS = {
     path: Path,
     rope_settings: str,
     weights: str,
+    compilation: str,
     chunk: SizeOrAuto,
     seconds: Seconds,
     above_zero: float,
@@ -60,7 +61,11 @@ def _flags(name: str, settings: Iterable[Field]) -> type:
     return Parameter(name="*", group="Engine")(record)
 
 
-_OBJECTS = {"rope_scaling": '{"rope_type": "linear", "factor": 2}', "client_weights": '{"batch": 0.5}'}
+_OBJECTS = {
+    "rope_scaling": '{"rope_type": "linear", "factor": 2}',
+    "client_weights": '{"batch": 0.5}',
+    "compilation_config": '{"pass_config": {"enable_sp": true}}',
+}
 _MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
 _SIMULATED = (
     "max_running",

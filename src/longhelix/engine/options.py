@@ -5,7 +5,7 @@ Python, the command line, YAML files and benchmarks take the settings from here.
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -61,6 +61,25 @@ def rope_settings(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise refused(name, value, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
     return dict(value)
+
+
+def compilation(name: str, value: object) -> dict[str, Any]:
+    example = 'settings such as {"pass_config": {"enable_sp": true}}'
+    if not isinstance(value, Mapping):
+        raise refused(name, value, example)
+    check_names(value, ("pass_config", "compile_ranges_split_points"))
+    passes, splits = value.get("pass_config", {}), value.get("compile_ranges_split_points", ())
+    if not isinstance(passes, Mapping):
+        raise refused("pass_config", passes, 'settings such as {"enable_sp": true}')
+    check_names(passes, ("enable_sp", "sp_min_token_num"))
+    if isinstance(splits, str) or not isinstance(splits, Sequence):
+        raise refused("compile_ranges_split_points", splits, "a list of token counts, such as [512, 4096]")
+    found = {"compile_ranges_split_points": sorted({whole("a split point", split, 1, MOST_TOKENS) for split in splits})}
+    if passes.get("enable_sp") is not None:
+        found["enable_sp"] = flag("enable_sp", passes["enable_sp"])
+    if passes.get("sp_min_token_num") is not None:
+        found["sp_min_token_num"] = whole("sp_min_token_num", passes["sp_min_token_num"], 1, MOST_TOKENS)
+    return found
 
 
 def path(name: str, value: object) -> Path:
@@ -179,6 +198,22 @@ class EngineOptions:
         "recorded",
         Words(("recorded", "compiled", "eager")),
         "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op.",
+    )
+    enable_sp: bool | None = _setting(
+        None,
+        flag,
+        "Sequence parallelism in compiled layers: steps with prompts keep token shards between products. [default: "
+        "off, but on for dense models where sp-min-token-num is set]",
+        negative="no-enable-sp",
+    )
+    sp_min_token_num: int | None = _setting(
+        None, Count(), "The fewest tokens of a step that is sequence-parallel. [default: 1000; 1 with experts]"
+    )
+    compilation_config: Mapping[str, Any] | None = _setting(
+        None,
+        compilation,
+        'The same as vLLM spells it, such as {"pass_config": {"enable_sp": true, "sp_min_token_num": 512}}, and '
+        '"compile_ranges_split_points": token counts from which on steps have a compiled graph of their own.',
     )
     attention: str = _setting(
         "own",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
+from longhelix.engine.sequence_parallelism import token_ranges
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.machine import host
@@ -73,6 +74,7 @@ def resolve(
         device=device,
         system=system,
         compile=compile,
+        token_ranges=token_ranges(spec, layout, options, compile),
         replay=replay,
         attention=options.attention,
         hop_b=options.hop_b,

@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange, attend_and_meet
-from longhelix.models.projection import add_projected
+from longhelix.models.projection import add_projected, project_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
         own_tH = batch.own_rows(hidden_TH)
-        qkv_tX = linear(own_tH, self.qkv, bias=self.qkv_bias, norm=self.norm, norm_eps=self.eps)
+        qkv_tX = project_normed(own_tH, self.qkv, self.norm, self.eps, batch.norms_apart, bias=self.qkv_bias)
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )

@@ -42,7 +42,8 @@ class Batch:
     step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
     have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
     `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are none. stays:
-    later steps with as many rows have the same tensors, and write over what is in them.
+    later steps with as many rows have the same tensors, and write over what is in them. norms_apart: norms are ops of
+    their own, which compiler passes see.
     """
 
     token_ids_T: Tensor
@@ -62,6 +63,7 @@ class Batch:
     shared: tuple[Shared, ...] | None = None
     images: ImageRows | None = None
     stays: bool = False
+    norms_apart: bool = False
 
     @property
     def alone(self) -> bool:

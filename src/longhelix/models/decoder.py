@@ -32,7 +32,7 @@ class Layer(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
         hidden_TH = self.attention(hidden_TH, batch, **entries)
         span = self.spans.begin("FFN")
-        hidden_TH = self.ffn(hidden_TH, batch.padding_T)
+        hidden_TH = self.ffn(hidden_TH, batch)
         self.spans.end(span)
         return hidden_TH
 

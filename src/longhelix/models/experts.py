@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from longhelix.kernels import Experts, Weight, linear, make_weight, route, run_experts
+from longhelix.models.batch import Batch
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -50,12 +51,12 @@ class ExpertFFN(nn.Module):
         """How many rows each of this rank's routed experts has had, (e) int64."""
         return self.experts.rows_e[: self.num_held]
 
-    def forward(self, hidden_TH: Tensor, padding_T: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
         logits_TX = linear(hidden_TH, self.router, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
-        if padding_T is not None:
-            experts_TY = experts_TY.masked_fill(padding_T.unsqueeze(1), self.moe.num_experts + 1)
+        if batch.padding_T is not None:
+            experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
         taken = weights_TY, experts_TY
         norm = {"norm": self.norm, "norm_eps": self.eps}
         if self.mesh.ffn.size == 1:

@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import Weight, linear
-from longhelix.models.projection import add_projected
+from longhelix.kernels import Weight
+from longhelix.models.batch import Batch
+from longhelix.models.projection import add_projected, project_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -26,9 +27,8 @@ class DenseFFN(nn.Module):
     def products(self) -> tuple[Weight, ...]:
         return self.gate_up, self.down
 
-    def forward(self, hidden_TH: Tensor, padding_T: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
-        inner_Tf = linear(
-            hidden_TH, self.gate_up, bias=self.gate_up_bias, norm=self.norm, norm_eps=self.eps, swiglu=True
-        )
+        norm = self.norm, self.eps, batch.norms_apart
+        inner_Tf = project_normed(hidden_TH, self.gate_up, *norm, bias=self.gate_up_bias, swiglu=True)
         return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn)

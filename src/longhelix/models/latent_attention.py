@@ -20,7 +20,7 @@ from longhelix.kernels import (
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange, attend_and_meet
-from longhelix.models.projection import add_projected
+from longhelix.models.projection import add_projected, project_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
         own_tH = batch.own_rows(hidden_TH)
-        down_tX = linear(own_tH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
+        down_tX = project_normed(own_tH, self.down, self.norm, self.eps, batch.norms_apart, bias=self.down_bias)
         latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
         self._write(latent_tX, batch, latent)
         # The same on all ranks that exchange: instances with clocks of their own may have chunks beside shared rows.
@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
         """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated."""
         if self.mla.q_lora_rank is None:
             latent_tX = down_tX
-            q_tX = linear(own_tH, self.query_up, norm=self.norm, norm_eps=self.eps)
+            q_tX = project_normed(own_tH, self.query_up, self.norm, self.eps, batch.norms_apart)
         else:
             query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
             q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)

@@ -76,6 +76,11 @@ class RankGroup:
         return self._own
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's own, as compiled graphs name it; None for a rank alone."""
+        return self._handle
+
+    @property
     def exchanged_bytes(self) -> int:
         """Bytes that this rank has given to the transport for other ranks, in `all_to_all` and `exchange_states`."""
         return self.traffic.exchanged_bytes

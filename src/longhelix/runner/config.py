@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from longhelix.layout import HeadShape, Layout
 from longhelix.models.parameters import declare, stored_bytes
 from longhelix.runner.pool_size import kv_bytes_per_token
+from longhelix.runner.token_ranges import TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import HardwareSpec, ModelSpec
 
@@ -23,6 +24,7 @@ class EngineConfig:
     `attention_dtype`: int8, or None: attention rounds queries and softmax weights to bytes. `system`: the machine by
     whose costs the engine decides. `hop_b`: the most parts that a batch attends in, each exchanged while the next one
     attends; None: as many as take the fewest seconds on `system`. `compile`: layers are one graph of torch.compile.
+    `token_ranges`: which steps have compiled graphs of their own, and which are sequence-parallel.
     `replay`: layers run from tapes on CPUs and from CUDA graphs on GPUs, where they can. `trace`: ranks report what
     they do and when.
     """
@@ -39,6 +41,7 @@ class EngineConfig:
     device: str
     system: HardwareSpec
     compile: bool
+    token_ranges: TokenRanges
     replay: bool
     attention: str
     hop_b: int | None

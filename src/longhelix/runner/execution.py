@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
+from longhelix.runner.token_ranges import ONE_RANGE, TokenRanges
+
 
 @dataclass(frozen=True)
 class Found:
@@ -24,8 +26,8 @@ class Found:
 class Execution:
     """How a rank runs its layers.
 
-    compiled: all layers are one graph of torch.compile. tapes: decode steps on a CPU run from tapes. graphs: steps on a
-    GPU run from CUDA graphs. With none of the three, layers run op by op.
+    compiled: all layers are one graph of torch.compile, for each of `token_ranges`. tapes: decode steps on a CPU run
+    from tapes. graphs: steps on a GPU run from CUDA graphs. With none of the three, layers run op by op.
 
     overlaps: as found; the cost model of the links depends on it. parts: a batch may attend in parts (HOP-B).
     sees_waits: the time that a rank waits for exchanges is measured. sums_in_rank_order: as found. packed: no kernel is
@@ -43,10 +45,14 @@ class Execution:
     sums_in_rank_order: bool
     packed: bool
     compiles: bool
+    token_ranges: TokenRanges = ONE_RANGE
 
     @classmethod
-    def resolve(cls, compile: bool, replay: bool, whole: bool, found: Found) -> Self:
-        """compile, replay: as in EngineConfig. whole: attention must see whole batches, as FlashInfer does."""
+    def resolve(
+        cls, compile: bool, replay: bool, whole: bool, found: Found, token_ranges: TokenRanges = ONE_RANGE
+    ) -> Self:
+        """compile, replay, token_ranges: as in EngineConfig. whole: attention must see whole batches, as FlashInfer
+        does."""
         on_gpu = found.device == "cuda"
         return cls(
             compiled=compile,
@@ -61,4 +67,5 @@ class Execution:
             sums_in_rank_order=found.sums_in_rank_order,
             packed=found.packed or on_gpu,
             compiles=compile or on_gpu,
+            token_ranges=token_ranges,
         )

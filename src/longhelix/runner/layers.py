@@ -1,19 +1,15 @@
 """The decoder's layers as one function, made as a rank's `Execution` says."""
 
-import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from longhelix.cache.pool import KVPool
-from longhelix.errors import PeerLostError, UserError
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
-from longhelix.parallel.collectives import is_lost_peer
+from longhelix.runner.compiled_layers import CompiledLayers
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.taped_layers import TapedLayers
@@ -32,8 +28,7 @@ def make_layers(
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution.compiled:
-        _check_compiler()
-        layers = _Compiled(model, pool)
+        layers = CompiledLayers(model, pool, execution.token_ranges)
     if execution.tapes:
         layers = TapedLayers(layers, spans)
     if execution.graphs:
@@ -49,32 +44,3 @@ def _as_one_span(layers: Layers, spans: Spans) -> Layers:
         return hidden_TH
 
     return run
-
-
-class _Compiled:
-    """All layers as one graph. Steps of which ranks have different rows, or share some, or that have rows of images
-    run op by op: each would need a graph of its own."""
-
-    def __init__(self, model: Decoder, pool: KVPool) -> None:
-        self._layers = partial(model.run_layers, pool=pool)
-        self._graph = partial(torch.compile(model.run_layers, fullgraph=True, dynamic=True), pool=pool)
-
-    def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        if batch.holders is not None or batch.alone:
-            return self._layers(hidden_TH, batch)
-        try:
-            return self._graph(hidden_TH, batch)
-        except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
-            if not is_lost_peer(error):
-                raise
-            raise PeerLostError(f"a compiled graph: {error}") from error
-
-
-def _check_compiler() -> None:
-    """Raise UserError without the C++ compiler that torch.compile would call."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise UserError(
-            f"execution compiled needs a C++ compiler, but {compiler} is not found: install it, set CXX to another, "
-            "or leave the option out"
-        )

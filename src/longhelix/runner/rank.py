@@ -113,7 +113,7 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
     KV blocks."""
     whole = config.attention == "flashinfer"
-    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool))
+    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool), config.token_ranges)
     page_lists, num_slots = new_page_lists(config, mesh.rank, pool), config.scheduler.swap_blocks
     swap_space = SwapSpace(pool, num_slots) if num_slots else None
     return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)

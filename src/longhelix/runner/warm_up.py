@@ -8,6 +8,7 @@ from msgspec import structs
 from longhelix.kv.blocks import Block
 from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step, Work
 from longhelix.runner.graphed_layers import padded
+from longhelix.runner.token_ranges import ONE_RANGE, TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
 
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
@@ -15,22 +16,23 @@ _SPREADS = {"striped": (True,), "local": (False,)}
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
 
 
-def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int]) -> list[Step]:
-    """Steps of single rows in all padded numbers, a chunk, a chunk of two prompts, and chunks beside some single rows;
-    each of them as for sequences of each of `lengths`. Where requests may keep their KV on one rank, also of sequences
-    that are dealt to the ranks in turn; of ranks with clocks of their own each has all of them once.
+def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int], ranges: TokenRanges = ONE_RANGE) -> list[Step]:
+    """Steps of single rows in all padded numbers, a chunk for each of `ranges`, a chunk of two prompts, and chunks
+    beside some single rows; each of them as for sequences of each of `lengths`. Where requests may keep their KV on one
+    rank, also of sequences that are dealt to the ranks in turn; of ranks with clocks of their own each has all of them
+    once.
 
     Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only
     into KV blocks that no request has used yet, and have all ended with the last step.
     """
     if config.own_clocks:
-        alone = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths)
+        alone = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths, ranges)
         return [_of_instance(step, instance, config.kvp) for step in alone for instance in range(config.kvp)]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0
     for spread in _SPREADS.get(config.placement, (True, False)) if config.kvp > 1 else (True,):
-        for rows in _batches(config, spread):
+        for rows in _batches(config, spread, ranges):
             for most_tokens in lengths:
                 ids = range(first, first + len(rows))
                 blocks = [_blocks(config, count, None if spread else at % config.kvp) for at, count in enumerate(rows)]
@@ -61,7 +63,7 @@ def _of_instance(step: Step, instance: int, kvp: int) -> Step:
     return structs.replace(step, new=new, chunks=chunks, instances=(instance,))
 
 
-def _batches(config: SchedulerConfig, spread: bool) -> list[tuple[int, ...]]:
+def _batches(config: SchedulerConfig, spread: bool, ranges: TokenRanges) -> list[tuple[int, ...]]:
     """The rows of each sequence, for every batch."""
     room_tokens = config.num_blocks * config.block_tokens * (config.kvp if spread else 1)
     chunk_tokens = min(config.chunk_tokens, config.max_model_len, room_tokens)
@@ -70,6 +72,7 @@ def _batches(config: SchedulerConfig, spread: bool) -> list[tuple[int, ...]]:
         (1,) * rows for rows in sorted({min(padded(count), most_running) for count in range(1, most_running + 1)})
     ]
     batches += [(chunk_tokens,), (max(chunk_tokens - 1, 1), 1)]
+    batches += [(first - 1,) for first in ranges.splits if 1 < first <= chunk_tokens]  # the longest of each range
     if not spread:  # each rank's prompts get an even share of the chunk
         batches.append((max(chunk_tokens // config.kvp, 1),) * config.kvp)
     # Decodes take nothing of the chunk's budget.

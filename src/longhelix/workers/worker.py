@@ -151,7 +151,7 @@ def _load(
     if runner.execution.compiles:
         longest_tokens = config.scheduler.longest_local_tokens
         lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
-        steps = warm_up_steps(config.scheduler, lengths)
+        steps = warm_up_steps(config.scheduler, lengths, config.token_ranges)
         for done, step in enumerate(steps, start=1):
             runner.expect(step)
             runner.execute(step)

@@ -1,0 +1,80 @@
+"""The decoder's layers as graphs of torch.compile: one for each range of tokens, some of them sequence-parallel."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longhelix.cache.pool import KVPool
+from longhelix.errors import PeerLostError, UserError
+from longhelix.models.batch import Batch
+from longhelix.models.decoder import Decoder
+from longhelix.parallel.collectives import is_lost_peer
+from longhelix.passes import SequenceParallel
+from longhelix.runner.token_ranges import TokenRanges
+
+Graph = Callable[[Tensor, Batch], Tensor]
+
+
+class CompiledLayers:
+    """All layers as one graph. Steps of which ranks have different rows, or share some, or that have rows of images run
+    op by op: each would need a graph of its own.
+
+    What a step runs from depends on its rows alone, so that all ranks of a stage take the same. Raises UserError
+    without the C++ compiler that torch.compile would call.
+    """
+
+    def __init__(self, model: Decoder, pool: KVPool, ranges: TokenRanges) -> None:
+        _check_compiler()
+        self._layers = partial(model.run_layers, pool=pool)
+        self._group = model.mesh.ffn.process_group
+        self._ranges = ranges
+        self._graphs: dict[tuple[tuple[int, int | None], bool], Graph] = {}
+        self.passes: list[SequenceParallel] = []
+
+    def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
+        if batch.holders is not None or batch.alone:
+            return self._layers(hidden_TH, batch)
+        tokens = len(hidden_TH)
+        shards = self._ranges.shards(tokens, batch.decodes)
+        key = self._ranges.range_of(tokens), shards
+        if key not in self._graphs:
+            self._graphs[key] = self._compile(*key)
+        try:
+            return self._graphs[key](hidden_TH, replace(batch, norms_apart=shards))
+        except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
+            if not is_lost_peer(error):
+                raise
+            raise PeerLostError(f"a compiled graph: {error}") from error
+
+    def _compile(self, tokens: tuple[int, int | None], shards: bool) -> Graph:
+        options: dict[str, Any] = {}
+        if shards:
+            sp = SequenceParallel(self._group, self._ranges.sp_min_tokens, tokens=tokens)
+            self.passes.append(sp)
+            options["post_grad_custom_pre_pass"] = sp
+        return torch.compile(self._function(), fullgraph=True, dynamic=True, options=options)
+
+    def _function(self) -> Graph:
+        """The layers as a function of its own: torch.compile counts the graphs of each, and stops at some."""
+
+        def run(hidden_TH: Tensor, batch: Batch) -> Tensor:
+            return self._layers(hidden_TH, batch)
+
+        run.__code__ = run.__code__.replace()
+        return run
+
+
+def _check_compiler() -> None:
+    """Raise UserError without the C++ compiler that torch.compile would call."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"execution compiled needs a C++ compiler, but {compiler} is not found: install it, set CXX to another, "
+            "or leave the option out"
+        )
