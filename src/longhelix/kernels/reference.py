@@ -168,7 +168,8 @@ def quantise_rows(x_TX: Tensor) -> tuple[Tensor, Tensor]:
 def _round_run(x_TX: Tensor) -> tuple[Tensor, Tensor]:
     most_T = x_TX.abs().amax(-1)
     kept_T = (most_T >= 2.0**-112) & most_T.isfinite()
-    inverse_T = torch.where(kept_T, 127.0 / most_T, 0.0)
+    # A number over a tensor would be that times the tensor's reciprocal, which is rounded before.
+    inverse_T = torch.where(kept_T, torch.full_like(most_T, 127.0) / most_T, 0.0)
     q_TX = torch.where(kept_T.unsqueeze(1), (x_TX * inverse_T.unsqueeze(1)).round(), 0.0)
     return q_TX.to(torch.int8), torch.where(most_T.isfinite(), most_T / 127.0, torch.nan)
 

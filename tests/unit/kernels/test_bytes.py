@@ -52,7 +52,7 @@ def unpacked(weight: Weight, halves: int = 1) -> tuple[Tensor, Tensor]:
 def whole(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a weight as bytes, one scale each."""
     most_O = weight_OI.float().abs().amax(1)
-    inverse_O = torch.where(most_O >= 2.0**-112, 127.0 / most_O, 0.0)
+    inverse_O = torch.where(most_O >= 2.0**-112, torch.full_like(most_O, 127.0) / most_O, 0.0)
     return (weight_OI.float() * inverse_O.unsqueeze(1)).round().to(torch.int8), most_O / 127.0
 
 
