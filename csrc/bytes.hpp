@@ -1,7 +1,7 @@
-// Rows of bytes, a scale for each run of inputs, times weights of bytes, a scale for each output (W8A8).
+// Rows of bytes, a scale for each scale block of inputs, times weights of bytes, a scale for each output (W8A8).
 //
-// A few inputs of a row may be far larger than the others: what these lose stays within their run. Sums of integers are
-// exact in any order, and float32 holds those of a run.
+// A few inputs of a row may be far larger than the others: what these lose stays within their block. Sums of integers are
+// exact in any order, and float32 holds those of a block.
 #pragma once
 
 #include "integers.hpp"
@@ -58,28 +58,28 @@ INLINE i32x16 bytes_by(f32x16 numbers, f32x16 inverse) {
 // Ordered as magnitudes are, NaN above all.
 INLINE i32x16 magnitude_bits(f32x16 numbers) { return as<i32x16>(numbers) & 0x7fffffff; }
 
-// Neighbouring inputs of a row that share a scale.
-constexpr std::int64_t kRunInputs = 64;
+// Inputs of a row's scale block.
+constexpr std::int64_t kRowBlock = 64;
 
-INLINE std::int64_t num_runs(std::int64_t depth) { return (depth + kRunInputs - 1) / kRunInputs; }
-INLINE std::int64_t run_stop(std::int64_t first, std::int64_t depth) {
-    return first + kRunInputs < depth ? first + kRunInputs : depth;
+INLINE std::int64_t num_row_blocks(std::int64_t depth) { return (depth + kRowBlock - 1) / kRowBlock; }
+INLINE std::int64_t block_stop(std::int64_t first, std::int64_t depth) {
+    return first + kRowBlock < depth ? first + kRowBlock : depth;
 }
 
-// put(c, sixteen whole numbers) for every sixteenth c of the run of inputs(c) that begins at `first`; returns its scale.
+// put(c, sixteen whole numbers) for every sixteenth c of the block of inputs(c) that begins at `first`; returns its scale.
 template <typename F, typename Put>
 INLINE float round_to_bytes(std::int64_t first, std::int64_t depth, const F& inputs, Put put) {
-    f32x16 numbers[kRunInputs / kLanes];
+    f32x16 numbers[kRowBlock / kLanes];
     i32x16 highest{};
     int count = 0;
-    for (std::int64_t c = first; c < run_stop(first, depth); c += kLanes) {
+    for (std::int64_t c = first; c < block_stop(first, depth); c += kLanes) {
         f32x16 sixteen = inputs(c);
         highest = larger(highest, magnitude_bits(sixteen));
         numbers[count++] = sixteen;
     }
-    ByteScale run = ByteScale::of(__builtin_bit_cast(float, largest(highest)));
-    for (int i = 0; i < count; ++i) put(first + i * kLanes, bytes_by(numbers[i], splat(run.inverse)));
-    return run.scale;
+    ByteScale block = ByteScale::of(__builtin_bit_cast(float, largest(highest)));
+    for (int i = 0; i < count; ++i) put(first + i * kLanes, bytes_by(numbers[i], splat(block.inverse)));
+    return block.scale;
 }
 
 #if defined(LONGHELIX_AVX512)
@@ -90,7 +90,7 @@ struct W8A8 : Int8Units<1> {
     INLINE void put(u32* units, std::int64_t input, i32x16 whole) {
         store_bytes(reinterpret_cast<u8*>(units) + input, whole);
     }
-    // What sums start with, where a run adds up to `total`.
+    // What sums start with, where a block adds up to `total`.
     INLINE std::int32_t start(i32x16 total) { return -128 * _mm512_reduce_add_epi32((__m512i)total); }
     INLINE std::size_t offset(int row, int lane, int position) { return four_offset(row * kStep + position, lane); }
 };

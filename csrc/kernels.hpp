@@ -113,11 +113,10 @@ struct Linear {
     void* out;         // (T, outputs) of `out_number`
     Number out_number;
     std::int64_t outputs;
-    const float* scales = nullptr;  // (T, runs) of x's rows, of 64 inputs each: number = scale * stored
+    const float* scales = nullptr;  // (T, blocks) of x's rows, of 64 inputs each: number = scale * stored
 };
 
-// Rows, normalised where that is asked for, rounded to bytes: number = scale * stored, and each run of 64 inputs has a
-// scale.
+// Rows, normalised where that is asked for, rounded to bytes: number = scale * stored, in scale blocks of 64 inputs.
 struct Rounding {
     Rows x;  // (T, depth)
     std::int64_t num_rows;
@@ -125,7 +124,7 @@ struct Rounding {
     const void* norm;  // as of `Linear`
     float norm_eps;
     std::int8_t* bytes;  // (T, depth)
-    float* scales;       // (T, runs)
+    float* scales;       // (T, blocks)
 };
 
 // Which experts rows take, and with what weights; kernels/experts.py has the rules. Where there are shared experts they

@@ -94,10 +94,10 @@ struct Multiply {
     static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
 
-    // What stands beside a row's units: the sums of its scale blocks, or the scales of its runs.
+    // What stands beside a row's units: the sums of its scale blocks, or their scales.
     using Side = std::conditional_t<E::kWhole, RowScale, float>;
     static std::int64_t sides_of(std::int64_t depth) {
-        return E::kScaled ? depth / kScaleBlock : E::kWhole ? num_runs(depth) : 0;
+        return E::kScaled ? depth / kScaleBlock : E::kWhole ? num_row_blocks(depth) : 0;
     }
 
     // One row of x as units, normalised.
@@ -121,7 +121,7 @@ struct Multiply {
         }
         Inputs<kNumber> inputs(call.x, row, depth, call.norm, call.norm_eps);
         if constexpr (E::kWhole) {
-            for (std::int64_t first = 0; first < depth; first += kRunInputs, ++sides) {
+            for (std::int64_t first = 0; first < depth; first += kRowBlock, ++sides) {
                 i32x16 sum{};
                 float scale = round_to_bytes(first, depth, inputs, [&](std::int64_t c, i32x16 whole) {
                     E::put(to, c, whole);
@@ -146,9 +146,9 @@ struct Multiply {
     void take(std::int64_t row, u32* to, RowScale* sides) const {
         const u8* bytes = static_cast<const u8*>(call.x.data) + row * call.x.stride;
         const float* scales = call.scales + row * num_sides;
-        for (std::int64_t first = 0; first < call.weight.depth; first += kRunInputs) {
+        for (std::int64_t first = 0; first < call.weight.depth; first += kRowBlock) {
             i32x16 sum{};
-            for (std::int64_t c = first; c < run_stop(first, call.weight.depth); c += kLanes) {
+            for (std::int64_t c = first; c < block_stop(first, call.weight.depth); c += kLanes) {
                 i32x16 whole = load_bytes<i32x16>(bytes + c);
                 E::put(to, c, whole);
                 sum = sum + whole;
@@ -171,10 +171,10 @@ struct Multiply {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
         if constexpr (E::kWhole) {
-            constexpr int kRunUnits = kRunInputs / kStep;
-            for (int run = 0; run < num_sides; ++run) {
-                int first = run * kRunUnits, count = units - first < kRunUnits ? units - first : kRunUnits;
-                add_run<R, V, Ahead>(x + first, sides + run, panels, first, count, ahead[0], sums);
+            constexpr int kUnits = kRowBlock / kStep;
+            for (int block = 0; block < num_sides; ++block) {
+                int first = block * kUnits, count = units - first < kUnits ? units - first : kUnits;
+                add_block<R, V, Ahead>(x + first, sides + block, panels, first, count, ahead[0], sums);
             }
             for (int v = 0; v < V; ++v) {
                 f32x16 scale = load<f32x16>(panels[v] + static_cast<std::size_t>(units) * E::kRowBytes);
@@ -208,7 +208,7 @@ struct Multiply {
     // The products of `count` units from `first` on, added in integers, to `sums`. The same operations everywhere, none of
     // them fused: rows and weights give the same bits on every instruction set.
     template <int R, int V, bool Ahead>
-    void add_run(const u32* x, const RowScale* sides, const u8* const (&panels)[V], int first, int count,
+    void add_block(const u32* x, const RowScale* sides, const u8* const (&panels)[V], int first, int count,
                  const u8* ahead, f32x16 (&sums)[R][V]) const {
         const u8* at[V];
         for (int v = 0; v < V; ++v) at[v] = panels[v] + static_cast<std::size_t>(first) * E::kRowBytes;
@@ -373,8 +373,8 @@ struct RoundRows {
             with_number(call.x.number, [&]<Number kNumber>() {
                 Inputs<kNumber> inputs(call.x, row, call.depth, call.norm, call.norm_eps);
                 std::int8_t* bytes = call.bytes + row * call.depth;
-                float* scales = call.scales + row * num_runs(call.depth);
-                for (std::int64_t first = 0; first < call.depth; first += kRunInputs) {
+                float* scales = call.scales + row * num_row_blocks(call.depth);
+                for (std::int64_t first = 0; first < call.depth; first += kRowBlock) {
                     *scales++ = round_to_bytes(first, call.depth, inputs, [&](std::int64_t c, i32x16 whole) {
                         store_bytes(bytes + c, whole);
                     });

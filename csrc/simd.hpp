@@ -280,7 +280,17 @@ INLINE V product(V a, V b) {
     if constexpr (is_halves<V>) {
         return {product(a.low, b.low), product(a.high, b.high)};
     } else {
-        return __builtin_assoc_barrier(a * b);
+        V rounded = a * b;
+#if defined(LONGHELIX_AVX512)
+        asm("" : "+v"(rounded));
+#elif defined(__x86_64__)
+        asm("" : "+x"(rounded));
+#elif defined(__aarch64__)
+        asm("" : "+w"(rounded));
+#else
+        rounded = __builtin_assoc_barrier(rounded);  // which GCC 12 takes apart
+#endif
+        return rounded;
     }
 }
 

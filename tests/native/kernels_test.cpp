@@ -450,12 +450,12 @@ void test_linear(const Kernels& kernels, Random& random) {
 
 // Rows as bytes, which a product then takes as they are.
 void test_round(const Kernels& kernels, Random& random) {
-    constexpr std::int64_t kRun = 64;
-    std::int64_t depth = kLanes * (1 + random.below(20)), runs = (depth + kRun - 1) / kRun, outputs = 1 + random.below(40);
+    constexpr std::int64_t kBlock = 64;
+    std::int64_t depth = kLanes * (1 + random.below(20)), blocks = (depth + kBlock - 1) / kBlock, outputs = 1 + random.below(40);
     std::int64_t rows = random.of({0, 1, 2, 5, 13, 40});
     Number number = random.number();
     bool has_norm = random.one_in(2);
-    Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), scales(Number::float32, rows, runs);
+    Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), scales(Number::float32, rows, blocks);
     x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12);
     Bytes bytes(rows * depth);
     auto* stored = reinterpret_cast<std::int8_t*>(bytes.data.get());
@@ -466,7 +466,7 @@ void test_round(const Kernels& kernels, Random& random) {
     });
     for (std::int64_t row = 0; row < rows && !has_norm; ++row) {
         for (std::int64_t c = 0; c < depth; ++c) {
-            double step = scales.get(row, c / kRun);
+            double step = scales.get(row, c / kBlock);
             check_near(step * stored[row * depth + c], x.get(row, c), 0.501 * step, "a byte");
         }
     }

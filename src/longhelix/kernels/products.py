@@ -18,40 +18,40 @@ def linear(
     swiglu: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    scales_TR: Tensor | None = None,
+    scales_TX: Tensor | None = None,
 ) -> Tensor:
     """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
 
     `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
-    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TR`: x_TX is int8, rows of
+    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TX`: x_TX is int8, rows of
     `quantise_rows` with these scales, for a weight of w8a8; then there is no norm. A weight of w8a8 rounds other rows
     itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given.
     """
     dtype = dtype or x_TX.dtype
     if weight.arrangement is PANELS and not is_compiling():
-        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR)
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     return torch.ops.longhelix.linear(
-        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR, *_weight_arguments(weight)
+        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *_weight_arguments(weight)
     )
 
 
 library.define(
     "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
-    "ScalarType dtype, Tensor? scales_TR, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
+    "ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
 )
 
 
-def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR, *weight):
+def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *weight):
     *shape, arrangement = weight
     if ARRANGEMENTS[arrangement] is PANELS:
         panels = Weight(values, *shape, PANELS)
-        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR)
+        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
-def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR):
+def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
-    x_TX, norm, bias, scales_TR = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TR)
+    x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
     if residual is not None:
         residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
     out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
@@ -59,7 +59,7 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
         x_TX.data_ptr(),
         native.NUMBER_BY_DTYPE[x_TX.dtype],
         x_TX.stride(0),
-        0 if scales_TR is None else scales_TR.data_ptr(),
+        0 if scales_TX is None else scales_TX.data_ptr(),
         len(x_TX),
         0 if norm is None else norm.data_ptr(),
         norm_eps,
@@ -77,17 +77,17 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
 
 @torch.library.register_fake("longhelix::linear", lib=library)
 def _(
-    x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TR, weight_dtype, outputs, depth, arrangement
+    x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, weight_dtype, outputs, depth, arrangement
 ):
     return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
 
 
 def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Rows as bytes with a scale for each run of 64 inputs: q_TX (int8, -127 to 127) and scales_TR (float32), x =
-    scale * q.
+    """Rows as bytes, x = scale * q: q_TX (int8, -127 to 127) and a scale for each scale block of 64 inputs, scales_TX
+    (float32).
 
-    A run's largest magnitude becomes 127, the others the nearest, ties to even. Of a run below 2^-112 nothing is left;
-    the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
+    A block's largest magnitude becomes 127, the others the nearest, ties to even. Of a block below 2^-112 nothing is
+    left; the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
     """
     if native.module is not None and not x_TX.is_cuda and not is_compiling():
         return _round_rows(x_TX, norm, norm_eps)
@@ -106,7 +106,7 @@ def _quantise_rows(x_TX, norm, norm_eps):
 def _round_rows(x_TX, norm, norm_eps):
     x_TX, norm = dense_rows(x_TX), dense(norm)
     q_TX = x_TX.new_empty(x_TX.shape, dtype=torch.int8)
-    scales_TR = x_TX.new_empty(len(x_TX), _num_runs(x_TX.shape[1]), dtype=torch.float32)
+    scales_TX = x_TX.new_empty(len(x_TX), _num_blocks(x_TX.shape[1]), dtype=torch.float32)
     native.module.round(
         x_TX.data_ptr(),
         native.NUMBER_BY_DTYPE[x_TX.dtype],
@@ -115,19 +115,19 @@ def _round_rows(x_TX, norm, norm_eps):
         0 if norm is None else norm.data_ptr(),
         norm_eps,
         q_TX.data_ptr(),
-        scales_TR.data_ptr(),
+        scales_TX.data_ptr(),
     )
-    return q_TX, scales_TR
+    return q_TX, scales_TX
 
 
 @torch.library.register_fake("longhelix::quantise_rows", lib=library)
 def _(x_TX, norm, norm_eps):
     rows, depth = x_TX.shape
-    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, _num_runs(depth), dtype=torch.float32)
+    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, _num_blocks(depth), dtype=torch.float32)
 
 
-def _num_runs(depth: int) -> int:
-    return -(-depth // reference.RUN_INPUTS)
+def _num_blocks(depth: int) -> int:
+    return -(-depth // reference.ROW_BLOCK)
 
 
 def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:

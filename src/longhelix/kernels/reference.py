@@ -7,7 +7,7 @@ from longhelix.spec import MoE
 
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
-RUN_INPUTS = 64  # of a row of bytes, which share a scale
+ROW_BLOCK = 64  # inputs of a scale block of a row of bytes
 
 
 def partial_attention(
@@ -158,14 +158,14 @@ def linear(
 
 def quantise_rows(x_TX: Tensor) -> tuple[Tensor, Tensor]:
     """See `products.quantise_rows`, after the norm."""
-    runs = [_round_run(run_TX.float()) for run_TX in x_TX.split(RUN_INPUTS, dim=1)]
-    if not runs:
+    blocks = [_round_block(block_TX.float()) for block_TX in x_TX.split(ROW_BLOCK, dim=1)]
+    if not blocks:
         return x_TX.to(torch.int8), x_TX.new_empty(x_TX.shape, dtype=torch.float32)
-    parts, scales = zip(*runs, strict=True)
+    parts, scales = zip(*blocks, strict=True)
     return torch.cat(parts, dim=1), torch.stack(scales, dim=1)
 
 
-def _round_run(x_TX: Tensor) -> tuple[Tensor, Tensor]:
+def _round_block(x_TX: Tensor) -> tuple[Tensor, Tensor]:
     most_T = x_TX.abs().amax(-1)
     kept_T = (most_T >= 2.0**-112) & most_T.isfinite()
     # A number over a tensor would be that times the tensor's reciprocal, which is rounded before.
@@ -174,13 +174,13 @@ def _round_run(x_TX: Tensor) -> tuple[Tensor, Tensor]:
     return q_TX.to(torch.int8), torch.where(most_T.isfinite(), most_T / 127.0, torch.nan)
 
 
-def multiply_bytes(q_TX: Tensor, scales_TR: Tensor, weight_OX: Tensor, scales_O: Tensor) -> Tensor:
-    """The product of `products.linear` with a weight of w8a8, bytes with scales: float32, a run after the other.
-    float64 adds integers exactly."""
+def multiply_bytes(q_TX: Tensor, scales_TX: Tensor, weight_OX: Tensor, scales_O: Tensor) -> Tensor:
+    """The product of `products.linear` with a weight of w8a8, bytes with scales: float32, one scale block after the
+    other. float64 adds integers exactly."""
     out_TO = q_TX.new_zeros(len(q_TX), len(weight_OX), dtype=torch.float32)
-    runs = zip(q_TX.split(RUN_INPUTS, dim=1), weight_OX.split(RUN_INPUTS, dim=1), scales_TR.unbind(1), strict=True)
-    for run_TX, weights_OX, scales_T in runs:
-        out_TO += (run_TX.double() @ weights_OX.double().T).float() * scales_T.unsqueeze(1)
+    blocks = zip(q_TX.split(ROW_BLOCK, dim=1), weight_OX.split(ROW_BLOCK, dim=1), scales_TX.unbind(1), strict=True)
+    for block_TX, weights_OX, scales_T in blocks:
+        out_TO += (block_TX.double() @ weights_OX.double().T).float() * scales_T.unsqueeze(1)
     return out_TO * scales_O
 
 

@@ -36,7 +36,7 @@ class NumberFormat:
     arrangements in which the engine keeps weights, or keys and values, of it; a format with neither can be planned
     with, and counts as its bits alone. `weight_scales`: of all weights; `kv` has the scales of each arrangement.
     `converted`: products turn it into bfloat16 as they read it, where the hardware has no arithmetic in it.
-    `rounds_inputs`: products round their inputs to bytes, a scale for each run of 64 in a row, and multiply
+    `rounds_inputs`: products round their inputs to bytes, a scale for each 64 in a row, and multiply
     integers.
     """
 

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels"),
 ]
 
-LANES, RUN = 16, 64
+LANES, BLOCK = 16, 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 depths = st.one_of(st.sampled_from(range(16, 600, 16)), st.sampled_from([48, 64, 80, 128, 144]))
@@ -83,14 +83,14 @@ def test_weights_are_bytes_with_a_scale_for_each_output(width, depth, halves, so
 @example(rows=5, depth=144, dtype=torch.float32, seed=1)
 def test_rows_become_the_bytes_of_the_reference(rows, depth, dtype, seed):
     x_TX = inputs(rows, depth, dtype, seed)
-    x_TX[:, ::37] *= 100  # which stand out of their run
+    x_TX[:, ::37] *= 100  # which stand out of their block
     x_TX[0, : depth // 2] = 0
-    q_TX, scales_TR = quantise_rows(x_TX)
+    q_TX, scales_TX = quantise_rows(x_TX)
     wanted = reference.quantise_rows(x_TX)
-    assert (q_TX.dtype, scales_TR.shape) == (torch.int8, (rows, -(-depth // RUN)))
+    assert (q_TX.dtype, scales_TX.shape) == (torch.int8, (rows, -(-depth // BLOCK)))
     assert torch.equal(q_TX, wanted[0])
-    assert torch.equal(scales_TR, wanted[1])
-    steps_TX = scales_TR.repeat_interleave(RUN, dim=1)[:, :depth]
+    assert torch.equal(scales_TX, wanted[1])
+    steps_TX = scales_TX.repeat_interleave(BLOCK, dim=1)[:, :depth]
     assert ((q_TX * steps_TX - x_TX.float()).abs() <= steps_TX * 0.50001).all()
 
 
@@ -98,9 +98,9 @@ def test_ties_are_even_and_what_is_no_number_has_no_scale():
     x_TX = torch.zeros(4, 128)
     x_TX[0, :6] = torch.tensor([127.0, 0.5, 1.5, -2.5, -3.5, 126.5])
     x_TX[1, 66], x_TX[2, 3], x_TX[3, :64] = torch.nan, torch.inf, 2.0**-113
-    q_TX, scales_TR = quantise_rows(x_TX)
+    q_TX, scales_TX = quantise_rows(x_TX)
     assert q_TX[0, :6].tolist() == [127, 0, 2, -2, -4, 126]
-    assert scales_TR.isnan().tolist() == [[False, False], [False, True], [True, False], [False, False]]
+    assert scales_TX.isnan().tolist() == [[False, False], [False, True], [True, False], [False, False]]
     assert not q_TX[1:].any()
 
 
@@ -110,10 +110,10 @@ def test_ties_are_even_and_what_is_no_number_has_no_scale():
 def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
     generator = seeded(seed)
     x_TX, weight = inputs(rows, depth, dtype, seed + 1), make_weight(matrix(width, depth, seed + 2), "w8a8")
-    q_TX, scales_TR = quantise_rows(x_TX)
+    q_TX, scales_TX = quantise_rows(x_TX)
     bias, residual = torch.randn(width, generator=generator), torch.randn(rows, width, generator=generator)
-    product_TO = reference.multiply_bytes(q_TX, scales_TR, *unpacked(weight))
-    given_rows = {"dtype": torch.float32, "scales_TR": scales_TR}
+    product_TO = reference.multiply_bytes(q_TX, scales_TX, *unpacked(weight))
+    given_rows = {"dtype": torch.float32, "scales_TX": scales_TX}
     assert torch.equal(linear(q_TX, weight, **given_rows), product_TO)
     assert torch.equal(linear(x_TX, weight, dtype=torch.float32), product_TO)
     around = {"bias": bias, "residual": residual}
@@ -121,7 +121,7 @@ def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
     narrow = {"bias": bias.to(dtype), "residual": residual.to(dtype)}
     rounded_TO = (product_TO + narrow["bias"].float()).to(dtype) + narrow["residual"]
     assert torch.equal(linear(x_TX, weight, **narrow), rounded_TO)
-    assert torch.equal(linear(q_TX, weight, **narrow, dtype=dtype, scales_TR=scales_TR), rounded_TO)
+    assert torch.equal(linear(q_TX, weight, **narrow, dtype=dtype, scales_TX=scales_TX), rounded_TO)
 
 
 @settings(deadline=None, max_examples=60)
@@ -129,16 +129,16 @@ def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
 def test_a_norm_and_swiglu_are_as_of_rows_that_are_rounded_before(rows, width, depth, dtype, seed):
     weight = make_weight(matrix(2 * width, depth, seed), "w8a8", halves=2)
     x_TX, norm = inputs(rows, depth, dtype, seed + 1), torch.randn(depth, generator=seeded(seed)).to(dtype)
-    q_TX, scales_TR = quantise_rows(x_TX, norm=norm, norm_eps=1e-3)
+    q_TX, scales_TX = quantise_rows(x_TX, norm=norm, norm_eps=1e-3)
     found_TO = linear(x_TX, weight, norm=norm, norm_eps=1e-3, swiglu=True)
-    assert torch.equal(found_TO, linear(q_TX, weight, swiglu=True, dtype=dtype, scales_TR=scales_TR))
-    gate_Tf, up_Tf = reference.multiply_bytes(q_TX, scales_TR, *unpacked(weight, 2)).to(dtype).chunk(2, dim=1)
+    assert torch.equal(found_TO, linear(q_TX, weight, swiglu=True, dtype=dtype, scales_TX=scales_TX))
+    gate_Tf, up_Tf = reference.multiply_bytes(q_TX, scales_TX, *unpacked(weight, 2)).to(dtype).chunk(2, dim=1)
     wanted_TO = torch.nn.functional.silu(gate_Tf) * up_Tf
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
     torch.testing.assert_close(found_TO, wanted_TO, rtol=tolerance, atol=tolerance * wanted_TO.abs().max().item())
     # Norms are summed in another order than the reference's, which may change which of two bytes is nearer.
     normed_TX = reference.rms_norm(x_TX, norm, 1e-3).float()
-    steps_TX = scales_TR.repeat_interleave(RUN, dim=1)[:, :depth]
+    steps_TX = scales_TX.repeat_interleave(BLOCK, dim=1)[:, :depth]
     assert ((q_TX * steps_TX - normed_TX).abs() <= steps_TX * 0.51 + normed_TX.abs() * 2 * tolerance).all()
 
 
@@ -213,13 +213,13 @@ def test_no_rows_no_inputs_and_no_outputs():
 
 
 def test_bytes_of_other_rows_or_weights_are_refused():
-    q_TX, scales_TR = quantise_rows(torch.ones(3, 32))
+    q_TX, scales_TX = quantise_rows(torch.ones(3, 32))
     weight, float_weight = make_weight(matrix(5, 32, 1), "w8a8"), make_weight(matrix(5, 32, 1), "int8")
     with pytest.raises(ValueError, match="rows of float32, bfloat16 or float16"):
         linear(q_TX, weight, dtype=torch.float32)
-    for rows, other, norm in ((torch.ones(3, 32), weight, None), (q_TX, float_weight, None), (q_TX, weight, scales_TR)):
+    for rows, other, norm in ((torch.ones(3, 32), weight, None), (q_TX, float_weight, None), (q_TX, weight, scales_TX)):
         with pytest.raises(ValueError, match="scales are of rows of int8 for a weight of w8a8, without a norm"):
-            linear(rows, other, norm=norm, dtype=torch.float32, scales_TR=scales_TR)
+            linear(rows, other, norm=norm, dtype=torch.float32, scales_TX=scales_TX)
 
 
 def test_a_weight_that_cannot_be_packed_is_refused_in_words(monkeypatch):
@@ -238,8 +238,8 @@ def test_ops_are_whole_in_graphs():
     x_TX, weight = torch.randn(3, 144), make_weight(matrix(20, 144, 1), "w8a8")
     norm = torch.ones(144)
     opcheck(torch.ops.longhelix.quantise_rows.default, (x_TX, norm, 1e-3))
-    q_TX, scales_TR = quantise_rows(x_TX)
+    q_TX, scales_TX = quantise_rows(x_TX)
     arguments = weight.values, None, None, 0.0, False, None, torch.float32
     shape = "w8a8", 20, 144, "panels"
-    opcheck(torch.ops.longhelix.linear.default, (q_TX, *arguments, scales_TR, *shape))
+    opcheck(torch.ops.longhelix.linear.default, (q_TX, *arguments, scales_TX, *shape))
     opcheck(torch.ops.longhelix.linear.default, (x_TX, *arguments, None, *shape))
