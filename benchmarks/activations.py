@@ -1,10 +1,10 @@
 """What int8 activations (`--activation-dtype int8`) cost and gain: perplexity, prefill and decode steps of a batch of
 the built-in model, beside bfloat16, int8 weights alone, and OpenVINO's prefill.
 
-What is timed takes turns, on all cores; figures are medians. Perplexity is that of the documents under docs/, in
+What is timed takes turns; figures are medians. Perplexity is that of the documents under docs/, in
 windows of 1,024 tokens that begin anew.
 
-    python benchmarks/activations.py [--windows 6] [--prompts 1024 8192] [--requests 16] [--repeats 5]
+    python benchmarks/activations.py [--windows 6] [--prompts 1024 8192] [--requests 16] [--repeats 5] [--threads N]
                                      [--openvino build/peers/openvino/bin/python]
 """
 
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ from longhelix.layout import Layout
 from longhelix.measure.configuration import configure
 from longhelix.measure.model import LongRequests, RankModel, prefill_steps
 from longhelix.measure.timing import interleave
+from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.text.tokenizer import read_tokenizer
+from longhelix.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -39,7 +41,9 @@ WINDOW_TOKENS, CONTEXT_TOKENS = 1024, 1024
 
 def read_windows(count: int) -> list[tuple[int, ...]]:
     """Token ids of the documents, one after the other by name."""
-    tokenizer = read_tokenizer(open_checkpoint("builtin"))
+    checkpoint = open_checkpoint("builtin")
+    assert isinstance(checkpoint, GgufCheckpoint)
+    tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
     text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
     ids = tokenizer.encode(text)
     return [tuple(ids[start : start + WINDOW_TOKENS]) for start in range(0, count * WINDOW_TOKENS, WINDOW_TOKENS)]
@@ -62,9 +66,9 @@ def prefill(model: RankModel, length: int) -> Callable[[], None]:
     return lambda: [runner.execute(step) for step in prefill_steps(model, next(count), ids)]
 
 
-def openvino_tokens_per_s(python: str, prompts: list[int], repeats: int) -> dict[int, float]:
+def openvino_tokens_per_s(python: str, prompts: list[int], threads: int) -> dict[int, float]:
     command = [python, ROOT / "benchmarks/peers/openvino_run.py", open_checkpoint("builtin").path, "--prefill"]
-    command += ["--contexts", *map(str, prompts), "--repeats", str(repeats), "--threads", str(os.cpu_count())]
+    command += ["--contexts", *map(str, prompts), "--repeats", "1", "--threads", str(threads)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     return {row["context"]: row["prefill_tokens_per_s"] for row in rows}
@@ -77,13 +81,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--openvino", help="the Python of an environment with openvino-genai (peers/install.sh)")
     arguments = parser.parse_args()
-    print(json.dumps(environment()))
+    print(json.dumps(environment(datetime.now().astimezone().isoformat(timespec="seconds"))))
     longest = max(*arguments.prompts, (CONTEXT_TOKENS + 16) * arguments.requests, WINDOW_TOKENS)
     with tempfile.TemporaryDirectory() as directory:
         models = {
-            name: RankModel.join(configure("builtin", Layout(), (longest,), **settings), 0, Path(directory))
+            name: RankModel.join(
+                configure("builtin", Layout(), (longest,), threads=arguments.threads, **settings), 0, Path(directory)
+            )
             for name, settings in SETTINGS.items()
         }
         windows = read_windows(arguments.windows)
@@ -97,14 +104,16 @@ def main() -> None:
         rates: dict[tuple[str, int], list[float]] = {}
         for _ in range(arguments.repeats):
             for length in arguments.prompts:
-                for name, timing in interleave({n: prefill(m, length) for n, m in models.items()}, 1).items():
+                calls = {name: prefill(model, length) for name, model in models.items()}
+                for name, timing in interleave(calls, 1, warm_up=0).items():
                     rates.setdefault((name, length), []).append(length / timing.median_s)
             if arguments.openvino:
-                for length, rate in openvino_tokens_per_s(arguments.openvino, arguments.prompts, 1).items():
+                found = openvino_tokens_per_s(arguments.openvino, arguments.prompts, arguments.threads)
+                for length, rate in found.items():
                     rates.setdefault(("openvino", length), []).append(rate)
-    for (name, length), found in sorted(rates.items(), key=lambda item: item[0][1]):
-        median = statistics.median(found)
-        print(f"prefill of {length}, {name}: {median:.0f} tokens/s ({min(found):.0f} to {max(found):.0f})")
+    for (name, length), samples in sorted(rates.items(), key=lambda item: item[0][1]):
+        median = statistics.median(samples)
+        print(f"prefill of {length}, {name}: {median:.0f} tokens/s ({min(samples):.0f} to {max(samples):.0f})")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ INLINE V load_bytes(const void* from) {
 // ones.
 INLINE i32x16 nearest_whole(f32x16 values) { return as<i32x16>(values + 0x1.8p23f) - 0x4b400000; }
 
-// What numbers with this largest magnitude is multiplied by to become bytes, and what bytes then stand for. Of numbers
-// below 2^-112 nothing is left, and what has an infinity or a NaN is no number.
+// What numbers with this largest magnitude are multiplied by to become bytes, and the bytes to become numbers. Of those
+// below 2^-112 nothing is left, and of an infinity or a NaN no number.
 struct ByteScale {
     float inverse, scale;
 
@@ -83,6 +83,7 @@ INLINE float round_to_bytes(std::int64_t first, std::int64_t depth, const F& inp
 }
 
 #if defined(LONGHELIX_AVX512)
+// Weights are fours of neighbouring inputs, a four for each output.
 struct W8A8 : Int8Units<1> {
     static constexpr bool kScaled = false;
 

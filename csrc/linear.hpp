@@ -129,15 +129,15 @@ struct Multiply {
                 });
                 *sides = {scale, {E::start(sum)}};
             }
-            return;
-        }
-        for (std::int64_t c = 0; c < depth; c += kLanes) {
-            f32x16 x = inputs(c);
-            if constexpr (!E::kWhole) E::from_floats(to + c / kStep, x);
-            if constexpr (E::kScaled) {
-                round_to(Number::bfloat16, x);
-                float& sum = sides[c / kScaleBlock];
-                sum = (c % kScaleBlock ? sum : 0.0f) + total(x);
+        } else {
+            for (std::int64_t c = 0; c < depth; c += kLanes) {
+                f32x16 x = inputs(c);
+                E::from_floats(to + c / kStep, x);
+                if constexpr (E::kScaled) {
+                    round_to(Number::bfloat16, x);
+                    float& sum = sides[c / kScaleBlock];
+                    sum = (c % kScaleBlock ? sum : 0.0f) + total(x);
+                }
             }
         }
     }
@@ -209,7 +209,7 @@ struct Multiply {
     // them fused: rows and weights give the same bits on every instruction set.
     template <int R, int V, bool Ahead>
     void add_block(const u32* x, const RowScale* sides, const u8* const (&panels)[V], int first, int count,
-                 const u8* ahead, f32x16 (&sums)[R][V]) const {
+                   const u8* ahead, f32x16 (&sums)[R][V]) const {
         const u8* at[V];
         for (int v = 0; v < V; ++v) at[v] = panels[v] + static_cast<std::size_t>(first) * E::kRowBytes;
         ahead += static_cast<std::size_t>(first) * V * E::kRowBytes;

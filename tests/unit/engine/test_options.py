@@ -119,7 +119,7 @@ def test_products_in_bytes_have_weights_of_bytes(weight_dtype):
 
 
 def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):
-    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: [2**34])
+    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: [2**34] * 2)
     with pytest.raises(UserError, match="activation_dtype int8 runs on CPUs alone: set device to cpu"):
         resolved(activation_dtype="int8", device="cuda")
     monkeypatch.setattr(resolution, "has_native_kernels", lambda: False)
