@@ -36,5 +36,5 @@ if module is not None:
     # The native module's name of what a tensor of each dtype holds.
     NUMBER_BY_DTYPE = {
         getattr(torch, name): getattr(module.Number, name)
-        for name in ("float32", "float64", "bfloat16", "float16", "int32", "int64", "int8")
+        for name in ("float32", "float64", "bfloat16", "float16", "int32", "int64")
     }

@@ -52,12 +52,15 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
 def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
     x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
+    if scales_TX is not None and bias is not None:
+        bias = bias.to(dtype)  # elsewhere it is of the dtype of x
     if residual is not None:
         residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
     out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
+    number = native.module.Number.int8 if x_TX.dtype == torch.int8 else native.NUMBER_BY_DTYPE[x_TX.dtype]
     native.module.linear(
         x_TX.data_ptr(),
-        native.NUMBER_BY_DTYPE[x_TX.dtype],
+        number,
         x_TX.stride(0),
         0 if scales_TX is None else scales_TX.data_ptr(),
         len(x_TX),

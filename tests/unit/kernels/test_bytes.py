@@ -122,6 +122,8 @@ def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
     rounded_TO = (product_TO + narrow["bias"].float()).to(dtype) + narrow["residual"]
     assert torch.equal(linear(x_TX, weight, **narrow), rounded_TO)
     assert torch.equal(linear(q_TX, weight, **narrow, dtype=dtype, scales_TX=scales_TX), rounded_TO)
+    of_other_dtype = linear(q_TX, weight, bias=narrow["bias"], **given_rows)
+    assert torch.equal(of_other_dtype, product_TO + narrow["bias"].float())
 
 
 @settings(deadline=None, max_examples=60)
