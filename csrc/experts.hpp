@@ -15,6 +15,8 @@ namespace longhelix::ISA {
 
 template <typename E>
 struct RunExperts {
+    using Side = typename Multiply<E>::Side;
+
     static constexpr std::int64_t kRowsAtOnce = 512;  // bounds the working memory
     static constexpr int kPanelsAtOnce = 4;           // that a thread takes
 
@@ -29,10 +31,10 @@ struct RunExperts {
     std::int64_t* items;   // (experts + 1): what there is to take of those before
     std::int64_t* pairs;   // (rows, Y): which pair it is, or -1
     u32* x;                // units of each pair's row
-    float* x_sums;         // and of its scale blocks
+    Side* x_sides;         // and what stands beside them
     u8* inner;             // between the two products, of x's number
     u32* inner_units;
-    float* inner_sums;
+    Side* inner_sides;
     float* outputs;  // (pairs, hidden): what is summed
 
     explicit RunExperts(const Experts& experts)
@@ -87,13 +89,13 @@ struct RunExperts {
         // A tile of rows reads beyond an expert's last pair, and in the end beyond them all.
         std::int64_t count = starts[num_experts], rows = count ? count + Multiply<E>::kMostRows : 0;
         x = array<u32>(1, rows * units_of(call.hidden));
-        x_sums = array<float>(2, rows * blocks_of(call.hidden));
+        x_sides = array<Side>(2, rows * sides_of(call.hidden));
         inner = array<u8>(3, count * widest * number_bytes());
         inner_units = array<u32>(4, rows * units_of(widest));
-        inner_sums = array<float>(5, rows * blocks_of(widest));
+        inner_sides = array<Side>(5, rows * sides_of(widest));
         outputs = array<float>(6, count * call.hidden);
-        clear(x, count, rows, units_of(call.hidden)), clear(x_sums, count, rows, blocks_of(call.hidden));
-        clear(inner_units, count, rows, units_of(widest)), clear(inner_sums, count, rows, blocks_of(widest));
+        clear(x, count, rows, units_of(call.hidden)), clear(x_sides, count, rows, sides_of(call.hidden));
+        clear(inner_units, count, rows, units_of(widest)), clear(inner_sides, count, rows, sides_of(widest));
     }
 
     template <typename T>
@@ -107,14 +109,14 @@ struct RunExperts {
     }
 
     static std::int64_t units_of(std::int64_t columns) { return columns / E::kStep; }
-    static std::int64_t blocks_of(std::int64_t columns) { return E::kScaled ? columns / kScaleBlock : 0; }
+    static std::int64_t sides_of(std::int64_t columns) { return Multiply<E>::sides_of(columns); }
     std::int64_t number_bytes() const { return call.x.number == Number::float32 ? 4 : 2; }
 
     // One of an expert's two products, and its rows as units.
     struct Product {
         Linear linear;
         u32* x;
-        float* sums;
+        Side* sides;
     };
 
     Product gate_up(int expert) const {
@@ -122,31 +124,31 @@ struct RunExperts {
         Number number = call.x.number;
         Linear linear{call.x, rows,   call.norm,     call.norm_eps,         set.gate_up[expert], nullptr,
                       true,   {nullptr, number, 0}, inner_of(expert), number, columns};
-        return {linear, x + start * units_of(call.hidden), x_sums + start * blocks_of(call.hidden)};
+        return {linear, x + start * units_of(call.hidden), x_sides + start * sides_of(call.hidden)};
     }
 
     Product down(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
         Linear linear{{inner_of(expert), call.x.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, false,
                       {nullptr, Number::float32, 0}, outputs + start * call.hidden, Number::float32, call.hidden};
-        return {linear, inner_units + start * units_of(widest), inner_sums + start * blocks_of(widest)};
+        return {linear, inner_units + start * units_of(widest), inner_sides + start * sides_of(widest)};
     }
 
     u8* inner_of(int expert) const { return inner + starts[expert] * widest * number_bytes(); }
 
     // A row as units, normalised, once for each of its pairs.
     void prepare(std::int64_t row) const {
-        std::int64_t units = units_of(call.hidden), blocks = blocks_of(call.hidden), first = -1;
+        std::int64_t units = units_of(call.hidden), sides = sides_of(call.hidden), first = -1;
         for (int choice = 0; choice < call.per_row; ++choice) {
             std::int64_t pair = pairs[row * call.per_row + choice];
             if (pair < 0) continue;
             if (first < 0) {
                 first = pair;
                 Product product = gate_up(place(row, choice));
-                Multiply<E>(product.linear).prepare(first_row + row, x + pair * units, x_sums + pair * blocks);
+                Multiply<E>(product.linear).prepare(first_row + row, x + pair * units, x_sides + pair * sides);
             } else {
                 std::copy_n(x + first * units, units, x + pair * units);
-                std::copy_n(x_sums + first * blocks, blocks, x_sums + pair * blocks);
+                std::copy_n(x_sides + first * sides, sides, x_sides + pair * sides);
             }
         }
     }
@@ -159,7 +161,7 @@ struct RunExperts {
             Product product = down(expert);
             Multiply<E> multiply(product.linear);
             std::int64_t index = pair - starts[expert];
-            multiply.prepare(index, product.x + index * multiply.units, product.sums + index * multiply.num_blocks());
+            multiply.prepare(index, product.x + index * multiply.units, product.sides + index * multiply.num_sides);
         }
     }
 
@@ -181,7 +183,7 @@ struct RunExperts {
                 Product product = product_of(expert);
                 Multiply<E> multiply(product.linear);
                 int panel = static_cast<int>(item - items[expert]) * kPanelsAtOnce;
-                multiply.all_rows(product.x, product.sums, panel, std::min(panel + kPanelsAtOnce, multiply.num_panels));
+                multiply.all_rows(product.x, product.sides, panel, std::min(panel + kPanelsAtOnce, multiply.num_panels));
             }
         });
     }

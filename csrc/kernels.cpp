@@ -48,11 +48,14 @@ void with_weight(Number number, const Call& call) {
         case Number::float16: return Kernel<Float16>(call).run();
         case Number::int8: return Kernel<Int8>(call).run();
         case Number::int4: return Kernel<Int4>(call).run();
+        case Number::w8a8: return Kernel<W8A8>(call).run();
         default: return Kernel<BFloat16>(call).run();
     }
 }
 
 void linear(const Linear& call) { with_weight<Linear, Multiply>(call.weight.number, call); }
+
+void round(const Rounding& call) { RoundRows(call).run(); }
 
 void route(const Route& call) { RouteRows(call).run(); }
 
@@ -106,6 +109,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            on_pool<Write, WriteRows>,
                            on_pool<Rotate, RotateRows>,
                            linear,
+                           round,
                            route,
                            experts,
                            angles,

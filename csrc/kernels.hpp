@@ -13,8 +13,9 @@ using float16 = __fp16;  // GCC 12 has no _Float16 in C++ here
 using float16 = _Float16;
 #endif
 
-// How numbers lie in memory. The last three are stored with a scale, and only in the packed arrangement.
-enum class Number { float32, float64, bfloat16, float16, int32, int64, int8, float8, int4 };
+// How numbers lie in memory. The last four are stored with a scale, and but for rows of int8 only in the packed
+// arrangement. w8a8: bytes that are multiplied by rows of bytes.
+enum class Number { float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8 };
 
 // A matrix whose rows are contiguous runs of float32, bfloat16 or float16.
 struct Rows {
@@ -92,7 +93,8 @@ struct Rotate {
 
 // A weight of `depth` inputs: a panel for every 16 outputs (lanes are outputs, rows are inputs). Narrow numbers come in
 // scale blocks of 32 inputs: the block's rows of the panel, then 16 float16 scales and 16 float16 offsets, one for each
-// output; weight = scale * stored + offset. The last panel is padded.
+// output; weight = scale * stored + offset. Those of w8a8 are bytes in fours of inputs, a four for each output in turn,
+// then 16 float32 scales for the whole depth. The last panel is padded.
 struct Weight {
     const std::uint8_t* data;
     Number number;
@@ -100,17 +102,29 @@ struct Weight {
 };
 
 struct Linear {
-    Rows x;  // (T, depth)
+    Rows x;  // (T, depth); of int8 with `scales`, where the weight is w8a8
     std::int64_t num_rows;
     const void* norm;  // (depth) of x's number: weights of an RMSNorm before the product; or null
     float norm_eps;
     Weight weight;
-    const void* bias;  // (outputs, or twice as many with `swiglu`) of x's number; or null
+    const void* bias;  // (outputs, or twice as many with `swiglu`) of x's number, beside int8 of `out_number`; or null
     bool swiglu;       // twice as many panels, whose first half are gates of the second: silu(gate) * up
     Rows residual;     // (T, outputs) to add; or null data
     void* out;         // (T, outputs) of `out_number`
     Number out_number;
     std::int64_t outputs;
+    const float* scales = nullptr;  // (T, blocks) of x's rows, of 64 inputs each: number = scale * stored
+};
+
+// Rows, normalised where that is asked for, rounded to bytes: number = scale * stored, in scale blocks of 64 inputs.
+struct Rounding {
+    Rows x;  // (T, depth)
+    std::int64_t num_rows;
+    std::int64_t depth;
+    const void* norm;  // as of `Linear`
+    float norm_eps;
+    std::int8_t* bytes;  // (T, depth)
+    float* scales;       // (T, blocks)
 };
 
 // Which experts rows take, and with what weights; kernels/experts.py has the rules. Where there are shared experts they
@@ -243,6 +257,7 @@ struct Kernels {
     void (*write)(const Write&);
     void (*rotate)(const Rotate&);
     void (*linear)(const Linear&);
+    void (*round)(const Rounding&);
     void (*route)(const Route&);
     void (*experts)(const Experts&);
     void (*angles)(const Angles&);

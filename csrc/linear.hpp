@@ -4,9 +4,10 @@
 // do not depend on its batch.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
-#include "elements.hpp"
+#include "bytes.hpp"
 #include "exponentials.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
@@ -37,6 +38,38 @@ INLINE f32x16 sigmoid(f32x16 x) {
     return choose(negative, small, splat(1.0f)) / (small + 1.0f);
 }
 
+// One row of a product's inputs, normalised where that is asked for.
+template <Number kNumber>
+struct Inputs {
+    const void* data;
+    std::int64_t from;
+    const void* norm;
+    float factor = 1.0f;
+
+    Inputs(const Rows& x, std::int64_t row, std::int64_t depth, const void* norm, float norm_eps)
+        : data(x.data), from(row * x.stride), norm(norm) {
+        if (!norm) return;
+        f32x16 squares{};
+        for (std::int64_t c = 0; c < depth; c += kLanes) {
+            f32x16 x = load_number(data, from + c, kNumber);
+            squares = multiply_add(x, x, squares);
+        }
+        factor = 1.0f / __builtin_sqrtf(total(squares) / static_cast<float>(depth) + norm_eps);
+    }
+
+    // Sixteen from `c` on.
+    f32x16 operator()(std::int64_t c) const {
+        f32x16 x = load_number(data, from + c, kNumber);
+        if (norm) {
+            x = x * factor;
+            round_to(kNumber, x);
+            x = x * load_number(norm, c, kNumber);
+            round_to(kNumber, x);
+        }
+        return x;
+    }
+};
+
 template <typename E>
 struct Multiply {
     static constexpr int kStep = E::kStep;
@@ -47,58 +80,80 @@ struct Multiply {
     int units;  // unit rows of a panel
     std::size_t panel_bytes;
     int num_panels;  // of outputs
+    int num_sides;   // of a row
 
     explicit Multiply(const Linear& linear)
         : call(linear),
           units(static_cast<int>(linear.weight.depth / kStep)),
           panel_bytes(E::kScaled ? linear.weight.depth / kScaleBlock * kBlockBytes
-                                 : static_cast<std::size_t>(units) * E::kRowBytes),
-          num_panels(static_cast<int>((linear.outputs + kLanes - 1) / kLanes)) {}
+                                 : static_cast<std::size_t>(units) * E::kRowBytes + (E::kWhole ? kLanes * 4 : 0)),
+          num_panels(static_cast<int>((linear.outputs + kLanes - 1) / kLanes)),
+          num_sides(static_cast<int>(sides_of(linear.weight.depth))) {}
 
     static constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
     static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
 
-    int num_blocks() const { return E::kScaled ? units / kBlockUnits : 0; }
+    // What stands beside a row's units: the sums of its scale blocks, or their scales.
+    using Side = std::conditional_t<E::kWhole, RowScale, float>;
+    static std::int64_t sides_of(std::int64_t depth) {
+        return E::kScaled ? depth / kScaleBlock : E::kWhole ? num_row_blocks(depth) : 0;
+    }
 
-    // One row of x as units, normalised, and the sums of its scale blocks.
-    void prepare(std::int64_t row, u32* to, float* block_sums) const {
-        with_number(call.x.number, [&]<Number kNumber>() { prepare<kNumber>(row, to, block_sums); });
+    // One row of x as units, normalised.
+    void prepare(std::int64_t row, u32* to, Side* sides) const {
+        if constexpr (E::kWhole) {
+            if (call.x.number == Number::int8) return take(row, to, sides);
+        }
+        with_number(call.x.number, [&]<Number kNumber>() { prepare<kNumber>(row, to, sides); });
     }
 
     template <Number kNumber>
-    void prepare(std::int64_t row, u32* to, float* block_sums) const {
-        std::int64_t depth = call.weight.depth, from = row * call.x.stride;
+    void prepare(std::int64_t row, u32* to, Side* sides) const {
+        std::int64_t depth = call.weight.depth;
         if constexpr (std::is_same_v<E, BFloat16> && kNumber == Number::bfloat16) {
             // Units are such a row's own bits.
             if (!call.norm) {
-                std::memcpy(to, static_cast<const u8*>(call.x.data) + from * 2, static_cast<std::size_t>(depth) * 2);
+                const u8* from = static_cast<const u8*>(call.x.data) + row * call.x.stride * 2;
+                std::memcpy(to, from, static_cast<std::size_t>(depth) * 2);
                 return;
             }
         }
-        float factor = 1.0f;
-        if (call.norm) {
-            f32x16 squares{};
+        Inputs<kNumber> inputs(call.x, row, depth, call.norm, call.norm_eps);
+        if constexpr (E::kWhole) {
+            for (std::int64_t first = 0; first < depth; first += kRowBlock, ++sides) {
+                i32x16 sum{};
+                float scale = round_to_bytes(first, depth, inputs, [&](std::int64_t c, i32x16 whole) {
+                    E::put(to, c, whole);
+                    sum = sum + whole;
+                });
+                *sides = {scale, {E::start(sum)}};
+            }
+        } else {
             for (std::int64_t c = 0; c < depth; c += kLanes) {
-                f32x16 x = load_number(call.x.data, from + c, kNumber);
-                squares = multiply_add(x, x, squares);
+                f32x16 x = inputs(c);
+                E::from_floats(to + c / kStep, x);
+                if constexpr (E::kScaled) {
+                    round_to(Number::bfloat16, x);
+                    float& sum = sides[c / kScaleBlock];
+                    sum = (c % kScaleBlock ? sum : 0.0f) + total(x);
+                }
             }
-            factor = 1.0f / __builtin_sqrtf(total(squares) / static_cast<float>(depth) + call.norm_eps);
         }
-        for (std::int64_t c = 0; c < depth; c += kLanes) {
-            f32x16 x = load_number(call.x.data, from + c, kNumber);
-            if (call.norm) {
-                x = x * factor;
-                round_to(kNumber, x);
-                x = x * load_number(call.norm, c, kNumber);
-                round_to(kNumber, x);
+    }
+
+    // One row of bytes as units.
+    void take(std::int64_t row, u32* to, RowScale* sides) const {
+        const u8* bytes = static_cast<const u8*>(call.x.data) + row * call.x.stride;
+        const float* scales = call.scales + row * num_sides;
+        for (std::int64_t first = 0; first < call.weight.depth; first += kRowBlock) {
+            i32x16 sum{};
+            for (std::int64_t c = first; c < block_stop(first, call.weight.depth); c += kLanes) {
+                i32x16 whole = load_bytes<i32x16>(bytes + c);
+                E::put(to, c, whole);
+                sum = sum + whole;
             }
-            E::from_floats(to + c / kStep, x);
-            if constexpr (E::kScaled) {
-                round_to(Number::bfloat16, x);
-                float& sum = block_sums[c / kScaleBlock];
-                sum = (c % kScaleBlock ? sum : 0.0f) + total(x);
-            }
+            *sides++ = {*scales++, {E::start(sum)}};
         }
     }
 
@@ -110,15 +165,25 @@ struct Multiply {
 
     // sums[r][v] = rows r of x times panels v; `ahead` are two halves of the panels that are read next.
     template <int R, int V, bool Ahead>
-    void multiply(const u32* x, const float* block_sums, const u8* const (&panels)[V], const u8* const (&ahead)[2],
+    void multiply(const u32* x, const Side* sides, const u8* const (&panels)[V], const u8* const (&ahead)[2],
                   f32x16 (&sums)[R][V]) const {
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
-        if constexpr (!E::kScaled) {
+        if constexpr (E::kWhole) {
+            constexpr int kUnits = kRowBlock / kStep;
+            for (int block = 0; block < num_sides; ++block) {
+                int first = block * kUnits, count = units - first < kUnits ? units - first : kUnits;
+                add_block<R, V, Ahead>(x + first, sides + block, panels, first, count, ahead[0], sums);
+            }
+            for (int v = 0; v < V; ++v) {
+                f32x16 scale = load<f32x16>(panels[v] + static_cast<std::size_t>(units) * E::kRowBytes);
+                for (int r = 0; r < R; ++r) sums[r][v] = product(sums[r][v], scale);
+            }
+        } else if constexpr (!E::kScaled) {
             accumulate<E, R, V, Ahead>(sums, x, units, panels, units, ahead);
         } else {
-            for (int block = 0; block < num_blocks(); ++block) {
+            for (int block = 0; block < num_sides; ++block) {
                 f32x16 of_block[R][V] = {};
                 const u8* at[V];
                 for (int v = 0; v < V; ++v) {
@@ -133,10 +198,32 @@ struct Multiply {
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r) {
                         sums[r][v] = multiply_add(scale, of_block[r][v], sums[r][v]);
-                        sums[r][v] = multiply_add(offset, splat(block_sums[r * num_blocks() + block]), sums[r][v]);
+                        sums[r][v] = multiply_add(offset, splat(sides[r * num_sides + block]), sums[r][v]);
                     }
                 }
             }
+        }
+    }
+
+    // The products of `count` units from `first` on, added in integers, to `sums`. The same operations everywhere, none of
+    // them fused: rows and weights give the same bits on every instruction set.
+    template <int R, int V, bool Ahead>
+    void add_block(const u32* x, const RowScale* sides, const u8* const (&panels)[V], int first, int count,
+                   const u8* ahead, f32x16 (&sums)[R][V]) const {
+        const u8* at[V];
+        for (int v = 0; v < V; ++v) at[v] = panels[v] + static_cast<std::size_t>(first) * E::kRowBytes;
+        ahead += static_cast<std::size_t>(first) * V * E::kRowBytes;
+        const u8* halves[2] = {ahead, ahead + static_cast<std::size_t>(count / 2) * V * E::kRowBytes};
+        i32x16 whole[R][V];
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) whole[r][v] = i32x16{} + sides[r * num_sides].starts[0];
+        }
+        accumulate<E, R, V, Ahead>(whole, x, units, at, count, halves);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            f32x16 scale = splat(sides[r * num_sides].scale);
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) sums[r][v] = sums[r][v] + product(to_floats(whole[r][v]), scale);
         }
     }
 
@@ -167,13 +254,14 @@ struct Multiply {
     // `half`: 1 for the second half of the outputs, with SwiGLU.
     f32x16 biased(f32x16 value, int half, int panel) const {
         if (!call.bias) return value;
+        Number number = call.x.number == Number::int8 ? call.out_number : call.x.number;
         std::int64_t column = static_cast<std::int64_t>(panel) * kLanes;
-        return value + load_some(call.bias, call.x.number, half * call.outputs + column, call.outputs - column);
+        return value + load_some(call.bias, number, half * call.outputs + column, call.outputs - column);
     }
 
     // Rows [row, row + R) that exist, times panels [panel, panel + V) of outputs.
     template <int R, int V, bool Ahead>
-    void tile(const u32* x, const float* block_sums, std::int64_t row, int panel) const {
+    void tile(const u32* x, const Side* sides, std::int64_t row, int panel) const {
         constexpr int kReads = V;
         const u8* panels[kReads];
         for (int v = 0; v < V; ++v) {
@@ -182,7 +270,7 @@ struct Multiply {
         }
         const u8* ahead[2] = {panels[0] + V * panel_bytes, panels[0] + V * panel_bytes + V * panel_bytes / 2};
         f32x16 sums[R][V];
-        multiply<R, V, Ahead>(x, block_sums, panels, ahead, sums);
+        multiply<R, V, Ahead>(x, sides, panels, ahead, sums);
         for (int r = 0; r < R && row + r < call.num_rows; ++r) {
             if (!call.swiglu) {
                 for (int v = 0; v < V; ++v) put(row + r, panel + v, biased(sums[r][v], 0, panel + v));
@@ -206,16 +294,16 @@ struct Multiply {
     }
 
     template <int R, bool Ahead>
-    void rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+    void rows(const u32* x, const Side* sides, std::int64_t row, int first, int last) const {
         // A tile reads V panels; with SwiGLU, V / 2 of gates and V / 2 of ups.
         constexpr int V = kRowTile == 12 && R <= 4 && !E::kScaled ? 4 : 2;
         int each = call.swiglu ? V / 2 : V, panel = first;
-        for (; panel + each <= last; panel += each) tile<R, V, Ahead>(x, block_sums, row, panel);
+        for (; panel + each <= last; panel += each) tile<R, V, Ahead>(x, sides, row, panel);
         for (; panel < last; ++panel) {
             if (call.swiglu) {
-                tile<R, 2, Ahead>(x, block_sums, row, panel);
+                tile<R, 2, Ahead>(x, sides, row, panel);
             } else {
-                tile<R, 1, Ahead>(x, block_sums, row, panel);
+                tile<R, 1, Ahead>(x, sides, row, panel);
             }
         }
     }
@@ -224,55 +312,75 @@ struct Multiply {
         if (call.num_rows == 0) return;
         std::int64_t padded = (call.num_rows + kMostRows - 1) / kMostRows * kMostRows;
         std::size_t unit_bytes = static_cast<std::size_t>(padded) * units * 4;
-        u8* memory = static_cast<u8*>(scratch(1, unit_bytes + static_cast<std::size_t>(padded) * num_blocks() * 4 + 64));
+        u8* memory = static_cast<u8*>(scratch(1, unit_bytes + static_cast<std::size_t>(padded * num_sides) * sizeof(Side) + 64));
         u32* x = reinterpret_cast<u32*>(memory);
-        float* block_sums = reinterpret_cast<float*>(memory + unit_bytes);
-        auto prepare_row = [&](std::int64_t row) { prepare(row, x + row * units, block_sums + row * num_blocks()); };
+        Side* sides = reinterpret_cast<Side*>(memory + unit_bytes);
+        auto prepare_row = [&](std::int64_t row) { prepare(row, x + row * units, sides + row * num_sides); };
         std::memset(x + call.num_rows * units, 0, static_cast<std::size_t>(padded - call.num_rows) * units * 4);
-        std::memset(block_sums + call.num_rows * num_blocks(), 0,
-                    static_cast<std::size_t>(padded - call.num_rows) * num_blocks() * 4);
+        std::fill_n(sides + call.num_rows * num_sides, (padded - call.num_rows) * num_sides, Side{});
         each_row(call.num_rows, prepare_row);
         Runs runs((num_panels + kPanelsToTake - 1) / kPanelsToTake);
         on_all_threads([&](int thread) {
             runs.take(thread, [&](std::int64_t item) {
                 int first = static_cast<int>(item) * kPanelsToTake, stop = first + kPanelsToTake;
-                all_rows(x, block_sums, first, stop < num_panels ? stop : num_panels);
+                all_rows(x, sides, first, stop < num_panels ? stop : num_panels);
             });
         });
     }
 
     // All rows times panels [first, stop) of outputs; rows are padded to a multiple of kMostRows.
-    void all_rows(const u32* x, const float* block_sums, int first, int stop) const {
+    void all_rows(const u32* x, const Side* sides, int first, int stop) const {
         done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
-        if (call.num_rows <= kMostRows) return some_rows(x, block_sums, 0, first, stop);
+        if (call.num_rows <= kMostRows) return some_rows(x, sides, 0, first, stop);
         for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
             int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
             for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
-                some_rows(x + row * units, block_sums + row * num_blocks(), row, panel, last);
+                some_rows(x + row * units, sides + row * num_sides, row, panel, last);
             }
         }
     }
 
     // Whoever comes first asks for the next panels, where these are short: for other rows they are in the cache. Of long
     // panels, and with one row or two, which wait for nothing but memory, the processor's own guesses are better.
-    void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+    void some_rows(const u32* x, const Side* sides, std::int64_t row, int first, int last) const {
         constexpr std::size_t kShort = 32 << 10;
-        if (row == 0 && !call.swiglu && panel_bytes <= kShort) return some_rows<true>(x, block_sums, row, first, last);
-        some_rows<false>(x, block_sums, row, first, last);
+        if (row == 0 && !call.swiglu && panel_bytes <= kShort) return some_rows<true>(x, sides, row, first, last);
+        some_rows<false>(x, sides, row, first, last);
     }
 
     template <bool Ahead>
-    void some_rows(const u32* x, const float* block_sums, std::int64_t row, int first, int last) const {
+    void some_rows(const u32* x, const Side* sides, std::int64_t row, int first, int last) const {
         std::int64_t left = call.num_rows - row;
-        if (left == 1) return rows<1, false>(x, block_sums, row, first, last);
-        if (left == 2) return rows<2, false>(x, block_sums, row, first, last);
-        if (left <= 4 || kMostRows == 4) return rows<4, Ahead>(x, block_sums, row, first, last);
-        if constexpr (kMostRows == 6) return rows<6, Ahead>(x, block_sums, row, first, last);
+        if (left == 1) return rows<1, false>(x, sides, row, first, last);
+        if (left == 2) return rows<2, false>(x, sides, row, first, last);
+        if (left <= 4 || kMostRows == 4) return rows<4, Ahead>(x, sides, row, first, last);
+        if constexpr (kMostRows == 6) return rows<6, Ahead>(x, sides, row, first, last);
         if constexpr (kMostRows == 12) {
-            if (left <= 8) return rows<8, Ahead>(x, block_sums, row, first, last);
-            return rows<12, Ahead>(x, block_sums, row, first, last);
+            if (left <= 8) return rows<8, Ahead>(x, sides, row, first, last);
+            return rows<12, Ahead>(x, sides, row, first, last);
         }
+    }
+};
+
+struct RoundRows {
+    const Rounding& call;
+
+    explicit RoundRows(const Rounding& rounding) : call(rounding) {}
+
+    void run() const {
+        each_row(call.num_rows, [&](std::int64_t row) {
+            with_number(call.x.number, [&]<Number kNumber>() {
+                Inputs<kNumber> inputs(call.x, row, call.depth, call.norm, call.norm_eps);
+                std::int8_t* bytes = call.bytes + row * call.depth;
+                float* scales = call.scales + row * num_row_blocks(call.depth);
+                for (std::int64_t first = 0; first < call.depth; first += kRowBlock) {
+                    *scales++ = round_to_bytes(first, call.depth, inputs, [&](std::int64_t c, i32x16 whole) {
+                        store_bytes(bytes + c, whole);
+                    });
+                }
+            });
+        });
     }
 };
 

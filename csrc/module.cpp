@@ -70,7 +70,8 @@ void bind_numbers(nb::module_& module) {
         .value("int64", Number::int64)
         .value("int8", Number::int8)
         .value("fp8", Number::float8)
-        .value("int4", Number::int4);
+        .value("int4", Number::int4)
+        .value("w8a8", Number::w8a8);
 }
 
 void bind_collectives(nb::module_& module) {
@@ -253,10 +254,14 @@ void bind_kernels(nb::module_& module) {
         unlocked);
     module.def(
         "linear",
-        [](Address x, Number number, std::int64_t x_stride, std::int64_t num_rows, Address norm, float norm_eps,
-           const Weight& weight, Address bias, bool swiglu, Address residual, std::int64_t residual_stride, Address out,
-           Number out_number, std::int64_t outputs) {
-            longhelix::Linear call{rows_at(x, number, x_stride),
+        [](Address x, Number number, std::int64_t x_stride, Address scales, std::int64_t num_rows, Address norm,
+           float norm_eps, const Weight& weight, Address bias, bool swiglu, Address residual,
+           std::int64_t residual_stride, Address out, Number out_number, std::int64_t outputs) {
+            bool rounded = number == Number::int8 && weight.number == Number::w8a8 && scales && !norm;
+            if (scales && !rounded) {
+                throw std::invalid_argument("scales are of rows of int8 for a weight of w8a8, without a norm");
+            }
+            longhelix::Linear call{rounded ? Rows{at<const void>(x), number, x_stride} : rows_at(x, number, x_stride),
                                          num_rows,
                                          at<const void>(norm),
                                          norm_eps,
@@ -266,8 +271,18 @@ void bind_kernels(nb::module_& module) {
                                          rows_at(residual, out_number, residual_stride),
                                          at<void>(out),
                                          out_number,
-                                         outputs};
+                                         outputs,
+                                         at<const float>(scales)};
             perform(Kind::products, [call] { longhelix::kernels().linear(call); });
+        },
+        unlocked);
+    module.def(
+        "round",
+        [](Address x, Number number, std::int64_t x_stride, std::int64_t num_rows, std::int64_t depth, Address norm,
+           float norm_eps, Address bytes, Address scales) {
+            longhelix::Rounding call{rows_at(x, number, x_stride), num_rows, depth, at<const void>(norm), norm_eps,
+                                     at<std::int8_t>(bytes), at<float>(scales)};
+            perform(Kind::products, [call] { longhelix::kernels().round(call); });
         },
         unlocked);
     module.def(

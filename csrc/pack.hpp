@@ -113,7 +113,9 @@ struct PackRows {
 
     explicit PackRows(const Packing& packing)
         : call(packing),
-          panel_bytes(packing.depth * kInputBytes + (E::kScaled ? packing.depth / kScaleBlock * kLanes * 4 : 0)),
+          panel_bytes(packing.depth * kInputBytes + (E::kScaled ? packing.depth / kScaleBlock * kLanes * 4
+                                                     : E::kWhole ? kLanes * 4
+                                                                 : 0)),
           row_bytes(packing.rows.stride * (packing.rows.number == Number::float32 ? 4 : 2)) {}
 
     // Every thread takes panels that follow each other: so two of them seldom ask for one new page of memory.
@@ -133,26 +135,51 @@ struct PackRows {
         const u8* row;
     };
 
+    // Of whole rows, where each has one.
+    struct Scales {
+        float inverse[kLanes], scale[kLanes];
+    };
+
+    Scales scales_of(const Lanes& lanes) const {
+        Scales scales{};
+        for (int lane = lanes.first; lane < lanes.stop; ++lane) {
+            const u8* row = lanes.row + (lane - lanes.first) * row_bytes;
+            i32x16 highest{};
+            for (std::int64_t input = 0; input < call.depth; input += kLanes) {
+                highest = larger(highest, magnitude_bits(load_number(row, input, call.rows.number)));
+            }
+            ByteScale of_row = ByteScale::of(__builtin_bit_cast(float, largest(highest)));
+            scales.inverse[lane] = of_row.inverse, scales.scale[lane] = of_row.scale;
+        }
+        return scales;
+    }
+
     void pack(std::int64_t panel) const {
         std::int64_t before = call.first - panel * kLanes;
         Lanes lanes{static_cast<int>(std::max<std::int64_t>(before, 0)),
                     static_cast<int>(std::min<std::int64_t>(before + call.num_rows, kLanes)),
                     static_cast<const u8*>(call.rows.data) + std::max<std::int64_t>(-before, 0) * row_bytes};
         u8* to = call.panels + panel * panel_bytes;
+        Scales scales{};
+        if constexpr (E::kWhole) {
+            scales = scales_of(lanes);
+            u8* side = to + call.depth * kInputBytes;
+            std::memcpy(side + lanes.first * 4, scales.scale + lanes.first, (lanes.stop - lanes.first) * 4);
+        }
         for (std::int64_t input = 0; input < call.depth; input += kInputs) {
             int inputs = static_cast<int>(std::min<std::int64_t>(kInputs, call.depth - input));
             if (lanes.first == 0 && lanes.stop == kLanes) {
-                pack_block(lanes, input, inputs, to);
+                pack_block(lanes, scales, input, inputs, to);
             } else {
                 alignas(64) u8 block[kInputs * kInputBytes + kLanes * 4];
-                pack_block(lanes, input, inputs, block);
+                pack_block(lanes, scales, input, inputs, block);
                 for (int lane = lanes.first; lane < lanes.stop; ++lane) copy_lane(block, lane, inputs, to);
             }
             to += inputs * kInputBytes + (E::kScaled ? kLanes * 4 : 0);
         }
     }
 
-    void pack_block(const Lanes& lanes, std::int64_t input, int inputs, u8* to) const {
+    void pack_block(const Lanes& lanes, const Scales& scales, std::int64_t input, int inputs, u8* to) const {
         const u8* places[kLanes];
         alignas(64) float staged[kLanes][kInputs];
         bool as_they_are = call.rows.number == kNumber || call.rows.number == Number::float32;
@@ -174,12 +201,22 @@ struct PackRows {
         if (call.rows.number == kNumber) return turn_rows(places, inputs / E::kStep, to);
         alignas(64) float columns[kInputs][kLanes];
         turn_rows(places, inputs, reinterpret_cast<u8*>(columns));
-        store_columns(columns, inputs, to);
+        store_columns(columns, scales, inputs, to);
     }
 
-    static void store_columns(const float (&columns)[kInputs][kLanes], int inputs, u8* to) {
+    static void store_columns(const float (&columns)[kInputs][kLanes], const Scales& scales, int inputs, u8* to) {
         if constexpr (E::kScaled) {
             Quantised<E>(columns).store_block(to);
+        } else if constexpr (E::kWhole) {
+            f32x16 inverse = load<f32x16>(scales.inverse);
+            for (int i = 0; i < inputs; i += 4, to += 64) {
+                u32x16 four{};
+                for (int byte = 0; byte < 4; ++byte) {
+                    i32x16 whole = bytes_by(load<f32x16>(columns[i + byte]), inverse);
+                    four = four | (as<u32x16>(whole) & 0xffu) << 8 * byte;
+                }
+                store(to, four);
+            }
         } else {
             for (int i = 0; i < inputs; i += E::kStep, to += E::kRowBytes) {
                 f32x16 values = load<f32x16>(columns[i]);
@@ -195,7 +232,7 @@ struct PackRows {
     }
 
     static void copy_lane(const u8* block, int lane, int inputs, u8* to) {
-        constexpr int kBytes = E::kScaled ? 1 : E::kRowBytes / kLanes / E::kStep;
+        constexpr int kBytes = E::kScaled || E::kWhole ? 1 : E::kRowBytes / kLanes / E::kStep;
         for (int i = 0; i < inputs; ++i) {
             std::size_t at = E::offset(i / E::kStep, lane, i % E::kStep);
             std::memcpy(to + at, block + at, kBytes);

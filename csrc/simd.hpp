@@ -20,6 +20,8 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "kernels.hpp"
@@ -269,6 +271,26 @@ INLINE V multiply_add(V a, V b, V c) {
 #else
         return a * b + c;
 #endif
+    }
+}
+
+// a * b, rounded whatever follows: a compiler would fuse a sum with it where the processor can.
+template <typename V>
+INLINE V product(V a, V b) {
+    if constexpr (is_halves<V>) {
+        return {product(a.low, b.low), product(a.high, b.high)};
+    } else {
+        V rounded = a * b;
+#if defined(LONGHELIX_AVX512)
+        asm("" : "+v"(rounded));
+#elif defined(__x86_64__)
+        asm("" : "+x"(rounded));
+#elif defined(__aarch64__)
+        asm("" : "+w"(rounded));
+#else
+        rounded = __builtin_assoc_barrier(rounded);  // which GCC 12 takes apart
+#endif
+        return rounded;
     }
 }
 

@@ -1,10 +1,12 @@
 """RoPE kinds, dtypes and GGUF, over two ranks, against transformers."""
 
+import copy
+
 import gguf
 import numpy as np
 import pytest
 import torch
-from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
+from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, VOCAB, make_oracle
 from test_equality import TOLERANCE, assert_equal, deviation, make_case
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -100,6 +102,30 @@ def test_attention_may_round_queries_and_weights_to_bytes(worlds, tmp_path):
     of_kv, of_bytes = (deviation(run["logits_3"][:prompt], plain["logits_3"][:prompt]) for run in (whole, rounded))
     assert 0 < deviation(rounded["logits_3"][:prompt], whole["logits_3"][:prompt]) < 0.1
     assert of_kv < of_bytes < 0.1
+
+
+WIDER_LATENTS = copy.deepcopy(NATIVE_LATENTS)  # whose experts have sixteens of columns on two ranks
+WIDER_LATENTS.moe_intermediate_size = 64
+IN_BYTES = {"dense": NATIVE_SIZES, "experts": NATIVE_EXPERTS["native-mixtral"], "latent": WIDER_LATENTS}
+
+
+@pytest.mark.parametrize("kind", IN_BYTES)
+def test_products_may_round_their_inputs_to_bytes(worlds, tmp_path, kind):
+    """A row's bits then depend neither on its chunk nor on what runs beside it, as without."""
+    if native.module is None:
+        pytest.skip("this install has no native kernels, which multiply bytes")
+    oracle = make_oracle(IN_BYTES[kind], tmp_path)
+    prompt = len(oracle.prompts[3])
+    exact, rounded, in_small_chunks = (
+        worlds(2).run(make_case(oracle, 2, 1, chunk_tokens, "striped", dtype="float32", block_tokens=16, **options))[0]
+        for chunk_tokens, options in ((16, {}), (16, {"activation_dtype": "int8"}), (5, {"activation_dtype": "int8"}))
+    )
+    wanted = exact["logits_3"][:prompt]
+    errors = np.linalg.norm(rounded["logits_3"][:prompt] - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    # Random weights lose more than trained ones; and rows whose scores are near take other experts.
+    assert 0 < np.median(errors) < 0.15
+    if kind != "latent":  # of which torch makes queries
+        np.testing.assert_array_equal(rounded["logits_3"], in_small_chunks["logits_3"])
 
 
 def write_gguf(path, model, config):

@@ -377,6 +377,15 @@ constexpr double kWeight = 0.375;
 // A packed weight all of whose numbers are kWeight: where each lies is for tests/unit to check. Of float16 where there
 // are scales; these and their offsets are 1 / 16, the stored numbers between them 5.
 Matrix make_weight(Number number, std::int64_t panels, std::int64_t depth) {
+    if (number == Number::w8a8) {  // bytes of 3, and scales of 1 / 8
+        std::int64_t panel_numbers = depth * kLanes / 4 + kLanes;
+        Matrix data(Number::float32, 1, panels * panel_numbers);
+        for (std::int64_t panel = 0; panel < panels; ++panel) {
+            std::memset(data.floats() + panel * panel_numbers, 3, depth * kLanes);
+            std::fill_n(data.floats() + panel * panel_numbers + depth * kLanes / 4, kLanes, 0.125f);
+        }
+        return data;
+    }
     bool scaled = number == Number::int8 || number == Number::int4;
     std::int64_t code_bytes = kScaleBlock * kLanes / (number == Number::int8 ? 1 : 2);
     std::int64_t block_bytes = code_bytes + 4 * kLanes;
@@ -390,9 +399,10 @@ Matrix make_weight(Number number, std::int64_t panels, std::int64_t depth) {
 }
 
 void test_linear(const Kernels& kernels, Random& random) {
-    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
+    Number stored = random.of(
+        {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4, Number::w8a8, Number::w8a8});
     std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
-    if (stored <= Number::float16 && random.one_in(2)) depth += kLanes;
+    if ((stored <= Number::float16 || stored == Number::w8a8) && random.one_in(2)) depth += kLanes;
     std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
     bool swiglu = random.one_in(3), has_norm = random.one_in(2), has_bias = random.one_in(2);
     bool has_residual = random.one_in(2);
@@ -436,6 +446,39 @@ void test_linear(const Kernels& kernels, Random& random) {
         if (has_residual) value += residual.get(row, output), size += std::abs(residual.get(row, output));
         check_near(out.get(row, output), value, tolerance * size, "a product");
     }
+}
+
+// Rows as bytes, which a product then takes as they are.
+void test_round(const Kernels& kernels, Random& random) {
+    constexpr std::int64_t kBlock = 64;
+    std::int64_t depth = kLanes * (1 + random.below(20)), blocks = (depth + kBlock - 1) / kBlock, outputs = 1 + random.below(40);
+    std::int64_t rows = random.of({0, 1, 2, 5, 13, 40});
+    Number number = random.number();
+    bool has_norm = random.one_in(2);
+    Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), scales(Number::float32, rows, blocks);
+    x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12);
+    Bytes bytes(rows * depth);
+    auto* stored = reinterpret_cast<std::int8_t*>(bytes.data.get());
+    on_threads([&] {
+        bytes.reset(), scales.bytes.reset();
+        kernels.round({x.as_rows(), rows, depth, has_norm ? norm.data() : nullptr, 1e-3f, stored, scales.floats()});
+        return std::pair(bytes.copy(), scales.bytes.copy());
+    });
+    for (std::int64_t row = 0; row < rows && !has_norm; ++row) {
+        for (std::int64_t c = 0; c < depth; ++c) {
+            double step = scales.get(row, c / kBlock);
+            check_near(step * stored[row * depth + c], x.get(row, c), 0.501 * step, "a byte");
+        }
+    }
+    Matrix weight = make_weight(Number::w8a8, (outputs + kLanes - 1) / kLanes, depth);
+    Matrix out(number, rows, outputs), same(number, rows, outputs);
+    Weight packed{weight.bytes.data.get(), Number::w8a8, depth};
+    Rows none{nullptr, number, 0};
+    kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f, packed, nullptr, false, none, out.data(),
+                    number, outputs});
+    kernels.linear({{stored, Number::int8, depth}, rows, nullptr, 0.0f, packed, nullptr, false, none, same.data(), number,
+                    outputs, scales.floats()});
+    check(out.bytes.copy() == same.bytes.copy(), "rows of bytes give other products");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -504,7 +547,8 @@ void test_route(const Kernels& kernels, Random& random) {
 }
 
 void test_experts(const Kernels& kernels, Random& random) {
-    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
+    Number stored = random.of(
+        {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4, Number::w8a8});
     Number number = random.number();
     std::int64_t hidden = 32 * (1 + random.below(4)), rows = random.of({0, 1, 2, 5, 40, 600});
     int per_row = 1 + random.below(3), count = random.below(5);
@@ -805,7 +849,8 @@ void test_read(const Kernels& kernels, Random& random) {
 void test_kernels() {
     constexpr std::pair<const char*, void (*)(const Kernels&, Random&)> kTests[] = {
         {"attend", test_attend}, {"write", test_write}, {"expand", test_expand}, {"rotate", test_rotate},
-        {"linear", test_linear}, {"route", test_route}, {"read", test_read},     {"experts", test_experts},
+        {"linear", test_linear}, {"round", test_round}, {"route", test_route}, {"read", test_read},
+        {"experts", test_experts},
         {"angles", test_angles}, {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise},
         {"pack", test_pack}};
     for (const Kernels* table : usable_kernels()) {

@@ -9,6 +9,7 @@ from longhelix.measure.world import Row
 COLUMNS = (
     Column("context", "context", ",d"),
     Column("weight_dtype", "weights"),
+    Column("activation_dtype", "--activation-dtype"),
     Column("kv_dtype", "KV"),
     Column("attention_dtype", "--attention-dtype"),
     Column("layout", "kvp x tpa"),
@@ -36,5 +37,5 @@ NOTE = (
 
 def section(jobs: Sequence[decode.DecodeJob], on_point: Callable[[Row], None]) -> Section:
     """Run each job on ranks of its own."""
-    plot = Plot(("step_s",), ("layout", "weight_dtype", "kv_dtype"), x="context")
+    plot = Plot(("step_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="context")
     return Section("decode", "Decode", NOTE, COLUMNS, decode.measure(jobs, on_point), plot)

@@ -27,7 +27,7 @@ NUM_KV_HEADS = 2
 LATENT_QUERY_HEADS, LATENT_KEY_SIZE, LATENT_VALUE_SIZE = (16, 32, 64, 128), 576, 512
 CHUNK_ROWS, CHUNK_CONTEXT = 512, 8192
 CHUNK_HEADS = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, head size
-WEIGHT_DTYPES = ("bfloat16", "int8", "int4")
+WEIGHT_DTYPES = ("bfloat16", "int8", "int4", "w8a8")
 WEIGHT_SHAPES = ((3072, 576), (4096, 4096))  # outputs, inputs
 
 _CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
     """The requests in the dtypes of `config`, with what the system predicts of each."""
-    setting = Setting(config.spec, system, config.weight_dtype, config.kv_dtype)
+    setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
     dtypes = config.weight_dtype, config.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
     predictions_s = request_seconds(setting, [measured_request(row) for row in own]).tolist()

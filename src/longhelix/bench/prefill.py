@@ -10,6 +10,7 @@ COLUMNS = (
     Column("prompt", "prompt", ",d"),
     Column("chunk_tokens", "chunk", "d"),
     Column("weight_dtype", "weights"),
+    Column("activation_dtype", "--activation-dtype"),
     Column("kv_dtype", "KV"),
     Column("attention_dtype", "--attention-dtype"),
     Column("layout", "kvp x tpa"),
@@ -37,5 +38,5 @@ NOTE = (
 
 def section(jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None]) -> Section:
     """Run each job on ranks of its own."""
-    plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "kv_dtype"), x="prompt")
+    plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="prompt")
     return Section("prefill", "Prefill", NOTE, COLUMNS, prefill.measure(jobs, on_point), plot)

@@ -36,6 +36,7 @@ class Origin(msgspec.Struct, frozen=True):
     dtype: str
     weight_dtype: str
     kv_dtype: str
+    activation_dtype: str | None
     attention_dtype: str | None
     block_tokens: int
     frequencies: str
@@ -71,7 +72,7 @@ class SavedContext(msgspec.Struct, frozen=True):
             raise _mismatch(
                 f"context {self.name!r} is of another model ({self.model}): give that one, or save it again"
             )
-        for name in ("dtype", "weight_dtype", "kv_dtype", "attention_dtype", "block_tokens"):
+        for name in ("dtype", "weight_dtype", "kv_dtype", "activation_dtype", "attention_dtype", "block_tokens"):
             saved, own = getattr(self.origin, name), getattr(origin, name)
             if saved != own:
                 change = f"leave {name} out" if saved is None else f"set {name} to {saved}"

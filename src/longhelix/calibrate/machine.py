@@ -16,7 +16,8 @@ from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row
 
 TINY_KERNELS = 256
-PRODUCT_DTYPES = ("float32", "bfloat16", "int8", "int4")
+NARROW_DTYPES = ("int8", "int4", "w8a8")
+PRODUCT_DTYPES = ("float32", "bfloat16", *NARROW_DTYPES)
 PRODUCT_ROWS = (1, 16, 128, 512)  # a decode step's, and those of prefill chunks
 _PRODUCT_SIZE = 2048
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from longhelix.calibrate.machine import PRODUCT_ROWS, TINY_KERNELS
+from longhelix.calibrate.machine import NARROW_DTYPES, PRODUCT_ROWS, TINY_KERNELS
 from longhelix.calibrate.measurements import CalibrationScope, Measurements, measured_request
 from longhelix.machine import host
 from longhelix.measure.world import Row
@@ -30,7 +30,7 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
     collectives = [
         MeasuredCollective(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in measured.collectives
     ]
-    setting = Setting(config.spec, fit_collectives(started, collectives), config.weight_dtype, config.kv_dtype)
+    setting = Setting(config.spec, fit_collectives(started, collectives), config.product_dtype, config.kv_dtype)
     return fit_requests(setting, [measured_request(row) for row in requests])
 
 
@@ -41,9 +41,7 @@ def _median(requests: Sequence[Row], key: str, work: str) -> float:
 def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
     """Peaks of narrow weights: that of bfloat16, as much slower as the engine's products of most rows are."""
     rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
-    return {
-        f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in ("int8", "int4")
-    }
+    return {f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in NARROW_DTYPES}
 
 
 def _before_fits(machine: Row) -> dict[str, Row]:
@@ -80,7 +78,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
                 machine[f"flops_per_s.{dtype}"],
                 f"measured: bfloat16's, by the engine's products of {max(PRODUCT_ROWS)} rows beside each other",
             )
-            for dtype in ("int8", "int4")
+            for dtype in NARROW_DTYPES
         },
         "scale_up.latency_s": (5e-6, "guess"),
         "scale_up.bytes_per_s": (4e9, "guess"),

@@ -66,7 +66,7 @@ _OBJECTS = {
     "client_weights": '{"batch": 0.5}',
     "compilation_config": '{"pass_config": {"enable_sp": true}}',
 }
-_MEASURED = ("weight_dtype", "kv_dtype", "attention_dtype", "execution")
+_MEASURED = ("weight_dtype", "activation_dtype", "kv_dtype", "attention_dtype", "execution")
 _SIMULATED = (
     "max_running",
     "block_tokens",
@@ -228,10 +228,15 @@ def describe(config: EngineConfig) -> list[str]:
     if placement == "auto":
         placement = f"auto: requests of up to {scheduler.kvp_threshold_tokens} tokens on one rank"
     attention = f", attention {config.attention_dtype}" if config.attention_dtype else ""
+    weights = (
+        f"{config.weight_dtype}, activations {config.activation_dtype}"
+        if config.activation_dtype
+        else config.weight_dtype
+    )
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
-        f"weights {config.weight_dtype}, KV {config.kv_dtype}{attention}",
+        f"weights {weights}, KV {config.kv_dtype}{attention}",
         f"KV cache holds {held_tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {'up to ' if scheduler.adaptive else ''}"
         f"{scheduler.chunk_tokens} tokens; "

@@ -35,7 +35,8 @@ class PlannedModel:
         """Load both; raises UserError for names that are not known and dtypes that the system does not have."""
         model, system = load_model(self.model), load_system(self.system)
         weight_dtype = _known("weight-dtype", self.weight_dtype or _default_dtype(system))
-        return Setting(model, system, weight_dtype, _known("kv-dtype", self.kv_dtype or weight_dtype))
+        default = "int8" if number_format(weight_dtype).rounds_inputs else weight_dtype
+        return Setting(model, system, weight_dtype, _known("kv-dtype", self.kv_dtype or default))
 
 
 def stdout() -> Console:

@@ -154,6 +154,7 @@ class Contexts:
             dtype=config.dtype,
             weight_dtype=config.weight_dtype,
             kv_dtype=config.kv_dtype,
+            activation_dtype=config.activation_dtype,
             attention_dtype=config.attention_dtype,
             block_tokens=config.scheduler.block_tokens,
             frequencies=hashlib.sha256(struct.pack(f"<{len(frequencies)}d", *frequencies)).hexdigest(),

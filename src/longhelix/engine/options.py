@@ -111,6 +111,12 @@ class EngineOptions:
     weight_dtype: str | None = _setting(
         None, Words(WEIGHT_DTYPES), "int8 or int4 to quantise the weights of products. [default: dtype]"
     )
+    activation_dtype: str | None = _setting(
+        None,
+        Words(("int8",)),
+        "int8: products round their inputs to 8 bits, too, and multiply integers: faster for prompts and batches, less "
+        "exact; with weight-dtype int8, on CPUs. [default: dtype]",
+    )
     kv_dtype: str | None = _setting(None, Words(KV_DTYPES), "The KV cache's dtype. [default: dtype]")
     attention_dtype: str | None = _setting(
         None,

@@ -24,7 +24,7 @@ from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.pool_size import affordable_blocks, num_blocks, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, RopeSpec
+from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, RopeSpec, product_dtype
 from longhelix.values import one_of, refused
 
 # Ranks that wait for each other at every exchange take turns on the cores that they share.
@@ -45,19 +45,20 @@ def resolve(
     _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
-    device = _device(options.device, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    device = _device(options, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(spec, options, device)
     _check_runs_together(spec, options, device, replay)
     cores = host.cores()
     if device == "cpu":
         _check_cores(layout, cores)
     system = machine(device)
-    setting = Setting(spec, system, weight_dtype, kv_dtype)
+    setting = Setting(spec, system, stored_dtype, kv_dtype)
     layout = balanced(setting, layout)
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
     affordable = min(
-        affordable_blocks(spec, layout, dtype, weight_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
+        affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
         for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
     )
     held = num_blocks(options.kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
@@ -67,6 +68,7 @@ def resolve(
         layout=layout,
         dtype=dtype,
         weight_dtype=weight_dtype,
+        activation_dtype=options.activation_dtype,
         kv_dtype=kv_dtype,
         attention_dtype=_attention_dtype(options, kv_dtype, device),
         threads_per_rank=max(cores // layout.world_size, 1),
@@ -95,7 +97,12 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     """The dtypes of activations, weights and KV."""
     dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
-    weight_dtype = one_of("weight_dtype", options.weight_dtype or dtype, (dtype, *quantised))
+    default = dtype if options.activation_dtype is None else "int8"
+    weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
+    if options.activation_dtype is not None and weight_dtype != "int8":
+        raise UserError(
+            f"activation_dtype int8 multiplies int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
+        )
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
@@ -126,6 +133,10 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")
+    if options.activation_dtype is not None and not has_native_kernels():
+        raise UserError(
+            "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave it out"
+        )
     if device == "cpu" and not has_native_kernels():
         warnings.warn(
             "the native CPU kernels are missing, because there was no C++ compiler when longhelix was installed: it "
@@ -201,8 +212,9 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
 
-def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
+def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
     """Where the ranks run; "auto" takes GPUs, if there is one for each rank, else CPUs."""
+    device = options.device
     if device == "auto":
         device = "cuda" if num_gpus >= layout.world_size else "cpu"
     if device == "cpu":
@@ -214,7 +226,8 @@ def _device(device: str, layout: Layout, num_gpus: int, weight_dtype: str, kv_dt
         )
     plain_weights = "plain" in FORMATS[weight_dtype].weights
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
-        narrow = f"kv_dtype {kv_dtype}" if plain_weights else f"weight_dtype {weight_dtype}"
+        weights = f"weight_dtype {weight_dtype}" if options.activation_dtype is None else "activation_dtype int8"
+        narrow = f"kv_dtype {kv_dtype}" if plain_weights else weights
         raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
     return device
 

@@ -4,7 +4,7 @@ from longhelix.kernels.attention import merge_states, partial_attention
 from longhelix.kernels.direct import can_expand, direct_attention, expand_latents
 from longhelix.kernels.experts import Experts, route, run_experts
 from longhelix.kernels.layer import ROWS, TILES, KVFormat, KVLayer
-from longhelix.kernels.products import linear, take_rows
+from longhelix.kernels.products import linear, quantise_rows, take_rows
 from longhelix.kernels.reference import rms_norm, rotate_heads
 from longhelix.kernels.weight import PANELS, PLAIN, Weight, make_weight
 from longhelix.kernels.write import rotate_and_write, write_kv
@@ -25,6 +25,7 @@ __all__ = [
     "make_weight",
     "merge_states",
     "partial_attention",
+    "quantise_rows",
     "rms_norm",
     "rotate_and_write",
     "rotate_heads",

@@ -1,4 +1,4 @@
-"""Products of rows with weights, and picking rows out of a batch."""
+"""Products of rows with weights, rows as bytes for them, and picking rows out of a batch."""
 
 import torch
 from torch import Tensor
@@ -18,44 +18,51 @@ def linear(
     swiglu: bool = False,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    scales_TX: Tensor | None = None,
 ) -> Tensor:
     """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
 
     `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
-    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. Returns `dtype`, by default that of x.
+    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TX`: x_TX is int8, rows of
+    `quantise_rows` with these scales, for a weight of w8a8; then there is no norm. A weight of w8a8 rounds other rows
+    itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given.
     """
     dtype = dtype or x_TX.dtype
     if weight.arrangement is PANELS and not is_compiling():
-        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype)
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     return torch.ops.longhelix.linear(
-        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, *_weight_arguments(weight)
+        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *_weight_arguments(weight)
     )
 
 
 library.define(
     "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
-    "ScalarType dtype, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
+    "ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
 )
 
 
-def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, *weight):
+def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *weight):
     *shape, arrangement = weight
     if ARRANGEMENTS[arrangement] is PANELS:
         panels = Weight(values, *shape, PANELS)
-        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype)
+        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
-def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype):
+def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
-    x_TX, norm, bias = dense_rows(x_TX), dense(norm), dense(bias)
+    x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
+    if scales_TX is not None and bias is not None:
+        bias = bias.to(dtype)  # elsewhere it is of the dtype of x
     if residual is not None:
         residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
     out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
+    number = native.module.Number.int8 if x_TX.dtype == torch.int8 else native.NUMBER_BY_DTYPE[x_TX.dtype]
     native.module.linear(
         x_TX.data_ptr(),
-        native.NUMBER_BY_DTYPE[x_TX.dtype],
+        number,
         x_TX.stride(0),
+        0 if scales_TX is None else scales_TX.data_ptr(),
         len(x_TX),
         0 if norm is None else norm.data_ptr(),
         norm_eps,
@@ -72,8 +79,58 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
 
 
 @torch.library.register_fake("longhelix::linear", lib=library)
-def _(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, weight_dtype, outputs, depth, arrangement):
+def _(
+    x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, weight_dtype, outputs, depth, arrangement
+):
     return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
+
+
+def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Rows as bytes, x = scale * q: q_TX (int8, -127 to 127) and a scale for each scale block of 64 inputs, scales_TX
+    (float32).
+
+    A block's largest magnitude becomes 127, the others the nearest, ties to even. Of a block below 2^-112 nothing is
+    left; the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
+    """
+    if native.module is not None and not x_TX.is_cuda and not is_compiling():
+        return _round_rows(x_TX, norm, norm_eps)
+    return torch.ops.longhelix.quantise_rows(x_TX, norm, norm_eps)
+
+
+library.define("quantise_rows(Tensor x_TX, Tensor? norm, float norm_eps) -> (Tensor, Tensor)")
+
+
+def _quantise_rows(x_TX, norm, norm_eps):
+    if native.module is not None and not x_TX.is_cuda:
+        return _round_rows(x_TX, norm, norm_eps)
+    return reference.quantise_rows(x_TX if norm is None else reference.rms_norm(x_TX, norm, norm_eps))
+
+
+def _round_rows(x_TX, norm, norm_eps):
+    x_TX, norm = dense_rows(x_TX), dense(norm)
+    q_TX = x_TX.new_empty(x_TX.shape, dtype=torch.int8)
+    scales_TX = x_TX.new_empty(len(x_TX), _num_blocks(x_TX.shape[1]), dtype=torch.float32)
+    native.module.round(
+        x_TX.data_ptr(),
+        native.NUMBER_BY_DTYPE[x_TX.dtype],
+        x_TX.stride(0),
+        *x_TX.shape,
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        q_TX.data_ptr(),
+        scales_TX.data_ptr(),
+    )
+    return q_TX, scales_TX
+
+
+@torch.library.register_fake("longhelix::quantise_rows", lib=library)
+def _(x_TX, norm, norm_eps):
+    rows, depth = x_TX.shape
+    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, _num_blocks(depth), dtype=torch.float32)
+
+
+def _num_blocks(depth: int) -> int:
+    return -(-depth // reference.ROW_BLOCK)
 
 
 def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:
@@ -110,6 +167,7 @@ def _(x_TX, rows_t):
 
 
 library.impl("linear", _linear, "CompositeExplicitAutograd")
+library.impl("quantise_rows", _quantise_rows, "CompositeExplicitAutograd")
 library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 
 

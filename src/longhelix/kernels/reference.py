@@ -7,6 +7,7 @@ from longhelix.spec import MoE
 
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
+ROW_BLOCK = 64  # inputs of a scale block of a row of bytes
 
 
 def partial_attention(
@@ -153,6 +154,34 @@ def linear(
     if residual_TO is not None:
         out_TO = out_TO + residual_TO
     return out_TO.to(dtype)
+
+
+def quantise_rows(x_TX: Tensor) -> tuple[Tensor, Tensor]:
+    """See `products.quantise_rows`, after the norm."""
+    blocks = [_round_block(block_TX.float()) for block_TX in x_TX.split(ROW_BLOCK, dim=1)]
+    if not blocks:
+        return x_TX.to(torch.int8), x_TX.new_empty(x_TX.shape, dtype=torch.float32)
+    parts, scales = zip(*blocks, strict=True)
+    return torch.cat(parts, dim=1), torch.stack(scales, dim=1)
+
+
+def _round_block(x_TX: Tensor) -> tuple[Tensor, Tensor]:
+    most_T = x_TX.abs().amax(-1)
+    kept_T = (most_T >= 2.0**-112) & most_T.isfinite()
+    # A number over a tensor would be that times the tensor's reciprocal, which is rounded before.
+    inverse_T = torch.where(kept_T, torch.full_like(most_T, 127.0) / most_T, 0.0)
+    q_TX = torch.where(kept_T.unsqueeze(1), (x_TX * inverse_T.unsqueeze(1)).round(), 0.0)
+    return q_TX.to(torch.int8), torch.where(most_T.isfinite(), most_T / 127.0, torch.nan)
+
+
+def multiply_bytes(q_TX: Tensor, scales_TX: Tensor, weight_OX: Tensor, scales_O: Tensor) -> Tensor:
+    """The product of `products.linear` with a weight of w8a8, bytes with scales: float32, one scale block after the
+    other. float64 adds integers exactly."""
+    out_TO = q_TX.new_zeros(len(q_TX), len(weight_OX), dtype=torch.float32)
+    blocks = zip(q_TX.split(ROW_BLOCK, dim=1), weight_OX.split(ROW_BLOCK, dim=1), scales_TX.unbind(1), strict=True)
+    for block_TX, weights_OX, scales_T in blocks:
+        out_TO += (block_TX.double() @ weights_OX.double().T).float() * scales_T.unsqueeze(1)
+    return out_TO * scales_O
 
 
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:

@@ -50,14 +50,14 @@ class Panels:
     """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
     in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
     numbers, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
-    offset (csrc/kernels.hpp)."""
+    offset (csrc/kernels.hpp). w8a8 has [four inputs][output], signed bytes, and one float32 scale for each output after
+    all of a panel's inputs."""
 
     name = "panels"
 
     def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
         on_cpu = native.module is not None and device.type == "cpu"
-        inputs = FORMATS[dtype].weight_scales.numbers or native.LANES
-        return on_cpu and self.name in FORMATS[dtype].weights and shape_OI[1] % inputs == 0
+        return on_cpu and self.name in FORMATS[dtype].weights and shape_OI[1] % _multiple(dtype) == 0
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
         weight = self.new_panels(*weight_OI.shape, dtype, halves)
@@ -67,8 +67,9 @@ class Panels:
     def new_panels(self, outputs: int, depth: int, dtype: str, halves: int) -> "Weight":
         """Panels whose outputs `write` then lays out one after the other; what fills up the last ones is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
-        panel_bytes = int(native.LANES * depth * FORMATS[dtype].weight_bytes)
-        values = torch.empty(panels * panel_bytes, dtype=torch.uint8)
+        panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth)
+        new = torch.empty if depth else torch.zeros  # without inputs there is nothing to lay out
+        values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
         return Weight(values, dtype, outputs, depth, self)
@@ -101,6 +102,11 @@ class Panels:
         """The weight as the native kernels know it."""
         number = getattr(native.module.Number, weight.dtype)
         return native.module.Weight(weight.values.data_ptr(), number, weight.depth)
+
+
+def _multiple(dtype: str) -> int:
+    """Of which the inputs of panels are one."""
+    return FORMATS[dtype].weight_scales.numbers or native.LANES
 
 
 PLAIN, PANELS = Plain(), Panels()
@@ -146,9 +152,12 @@ def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: to
     for arrangement in ARRANGEMENTS.values():
         if all(arrangement.holds(shape_OI, dtype, device) for shape_OI in shapes):
             return arrangement
-    multiple = FORMATS[dtype].weight_scales.numbers
+    multiple = _multiple(dtype)
     depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
+    asked, instead = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
+    if FORMATS[dtype].rounds_inputs:
+        asked, instead = "activation_dtype int8", "leave it out"
     raise UserError(
-        f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of {multiple}, but a weight has "
-        f"{depth}: set weight_dtype to the model's dtype"
+        f"{asked} needs the native CPU kernels and inputs of a multiple of {multiple}, but a weight has {depth}: "
+        f"{instead}"
     )

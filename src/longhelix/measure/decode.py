@@ -63,6 +63,7 @@ def conditions(config: EngineConfig) -> Row:
     """The columns that say with which configuration a row was measured."""
     return {
         "weight_dtype": config.weight_dtype,
+        "activation_dtype": config.activation_dtype or "",
         "kv_dtype": config.kv_dtype,
         "attention_dtype": config.attention_dtype or "",
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",

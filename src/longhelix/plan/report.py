@@ -16,6 +16,7 @@ from longhelix.plan.crossover import Crossover
 from longhelix.plan.latency import CHUNKS
 from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.space import STRATEGIES
+from longhelix.spec import FORMATS
 from longhelix.spec.weights import num_parameters
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
@@ -107,12 +108,18 @@ def as_yaml(plan: Plan, model_name: str) -> str:
         *(f"{name}: {best.layout[name]}" for name in ("kvp", "tpa", "tpf", "ep", "pp")),
         *(["tied: true"] if best.layout["ffn_replicas"] != 1 else []),
         f"placement: {best.layout['placement']}",
-        f"weight_dtype: {question.setting.weight_dtype}",
+        *_weight_settings(question.setting.weight_dtype),
         f"kv_dtype: {question.setting.kv_dtype}",
         f"max_model_len: {question.context}",
         f"kv_cache_tokens: {best.batch * question.context}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _weight_settings(weight_dtype: str) -> list[str]:
+    if FORMATS[weight_dtype].rounds_inputs:
+        return ["weight_dtype: int8", "activation_dtype: int8"]
+    return [f"weight_dtype: {weight_dtype}"]
 
 
 def frontier_table(plan: Plan) -> Table:

@@ -7,7 +7,7 @@ from longhelix.models.parameters import declare, stored_bytes
 from longhelix.runner.pool_size import kv_bytes_per_token
 from longhelix.runner.token_ranges import TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import HardwareSpec, ModelSpec
+from longhelix.spec import HardwareSpec, ModelSpec, product_dtype
 
 
 def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
@@ -21,12 +21,12 @@ def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
 class EngineConfig:
     """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
 
-    `attention_dtype`: int8, or None: attention rounds queries and softmax weights to bytes. `system`: the machine by
-    whose costs the engine decides. `hop_b`: the most parts that a batch attends in, each exchanged while the next one
-    attends; None: as many as take the fewest seconds on `system`. `compile`: layers are one graph of torch.compile.
-    `token_ranges`: which steps have compiled graphs of their own, and which are sequence-parallel.
-    `replay`: layers run from tapes on CPUs and from CUDA graphs on GPUs, where they can. `trace`: ranks report what
-    they do and when.
+    `activation_dtype`: int8, or None: products round their inputs to bytes. `attention_dtype`: int8, or None: attention
+    rounds queries and softmax weights to bytes. `system`: the machine by whose costs the engine decides. `hop_b`: the
+    most parts that a batch attends in, each exchanged while the next one attends; None: as many as take the fewest
+    seconds on `system`. `compile`: layers are one graph of torch.compile. `token_ranges`: which steps have compiled
+    graphs of their own, and which are sequence-parallel. `replay`: layers run from tapes on CPUs and from CUDA graphs
+    on GPUs, where they can. `trace`: ranks report what they do and when.
     """
 
     model_path: str
@@ -34,6 +34,7 @@ class EngineConfig:
     layout: Layout
     dtype: str
     weight_dtype: str
+    activation_dtype: str | None
     kv_dtype: str
     attention_dtype: str | None
     threads_per_rank: int
@@ -51,6 +52,11 @@ class EngineConfig:
     def execution(self) -> str:
         """`compile` and `replay` as the value of the option --execution."""
         return "compiled" if self.compile else "recorded" if self.replay else "eager"
+
+    @property
+    def product_dtype(self) -> str:
+        """The number format of products' weights, which says what becomes of their inputs too."""
+        return product_dtype(self.weight_dtype, self.activation_dtype)
 
     @property
     def heads(self) -> HeadShape:
@@ -79,7 +85,7 @@ class EngineConfig:
         return others + (0 if moe is None else experts * moe.experts_per_token // moe.num_experts)
 
     def _stored_bytes(self, rank: int) -> dict[str, int]:
-        return stored_bytes(self.spec, self.layout, rank, self.dtype, self.weight_dtype)
+        return stored_bytes(self.spec, self.layout, rank, self.dtype, self.product_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""

@@ -57,7 +57,7 @@ def load_model(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
         getattr(torch, config.dtype),
-        config.weight_dtype,
+        config.product_dtype,
         device_of(config, mesh.rank),
         progress,
     )

@@ -2,7 +2,16 @@
 
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.family import FAMILIES
-from longhelix.spec.formats import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, NumberFormat, Scales, number_format
+from longhelix.spec.formats import (
+    DTYPES,
+    FORMATS,
+    KV_DTYPES,
+    WEIGHT_DTYPES,
+    NumberFormat,
+    Scales,
+    number_format,
+    product_dtype,
+)
 from longhelix.spec.hardware import HardwareSpec, Link
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
@@ -28,4 +37,5 @@ __all__ = [
     "Scales",
     "VisionSpec",
     "number_format",
+    "product_dtype",
 ]

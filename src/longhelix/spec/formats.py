@@ -13,7 +13,7 @@ from longhelix.errors import UserError
 @dataclass(frozen=True)
 class Scales:
     """What neighbouring numbers share: number = scale * stored + offset. `numbers`: how many share it; None: all of a
-    vector, which is one token's key or value of one head."""
+    vector, which is one token's key or value of one head, or one output's weights."""
 
     scale_bits: int
     offset_bits: int = 0
@@ -36,6 +36,8 @@ class NumberFormat:
     arrangements in which the engine keeps weights, or keys and values, of it; a format with neither can be planned
     with, and counts as its bits alone. `weight_scales`: of all weights; `kv` has the scales of each arrangement.
     `converted`: products turn it into bfloat16 as they read it, where the hardware has no arithmetic in it.
+    `rounds_inputs`: products round their inputs to bytes, a scale for each 64 in a row, and multiply
+    integers.
     """
 
     name: str
@@ -45,11 +47,18 @@ class NumberFormat:
     weight_scales: Scales = UNSCALED
     kv: Mapping[str, Scales] = field(default_factory=dict)
     converted: bool = False
+    rounds_inputs: bool = False
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of one number of a weight, with its share of a scale and an offset."""
-        return (self.bits + self.weight_scales.bits / (self.weight_scales.numbers or 1)) / 8
+        """Bytes of one number of a weight, with its share of a scale and an offset; those of whole vectors are left
+        out."""
+        numbers = self.weight_scales.numbers
+        return (self.bits + (self.weight_scales.bits / numbers if numbers else 0)) / 8
+
+    def weight_row_bytes(self, depth: int) -> int:
+        """Bytes of the weights of one output, of `depth` inputs."""
+        return int(depth * self.weight_bytes) + (0 if self.weight_scales.numbers else self.weight_scales.bits // 8)
 
     def kv_scales(self, device: str) -> Scales:
         """Of keys and values on "cpu" or "cuda": in tiles on CPUs, in rows where these do not hold the format."""
@@ -79,14 +88,21 @@ _KNOWN = (
         converted=True,
     ),
     NumberFormat("int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, converted=True),
+    NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
     NumberFormat("fp4", 4),
 )
 FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
 
 # The engine's choices.
 DTYPES = tuple(format.name for format in _KNOWN if format.activation)
-WEIGHT_DTYPES = tuple(format.name for format in _KNOWN if format.weights)
+WEIGHT_DTYPES = tuple(format.name for format in _KNOWN if format.weights and not format.rounds_inputs)
 KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
+
+
+def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:
+    """The format in which products keep weights of `weight_dtype`. `activation_dtype`: int8, to which they round their
+    inputs, or None."""
+    return weight_dtype if activation_dtype is None else "w8a8"
 
 
 def number_format(name: str, what: str = "the number format") -> NumberFormat:

@@ -10,7 +10,7 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
     """The cost of this engine's steps. `overlaps`: ranks do not share memory, so what they send travels while they
     compute."""
     return StepCost(
-        Setting(config.spec, _system(config, overlaps), config.weight_dtype, config.kv_dtype), config.layout
+        Setting(config.spec, _system(config, overlaps), config.product_dtype, config.kv_dtype), config.layout
     )
 
 

@@ -198,7 +198,7 @@ def test_every_kernel_is_timed_beside_its_bounds(monkeypatch, tmp_path):
     attends = ["", "int8"] if native.module.instruction_set() == "avx512" else [""]
     assert [row["attention_dtype"] for row in rows if row["part"] == "attention"] == attends
     assert [row["part"] for row in rows] == [
-        *["attention"] * len(attends), "latent", *["products"] * 3, "chunk_attention", *["chunk_products"] * 3
+        *["attention"] * len(attends), "latent", *["products"] * 4, "chunk_attention", *["chunk_products"] * 4
     ]  # fmt: skip
     attention, latent, product = rows[0], *rows[len(attends) : len(attends) + 2]
     assert attention["read_bytes"] == 64 * 2 * 2 * (32 + 2)  # tokens, KV heads, keys and values, channels and a scale

@@ -15,7 +15,7 @@ from longhelix.errors import UserError
 pytestmark = pytest.mark.unit
 
 TOKENS = array("i", [3, 1, 4, 1, 5])
-ORIGIN = Origin("model", "float32", "float32", "float32", None, 4, "frequencies")
+ORIGIN = Origin("model", "float32", "float32", "float32", None, None, 4, "frequencies")
 
 
 def context(name, **changes):
@@ -155,6 +155,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(folder):
         ({"model": "other"}, "is of another model \\(builtin\\)"),
         ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16: set dtype to float32"),
         ({"kv_dtype": "int8"}, "saved with kv_dtype float32, and here it is int8"),
+        ({"activation_dtype": "int8"}, "activation_dtype None, and here it is int8: leave activation_dtype out"),
         (
             {"attention_dtype": "int8"},
             "attention_dtype None, and here it is int8: leave attention_dtype out",

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 MACHINE = {"kernel_s": 1e-6, "flops_per_s.float32": 2e11}
-RATES = {"float32": 1e11, "bfloat16": 4e11, "int8": 3e11, "int4": 2e11}
+RATES = {"float32": 1e11, "bfloat16": 4e11, "int8": 3e11, "int4": 2e11, "w8a8": 6e11}
 PRODUCTS = [
     {"weight_dtype": dtype, "rows": rows, "flops_per_s": rate * min(1, rows / 128)}
     for rows in (1, 16, 128, 512)
@@ -85,7 +85,7 @@ def test_what_is_measured_is_written_and_read_as_the_system_local(measured, tmp_
     assert all(abs(row["error"]) < 0.1 for row in told["predictions"]["rows"])
     assert all(source.startswith(("measured: ", "fitted: ", "assumed: ")) for source in local.sources.values())
     assert (local.memory_bytes_per_s, local.kernel_s, local.step_s, local.shared) == (35e9, 1e-6, 1e-3, True)
-    assert (local.rate("int8"), local.rate("int4")) == (pytest.approx(3e11), pytest.approx(2e11))
+    assert [local.rate(dtype) for dtype in ("int8", "int4", "w8a8")] == pytest.approx([3e11, 2e11, 6e11])
     assert [row["flops_per_s"] for row in told["products"]["rows"]] == [row["flops_per_s"] for row in PRODUCTS]
     assert 0.7 < local.memory_efficiency < 0.95
     assert local.scale_up.latency_s + local.collective_s == pytest.approx(7e-6, rel=0.3)

@@ -63,6 +63,18 @@ def test_plan_prints_tables_and_the_best_layout(capfd):
         assert words in out
 
 
+def test_products_in_bytes_are_planned_with_and_read_back(capfd, tmp_path):
+    asked = "plan", "--model", "builtin", "--system", "cpu", "--context", "8k", "--ttl", "1s", "--max-gpus", "2"
+    status, _, err = run(capfd, *asked, "--weight-dtype", "w8a8", "--out", str(tmp_path))
+    assert status == 0, err
+    _, settings = read_layout(tmp_path / "plan.yaml")
+    assert {name: settings[name] for name in ("weight_dtype", "activation_dtype", "kv_dtype")} == {
+        "weight_dtype": "int8",
+        "activation_dtype": "int8",
+        "kv_dtype": "int8",
+    }
+
+
 def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     status, _, err = run(capfd, *PLAN, "--out", str(tmp_path / "new" / "plan"))
     assert status == 0, err

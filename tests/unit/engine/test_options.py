@@ -81,9 +81,14 @@ def assert_sentence(error):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
         ({"device": ["cpu"]}, "device ['cpu'] is not known"),
         ({"kv_dtpye": "int8"}, "there is no setting 'kv_dtpye': did you mean kv_dtype?"),
-        ({"zzz": 1}, "there is no setting 'zzz': use one of attention, attention_dtype, batch_invariant,"),
+        ({"zzz": 1}, "there is no setting 'zzz': use one of activation_dtype, attention, attention_dtype, batch_"),
         ({"attention_dtype": "fp8"}, "attention_dtype 'fp8' is not known: use one of int8"),
         ({"attention_dtype": "int8"}, "but kv_dtype is bfloat16: set kv_dtype to int8 or int4"),
+        ({"activation_dtype": "int4"}, "activation_dtype 'int4' is not known: use one of int8"),
+        (
+            {"activation_dtype": "int8", "weight_dtype": "int4"},
+            "activation_dtype int8 multiplies int8 weights, but weight_dtype is int4: leave one of them out",
+        ),
         ({"attention_dtype": "int8", "kv_dtype": "fp8"}, "but kv_dtype is fp8: set kv_dtype to int8 or int4"),
     ],
 )
@@ -103,6 +108,23 @@ def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, 
         return
     with pytest.raises(UserError, match="needs the native kernels on a CPU with AVX-512 and its VNNI"):
         resolved(**options)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+def test_products_in_bytes_have_weights_of_bytes(weight_dtype):
+    config, plain = resolved(activation_dtype="int8", weight_dtype=weight_dtype, device="cpu"), resolved(device="cpu")
+    assert (config.weight_dtype, config.activation_dtype, config.product_dtype) == ("int8", "int8", "w8a8")
+    assert (plain.activation_dtype, plain.product_dtype) == (None, plain.weight_dtype)
+    assert config.weight_bytes(0) < resolved(weight_dtype="int8", device="cpu").weight_bytes(0)
+
+
+def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):
+    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: [2**34] * 2)
+    with pytest.raises(UserError, match="activation_dtype int8 runs on CPUs alone: set device to cpu"):
+        resolved(activation_dtype="int8", device="cuda")
+    monkeypatch.setattr(resolution, "has_native_kernels", lambda: False)
+    with pytest.raises(UserError, match="activation_dtype int8 needs the native CPU kernels, which this install does"):
+        resolved(activation_dtype="int8", device="cpu")
 
 
 YARN, HALVES = {"rope_type": "yarn", "factor": 2}, [1.0] * 32

@@ -571,7 +571,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
         call = x_TX, weight.values, around.bias, around.norm, 1e-3, around.swiglu, residual
         for out_dtype in (dtype,) if has.get("residual") else (dtype, torch.float32):
             shape = weight.dtype, weight.outputs, weight.depth, weight.arrangement.name
-            results = opcheck(torch.ops.longhelix.linear.default, (*call, out_dtype, *shape))
+            results = opcheck(torch.ops.longhelix.linear.default, (*call, out_dtype, None, *shape))
             assert set(results.values()) == {"SUCCESS"}
 
 

@@ -23,7 +23,7 @@ def test_the_engines_choices_are_formats_and_fp4_is_planned_with_alone():
     assert " ".join(DTYPES) == "float32 bfloat16 float16"
     assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4"
     assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4"
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4"} == set(FORMATS)
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "w8a8"} == set(FORMATS)
     assert FORMATS["fp4"].weight_bytes == 0.5
     assert CacheEntry("kv", 128, 64).head_bytes(FORMATS["fp4"], "cuda") == 96
 
@@ -39,6 +39,13 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
 def test_bytes_of_a_weight_are_those_of_its_tensor(dtype):
     weight = make_weight(torch.zeros(48, 96), dtype)
     assert weight.values.nbytes == 48 * 96 * FORMATS[dtype].weight_bytes
+
+
+@needs_native
+def test_a_scale_for_each_output_is_counted_with_its_row():
+    weight = make_weight(torch.zeros(48, 96), "w8a8")
+    assert weight.values.nbytes == 48 * FORMATS["w8a8"].weight_row_bytes(96) == 48 * (96 + 4)
+    assert FORMATS["int8"].weight_row_bytes(96) == 96 * 9 // 8
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
