@@ -232,7 +232,6 @@ def experts(tmp_path_factory):
 EXPERT_MISTAKES = {
     "more groups than experts": (["--kvp", 6, "--ep", 6], "ep is 6, but the model has 5 experts: set ep to 5 or less"),
     "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied means tpf = tpa = 1 and ep = 1"),
-    "a graph of experts": (["--execution", "compiled"], "execution compiled does not run models with experts"),
     "bits that no batch changes": (["--batch-invariant"], "products whose inputs are not a multiple of 16"),
 }
 

@@ -321,6 +321,20 @@ def test_layers_trace_into_one_graph(worlds, tmp_path_factory, kvp, tpa, block_t
 
 
 @needs_compiler
+@pytest.mark.parametrize("family", ["native-qwen3_moe", "native-qwen2_moe", "latent"])
+@pytest.mark.slow
+def test_layers_with_experts_trace_into_one_graph(worlds, oracles, tmp_path_factory, family):
+    """Of panels no list is in the graph."""
+    if family == "latent" and family not in NATIVE:
+        NATIVE[family] = make_oracle(NATIVE_LATENTS, tmp_path_factory.mktemp("latent"))
+    oracle = NATIVE[family] if family == "latent" else oracles(family)
+    case = make_case(oracle, 2, 1, 16, "striped", block_tokens=16, execution="compiled")
+    ranks = worlds(2).run(case, timeout_s=400)
+    assert_equal(oracle, ranks)
+    assert any(rank["expert_rows"].sum() for rank in ranks)
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("kvp", "tpa", "backend"), [(2, 1, None), (1, 2, None), (3, 1, None), (2, 2, None), (2, 1, "gloo"), (1, 3, "gloo")]
 )

@@ -248,12 +248,9 @@ def _check_cores(layout: Layout, cores: int) -> None:
 def _layers_run(spec: ModelSpec, options: EngineOptions, device: str) -> tuple[bool, bool]:
     """`compile` and `replay` of the configuration.
 
-    A trace sees into tapes, but not into CUDA graphs. Graphs of the compiler hold experts on GPUs alone: there the op
-    finds their weights by address, and takes none of them apart.
+    A trace sees into tapes, but not into CUDA graphs.
     """
     if options.execution == "compiled":
-        if spec.moe is not None and device == "cpu":
-            raise UserError("execution compiled does not run models with experts on CPUs: leave it out")
         return True, device == "cuda"
     op_by_op = device == "cuda" and options.trace is not None
     return False, options.execution == "recorded" and not op_by_op

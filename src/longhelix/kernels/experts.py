@@ -5,9 +5,11 @@ Shared experts are one expert more, of number `num_experts`, which every row tak
 are one op, and one sum.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -99,7 +101,8 @@ class Experts:
     """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
 
     A rank may have no columns of an expert; it still counts its rows. rows_e (int64, where the weights are): the rows
-    that each has had. addresses: on GPUs, see `addresses`.
+    that each has had. addresses: how the op of a graph finds the weights without a list of them; on GPUs see
+    `addresses`, of panels their number in `_NUMBERED`; empty: it takes lists.
     """
 
     ids: tuple[int, ...]
@@ -119,7 +122,13 @@ class Experts:
     ) -> "Experts":
         """Those on `device`, of `num_experts` on all ranks, without rows so far."""
         rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
-        return cls(ids, gate_up, down, rows_e, addresses(ids, gate_up, down, num_experts) if rows_e.is_cuda else ())
+        if rows_e.is_cuda:
+            return cls(ids, gate_up, down, rows_e, addresses(ids, gate_up, down, num_experts))
+        found = cls(ids, gate_up, down, rows_e)
+        if found.arrangement is PANELS:
+            number = next(_NUMBERS)
+            found = _NUMBERED[number] = replace(found, addresses=(torch.tensor([number]),))
+        return found
 
     @property
     def arrangement(self) -> Arrangement:
@@ -132,6 +141,10 @@ class Experts:
         """The weights as the native kernels know them."""
         gate_up, down = ([weight.handle for weight in weights] for weights in (self.gate_up, self.down))
         return native.module.ExpertSet(self.ids, gate_up, down)
+
+
+_NUMBERED: WeakValueDictionary[int, Experts] = WeakValueDictionary()  # experts whose weights are panels
+_NUMBERS = itertools.count()
 
 
 def addresses(
@@ -170,11 +183,13 @@ def run_experts(
     weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
     to `experts.rows_e`. The sum is float32, rounded once.
     """
-    if experts.arrangement is PANELS and _is_native(x_TH) and not is_compiling():
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    if not is_compiling() and experts.arrangement is PANELS and _is_native(x_TH):
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, experts.rows_e)
     # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
-    listed = () if experts.addresses else (experts.gate_up, experts.down)
-    gate_up, down = ([weight.values for weight in weights] for weights in listed or ((), ()))
+    listed = len(experts.addresses) == 0
+    gate_up = [weight.values for weight in experts.gate_up] if listed else []
+    down = [weight.values for weight in experts.down] if listed else []
+    numbered = not listed and not x_TH.is_cuda
     return torch.ops.longhelix.run_experts(
         x_TH,
         gate_up,
@@ -186,10 +201,10 @@ def run_experts(
         norm_eps,
         residual,
         experts.rows_e,
-        experts.ids,
-        [weight.depth for weight in experts.down],
+        [] if numbered else experts.ids,
+        [] if numbered else [weight.depth for weight in experts.down],
         experts.down[0].dtype if experts.down else "",
-        experts.arrangement.name,
+        PANELS.name if numbered else experts.arrangement.name,
     )
 
 
@@ -216,6 +231,9 @@ def _run_experts(
     dtype,
     arrangement,
 ):
+    if addresses and not x_TH.is_cuda:
+        experts = _NUMBERED[int(addresses[0])]
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e)
     if addresses:
         taken = weights_TY, experts_TY, rows_e
         return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
@@ -227,10 +245,10 @@ def _run_experts(
     gate_ups = (Weight(w, dtype, 2 * width, hidden, PANELS) for w, width in zip(gate_up, columns, strict=True))
     downs = (Weight(w, dtype, hidden, width, PANELS) for w, width in zip(down, columns, strict=True))
     experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
-    return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
+    return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e)
 
 
-def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual):
+def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e):
     x_TH, weights_TY, experts_TY, norm = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY, norm))
     residual = None if residual is None else residual.contiguous()
     out_TH = torch.empty_like(x_TH)
@@ -246,7 +264,7 @@ def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual)
         experts_TY.shape[1],
         0 if residual is None else residual.data_ptr(),
         out_TH.data_ptr(),
-        experts.rows_e.data_ptr(),
+        rows_e.data_ptr(),
     )
     return out_TH
 

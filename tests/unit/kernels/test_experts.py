@@ -340,10 +340,16 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
         assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
-def test_compiled_without_a_break_is_the_same_bits_and_counts(packed):
+@pytest.mark.parametrize(
+    ("packed", "numbered"),
+    [(False, False), pytest.param(True, False, marks=needs_native), pytest.param(True, True, marks=needs_native)],
+)
+def test_compiled_without_a_break_is_the_same_bits_and_counts(packed, numbered):
     torch._dynamo.reset()
     experts = make_experts(COLUMNS, 32, torch.float32, "float32" if packed else "plain", 19)
+    if numbered:  # as models have them, and a graph no list of their weights
+        experts = Experts.of(experts.ids, experts.gate_up, experts.down, 10, torch.device("cpu"))
+        assert experts.addresses
     moe, x_TH, norm = MoE(10, 2, 8), inputs(6, 32, torch.float32, 20), norm_of(32, torch.float32)
 
     def layer(logits_TX: Tensor, held: Experts) -> Tensor:
