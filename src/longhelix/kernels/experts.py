@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
-from longhelix.kernels.library import is_compiling, library, triton_kernels
+from longhelix.kernels.library import dense, is_compiling, library, triton_kernels
 from longhelix.kernels.weight import PANELS, PLAIN, Arrangement, Weight
 from longhelix.spec import MoE
 
@@ -173,13 +173,13 @@ def run_experts(
     weights_TY: Tensor,
     experts_TY: Tensor,
     *,
-    norm: Tensor,
-    norm_eps: float,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor:
     """residual + the sum of each row's experts, as far as this rank has them, weighted; in the dtype of x.
 
-    An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x after an RMSNorm with the weights `norm`.
+    An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x, after an RMSNorm if `norm` has its weights.
     weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
     to `experts.rows_e`. The sum is float32, rounded once.
     """
@@ -210,7 +210,7 @@ def run_experts(
 
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
-    "Tensor experts_TY, Tensor norm, float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, "
+    "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, "
     "str weight_dtype, str arrangement) -> Tensor"
 )
 
@@ -238,7 +238,7 @@ def _run_experts(
         taken = weights_TY, experts_TY, rows_e
         return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
     if arrangement != PANELS.name or not _is_native(x_TH):
-        normed_TH = reference.rms_norm(x_TH, norm, norm_eps)
+        normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
         out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
         return out_TH if residual is None else residual + out_TH
     hidden = x_TH.shape[1]
@@ -249,14 +249,14 @@ def _run_experts(
 
 
 def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e):
-    x_TH, weights_TY, experts_TY, norm = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY, norm))
-    residual = None if residual is None else residual.contiguous()
+    x_TH, weights_TY, experts_TY = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY))
+    norm, residual = dense(norm), dense(residual)
     out_TH = torch.empty_like(x_TH)
     native.module.experts(
         x_TH.data_ptr(),
         native.NUMBER_BY_DTYPE[x_TH.dtype],
         *x_TH.shape,
-        norm.data_ptr(),
+        0 if norm is None else norm.data_ptr(),
         norm_eps,
         experts.handle,
         weights_TY.data_ptr(),

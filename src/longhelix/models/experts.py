@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import Experts, Weight, linear, make_weight, route, run_experts
+from longhelix.kernels import Experts, Weight, linear, make_weight, rms_norm, route, run_experts
 from longhelix.models.batch import Batch
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
@@ -53,15 +53,17 @@ class ExpertFFN(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
-        logits_TX = linear(hidden_TH, self.router, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
+        x_TH, norm = hidden_TH, {"norm": self.norm, "norm_eps": self.eps}
+        if batch.norms_apart:
+            x_TH, norm = rms_norm(hidden_TH, self.norm, self.eps), {}
+        logits_TX = linear(x_TH, self.router, **norm, dtype=torch.float32)
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
         taken = weights_TY, experts_TY
-        norm = {"norm": self.norm, "norm_eps": self.eps}
         if self.mesh.ffn.size == 1:
-            return run_experts(hidden_TH, self.experts, *taken, **norm, residual=hidden_TH)
-        return self.mesh.ffn.all_reduce_add(run_experts(hidden_TH, self.experts, *taken, **norm), hidden_TH)
+            return run_experts(x_TH, self.experts, *taken, **norm, residual=hidden_TH)
+        return self.mesh.ffn.all_reduce_add(run_experts(x_TH, self.experts, *taken, **norm), hidden_TH)
 
 
 def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:

@@ -175,11 +175,12 @@ COLUMNS = {3: 64, 4: 32, 5: 0, 6: 96, 9: 128}  # of the experts that are here; r
     weight_dtype=st.sampled_from([*FLOATS, *NARROW]),
     per_row=st.integers(1, 6),
     with_residual=st.booleans(),
+    with_norm=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_experts_equal_products_one_by_one(rows, hidden, dtype, weight_dtype, per_row, with_residual, seed):
+def test_experts_equal_products_one_by_one(rows, hidden, dtype, weight_dtype, per_row, with_residual, with_norm, seed):
     experts = make_experts(COLUMNS, hidden, dtype, weight_dtype, seed % 1000)
-    x_TH, norm = inputs(rows, hidden, dtype, seed), norm_of(hidden, dtype)
+    x_TH, norm = inputs(rows, hidden, dtype, seed), norm_of(hidden, dtype) if with_norm else None
     residual = inputs(rows, hidden, dtype, seed + 1) if with_residual else None
     weights_TY, experts_TY = some_taken(rows, 10, per_row, seed + 2)
     out_TH = run_experts(x_TH, experts, weights_TY, experts_TY, norm=norm, norm_eps=NORM_EPS, residual=residual)

@@ -49,7 +49,7 @@ def run_experts(
     weights_TY: Tensor,
     experts_TY: Tensor,
     rows_e: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     norm_eps: float,
     residual: Tensor | None,
 ) -> Tensor:
@@ -86,7 +86,7 @@ def run_experts(
         "num_stages": tile.stages,
     }
     _gate_up[tiles, triton.cdiv(most_columns, tile.columns)](
-        _normed(x_TH, norm, norm_eps),
+        x_TH.contiguous() if norm is None else _normed(x_TH, norm, norm_eps),
         weights_e3,
         *taken[1:],
         inner_Xf,
