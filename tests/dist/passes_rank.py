@@ -64,7 +64,8 @@ def modules(rank, size):
     """Of the tests in one process: eager, compiled, and compiled with the pass."""
     for module, dynamic, quantize in ((Chain, True, None), (Chain, False, "int8"), (Experts, False, None)):
         own = module(rank, size)
-        sp = SequenceParallel(min_tokens=1, quantize=quantize, in_rank_order=True)
+        chunks = module is Experts
+        sp = SequenceParallel(min_tokens=1, quantize=quantize, in_rank_order=True, own_chunks=chunks)
         changed = compiled(own, sp, dynamic)
         for tokens in (13, 14, 200) if dynamic else (1, 13):
             x = rows(tokens)

@@ -47,7 +47,7 @@ def resolve(
     gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
     device = _device(options, layout, len(gpu_bytes), weight_dtype, kv_dtype)
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
-    compile, replay = _layers_run(spec, options, device)
+    compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
     cores = host.cores()
     if device == "cpu":
@@ -245,7 +245,7 @@ def _check_cores(layout: Layout, cores: int) -> None:
         warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
 
 
-def _layers_run(spec: ModelSpec, options: EngineOptions, device: str) -> tuple[bool, bool]:
+def _layers_run(options: EngineOptions, device: str) -> tuple[bool, bool]:
     """`compile` and `replay` of the configuration.
 
     A trace sees into tapes, but not into CUDA graphs.

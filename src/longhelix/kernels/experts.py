@@ -101,8 +101,8 @@ class Experts:
     """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
 
     A rank may have no columns of an expert; it still counts its rows. rows_e (int64, where the weights are): the rows
-    that each has had. addresses: how the op of a graph finds the weights without a list of them; on GPUs see
-    `addresses`, of panels their number in `_NUMBERED`; empty: it takes lists.
+    that each has had. addresses: how the op of a graph finds the weights without a list of them: on GPUs see
+    `addresses`, of panels one number, that in `_NUMBERED`; empty: it takes lists.
     """
 
     ids: tuple[int, ...]
@@ -189,7 +189,7 @@ def run_experts(
     listed = len(experts.addresses) == 0
     gate_up = [weight.values for weight in experts.gate_up] if listed else []
     down = [weight.values for weight in experts.down] if listed else []
-    numbered = not listed and not x_TH.is_cuda
+    numbered = len(experts.addresses) == 1
     return torch.ops.longhelix.run_experts(
         x_TH,
         gate_up,
@@ -231,7 +231,7 @@ def _run_experts(
     dtype,
     arrangement,
 ):
-    if addresses and not x_TH.is_cuda:
+    if len(addresses) == 1:
         experts = _NUMBERED[int(addresses[0])]
         return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e)
     if addresses:

@@ -21,8 +21,11 @@ _CONVERTING = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def eliminate_no_ops(graph: Graph) -> int:
-    """Replace views, slices and padding that keep the shape, conversions that keep the dtype, and sizes that are inputs
-    of the graph. Returns how many."""
+    """Replace views and slices that keep the shape, padding by nothing, conversions that keep the dtype, and sizes that
+    are inputs of the graph. Returns how many.
+
+    Inputs and outputs of the graph keep theirs: without it, one would be the other, or change with it.
+    """
     sizes: list[Node] = []
     removed = 0
     for node in list(graph.nodes):
@@ -49,6 +52,10 @@ def _does_nothing(node: Node) -> bool:
         return False
     before = source.meta.get("val")
     if not isinstance(before, Tensor) or node.target not in _RESHAPING | _CONVERTING:
+        return False
+    if source.op == "placeholder" or any(user.op == "output" for user in node.users):
+        return False
+    if node.target is aten.constant_pad_nd.default and any(amount != 0 for amount in node.args[1]):  # type: ignore[union-attr]
         return False
     alike = before.dtype == value.dtype and before.device == value.device and before.dim() == value.dim()
     return alike and all(map(same, before.shape, value.shape)) and all(map(same, before.stride(), value.stride()))

@@ -56,16 +56,17 @@ def make_plan(
     norm_ops: Collection[OpOverload],
     applies: Callable[[int | torch.SymInt], bool],
     quantises: bool,
+    own_chunks: bool,
 ) -> Plan:
     """The plan for a graph. applies: whether values of that many tokens are to be kept as shards. quantises: whether
-    what is gathered for ops travels as narrow numbers."""
+    what is gathered for ops travels as narrow numbers. own_chunks: see `find_region`."""
     norms = list(find_norms(graph, norm_ops))
     left: dict[Node, str] = {}
-    for node, source in find_region(graph, group, rules).sources.items():
+    for node, source in find_region(graph, group, rules, own_chunks).sources.items():
         if not applies(source.tokens.count):
             left[node] = f"{_name(source)}: too few tokens, or a number that is not known to be enough"
     while True:
-        region = find_region(graph, group, rules, left)
+        region = find_region(graph, group, rules, own_chunks, left)
         plan = _planned(region, norms, left, quantises)
         useless = _without_norm(plan)
         if not useless:
@@ -93,7 +94,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
         region,
         frozenset(sharded),
         frozenset(gathered),
-        frozenset(filter(_is_wide, gathered) if quantises else ()),
+        frozenset(node for node in gathered if quantises and _is_wide(node, region.tokens[node].dims)),
         frozenset(whole),
         tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
         frozenset(norm.normed for norm in norms),
@@ -101,10 +102,12 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
     )
 
 
-def _is_wide(node: Node) -> bool:
+def _is_wide(node: Node, dims: int) -> bool:
     """Whether a row of narrow numbers and its scale are fewer bytes than the node's, and nothing but ops take it."""
     value = node.meta["val"]
     if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
+        return False
+    if value.dim() <= dims:
         return False
     numbers = value.shape[-1]
     return isinstance(numbers, int) and numbers + _SCALE_BYTES < numbers * value.dtype.itemsize

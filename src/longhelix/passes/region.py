@@ -1,11 +1,10 @@
 """Where a graph could keep token shards: from its all-reduces and all-gathers on, through token-wise ops."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from longhelix.passes.collectives import (
@@ -87,14 +86,16 @@ def computes(user: Node) -> bool:
     return user.op != "output" and user.target is not aten.copy_.default
 
 
-def find_region(graph: Graph, group: RankGroup, rules: Rules, left: Iterable[Node] = ()) -> Region:
-    """The region of the group's collectives, without the sources `left`."""
-    left = set(left)
-    varying = _varying(graph, group, rules)
-    sources = {source.node: source for source in _sources(graph, group) if source.node not in left}
+def find_region(graph: Graph, group: RankGroup, rules: Rules, own_chunks: bool, left: Collection[Node] = ()) -> Region:
+    """The region of the group's collectives, without the sources `left`. own_chunks: whether the graph takes its rank's
+    rows of values itself."""
+    known = {source.node: source for source in _sources(graph, group)}
+    varying = _varying(graph, rules, known.keys())
+    sources = {node: source for node, source in known.items() if node not in left}
+    chunked = [node for node in graph.nodes if own_chunks and node not in known]
     barred: set[Node] = set()
     while True:
-        region = _grow(graph, group, rules, sources, varying, barred)
+        region = _grow(graph, group, rules, sources, varying, barred, set(chunked))
         added = _summed_again(graph, group, region) - barred
         if not added:
             return region
@@ -108,6 +109,7 @@ def _grow(
     sources: Mapping[Node, Source],
     varying: set[Node],
     barred: set[Node],
+    may_be_chunks: set[Node],
 ) -> Region:
     tokens = {node: source.tokens for node, source in sources.items()}
     calls: dict[Node, Call] = {}
@@ -116,7 +118,7 @@ def _grow(
     for node in graph.nodes:
         if node in sources or node.op != "call_function":
             continue
-        chunked = _chunked(node, tokens, group)
+        chunked = _chunked(node, tokens, group) if node in may_be_chunks else None
         if chunked is not None:
             chunks[node] = chunked
             continue
@@ -178,7 +180,7 @@ def _is_of_first_rows(node: Node) -> bool:
 
 
 def _dim_of(node: Node) -> object:
-    index = 2 if node.target is aten.split_with_sizes.default else 1
+    index = 1 if node.target is aten.slice.Tensor else 2
     return node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
 
 
@@ -187,13 +189,21 @@ def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Nod
     whole = _whole(node, group)
     if whole is None:
         return None
-    source = whole.args[0] if whole.target is aten.constant_pad_nd.default else whole
+    source = whole.args[0] if _pads_at_the_end(whole) else whole
     if not isinstance(source, Node) or source not in tokens or tokens[source].dims != 1:
         return None
     rows = shard_rows(tokens[source].count, group.size)
     part, padded = node.meta["val"], whole.meta["val"]
     right = same(part.shape[0], rows) and same(padded.shape[0], rows * group.size)
     return source if right and part.shape[1:] == source.meta["val"].shape[1:] else None
+
+
+def _pads_at_the_end(node: Node) -> bool:
+    """Whether a node is another with zeros after its rows."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    *others, before, _ = node.args[1]  # type: ignore[misc]
+    return not any(others) and before == 0 and (len(node.args) < 3 or node.args[2] == 0)
 
 
 def _whole(node: Node, group: RankGroup) -> Node | None:
@@ -214,46 +224,21 @@ def _whole(node: Node, group: RankGroup) -> Node | None:
     return None
 
 
-def _varying(graph: Graph, group: RankGroup, rules: Rules) -> set[Node]:
+def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]:
     """The nodes of which ranks may have different values. Inputs of the graph are the same on all ranks, as far as
     they meet what is: norms' weights, biases, hidden states. What is made of them by products is not."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in sources:
             continue
-        collective = waited(node)
-        if collective is not None and group_of(collective) == group.name:
-            if collective.target not in (ALL_REDUCE, ALL_GATHER):
-                found.add(node)
-        elif not _same_everywhere(node.target, rules) or any(arg in found for arg in node.all_input_nodes):
+        if not rules.same_everywhere(node) or any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _same_everywhere(target: object, rules: Rules) -> bool:
-    """Whether an op gives the same on all ranks for operands that are the same, weights of products aside."""
-    if not isinstance(target, OpOverload):
-        return True  # of sizes, and items
-    if target in rules.rows:
-        return True
-    own = target.namespace in ("aten", "prims")
-    return own and target not in _PRODUCTS and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-_PRODUCTS = {
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._int_mm.default,
-    aten._scaled_mm.default,
-}
-
-
 def _summed_again(graph: Graph, group: RankGroup, region: Region) -> set[Node]:
-    """The nodes where a value that all ranks had in full enters what an all-reduce adds up. Such a value is a part of
-    a sum, and may be another one on every rank."""
+    """The nodes where a value that is no shard enters what an all-reduce adds up. Such a value is a part of a sum, and
+    may be another one on every rank."""
     summed = [
         node.args[0]
         for node in graph.nodes
@@ -266,4 +251,4 @@ def _summed_again(graph: Graph, group: RankGroup, region: Region) -> set[Node]:
         if node not in seen:
             seen.add(node)
             pending += [arg for arg in region.upstream(node) if arg in region.calls]
-    return {node for node in seen if region.calls[node].chunked}
+    return {node for node in seen if set(node.all_input_nodes) - region.tokens.keys()}

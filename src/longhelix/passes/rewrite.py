@@ -38,7 +38,7 @@ class Rewrite:
         self._fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._added: list[Node] = []
         self._shards: dict[Node, Node] = {}
-        self._rows: dict[Node, Node] = {}  # this rank's, of what all ranks have in full
+        self._rows: dict[tuple[Node, int], Node] = {}  # this rank's, of what all ranks have in full
         self._whole: dict[Node, Node] = {}
         self._chunks: dict[Node, Node] = {}
         self._counts: dict[object, tuple[Size, Size, Size]] = {}
@@ -95,7 +95,8 @@ class Rewrite:
             return self._rows_of(argument.node, argument.tokens)
         if isinstance(argument, Squeezed):
             value = argument.node.meta["val"]
-            return self._add(aten.view.default, argument.node, list(value.shape[value.dim() - argument.dims :]))
+            sizes = value.shape[value.dim() - argument.dims :]
+            return self._add(aten.view.default, argument.node, [self._size(size) for size in sizes])
         return self._sizes(tokens)[1] if isinstance(argument, ShardRows) else argument
 
     def _shard_of(self, node: Node) -> Node:
@@ -106,12 +107,13 @@ class Rewrite:
 
     def _rows_of(self, node: Node, tokens: Tokens) -> Node:
         """This rank's rows of a value that it has in full."""
-        if node not in self._rows:
+        key = node, tokens.dims
+        if key not in self._rows:
             parts = self._add(
                 aten.split_with_sizes.default, self._padded(node, tokens), [self._sizes(tokens)[1]] * self._group.size
             )
-            self._rows[node] = self._item(parts, self._group.rank)
-        return self._rows[node]
+            self._rows[key] = self._item(parts, self._group.rank)
+        return self._rows[key]
 
     def _without_padding(self, shard: Node, node: Node) -> Node:
         """With zeros for padding, as the graph's own shards have them."""
@@ -221,7 +223,7 @@ class Rewrite:
     def _padded(self, node: Node, tokens: Tokens) -> Node:
         """A value with its tokens in one dim, as many as the shards of all ranks have."""
         value, (count, _, padding) = node.meta["val"], self._sizes(tokens)
-        rest = list(value.shape[tokens.dims :])
+        rest = [self._size(size) for size in value.shape[tokens.dims :]]
         if tokens.dims > 1:
             node = self._add(aten.reshape.default, self._dense(node), [count, *rest])
         if padding == 0:
@@ -276,11 +278,11 @@ class Rewrite:
         assert callable(target)
         with self._graph.inserting_before(self._at):
             node = self._graph.call_function(target, arguments, named)
+        self._added.append(node)
         values = map_aggregate((arguments, named), lambda each: each.meta["val"] if isinstance(each, Node) else each)
         assert self._fake is not None
         with self._fake:
             node.meta["val"] = target(*values[0], **values[1])  # type: ignore[index]
-        self._added.append(node)
         return node
 
 

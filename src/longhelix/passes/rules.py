@@ -93,11 +93,26 @@ class Rules:
             return _declared(node, tokens, self.rows[target])
         if target in _OF_DIMS:
             return _OF_DIMS[target](node, tokens)
+        if target in _PICKS:
+            raise NotTokenWiseError(f"{target} takes some of a token's numbers, which may be others on every rank")
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise NotTokenWiseError(f"{target} draws random numbers")
         if target in _POINTWISE or torch.Tag.pointwise in target.tags:
             return _pointwise(node, tokens)
         raise NotTokenWiseError(f"{target} is not known to be token-wise")
+
+    def same_everywhere(self, node: Node) -> bool:
+        """Whether an op gives the same on all ranks for operands that are the same. Not if it has weights of a product,
+        or picks what a rank has of its own."""
+        target = node.target
+        if target is operator.getitem:
+            return True
+        if not isinstance(target, OpOverload):  # of sizes
+            return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+        if target in self.rows or target in _OF_DIMS or target in _POINTWISE or target in _OF_NOTHING:
+            return True
+        drawn = torch.Tag.nondeterministic_seeded in target.tags
+        return target.namespace in ("aten", "prims") and torch.Tag.pointwise in target.tags and not drawn
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -133,7 +148,7 @@ def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tok
         return Chunk(argument, Tokens.of(value, dims))
     leading = value.shape[: value.dim() - after]
     if all(same(size, 1) for size in leading):
-        return Squeezed(argument, after)
+        return Squeezed(argument, max(after, 1))  # of no dim it would be a number, whose dtype counts less
     raise NotTokenWiseError(f"{argument.name} is repeated over some of the tokens")
 
 
@@ -292,12 +307,29 @@ def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) ->
     return Call(1, tuple(arguments), named)
 
 
+_PICKS = {
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+
 _POINTWISE = {
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
     aten._to_copy.default,
     prims.convert_element_type.default,
+}
+
+_OF_NOTHING = {
+    aten.constant_pad_nd.default,
+    aten.full.default,
+    aten.lift_fresh_copy.default,
+    aten.scalar_tensor.default,
+    aten.sym_size.int,
+    prims.iota.default,
 }
 
 _OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, Tokens]], Call]] = {
@@ -318,16 +350,11 @@ _OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, Tokens]], Call]] = {
             aten.mean.dim,
             aten.min.dim,
             aten.prod.dim_int,
-            aten.select.int,
-            aten.slice.Tensor,
             aten.sort.default,
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
             aten.squeeze.dim,
             aten.squeeze.dims,
             aten.sum.dim_IntList,
             aten.topk.default,
-            aten.unbind.int,
             aten.cat.default,
         ),
         _along,

@@ -42,12 +42,15 @@ class SequenceParallel(CustomGraphPass):
     as they are; None: 1000. quantize: "int8" or "fp8": what is gathered travels as one byte a number with a scale for
     each token, which rounds it. tokens: the least and the most tokens that graphs are for; None: what their shapes say.
     in_rank_order: sums are made in the order of ranks, by an all-to-all, so that their bits depend on no other token;
-    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. token_wise: ops
+    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. own_chunks: the
+    module cuts its rank's rows out of values by itself, as experts on token shards do, on all ranks alike: such a value
+    is not gathered for it. token_wise: ops
     beside torch's own of which each row of results depends on the same row of the operands named alone. norms: those of
     them that are RMSNorms of their first operand.
 
-    What it keeps as shards must be the same on all ranks to begin with: inputs of the graph that meet all-reduced
-    values are taken to be (norms' weights, biases, residuals). A graph that it cannot change without doubt stays as it
+    All ranks run the same code: their graphs are alike but for weights of products, and each rank plans by its own.
+    Inputs and numbers of the graph that meet all-reduced values are taken to be the same on all ranks (norms' weights
+    and eps, biases, residuals). A graph that it cannot change without doubt stays as it
     is, with a warning. Raises ValueError for values that cannot be.
     """
 
@@ -59,6 +62,7 @@ class SequenceParallel(CustomGraphPass):
         *,
         tokens: tuple[int, int | None] | None = None,
         in_rank_order: bool | None = None,
+        own_chunks: bool = False,
         token_wise: Mapping[OpOverload, Sequence[str]] | None = None,
         norms: Sequence[OpOverload] = (),
     ) -> None:
@@ -81,6 +85,7 @@ class SequenceParallel(CustomGraphPass):
         self.min_tokens = min_tokens
         self.quantize = quantize
         self.tokens = tokens
+        self.own_chunks = own_chunks
         self.group = RankGroup(found.group_name, found.size(), found.rank())
         on_gloo = dist.get_backend(found) == "gloo"
         self.in_rank_order = on_gloo if in_rank_order is None else in_rank_order
@@ -96,7 +101,7 @@ class SequenceParallel(CustomGraphPass):
     def uuid(self) -> str:
         """Of all that decides what it does, for torch's cache of compiled graphs."""
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
-        digest.update(repr((self.tokens, self.in_rank_order, self._norms)).encode())
+        digest.update(repr((self.tokens, self.in_rank_order, self.own_chunks, self._norms)).encode())
         digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
         digest.update(_sources())
         return digest.hexdigest()
@@ -153,7 +158,9 @@ class SequenceParallel(CustomGraphPass):
 
     def _change(self, graph: Graph) -> None:
         eliminate_no_ops(graph)
-        plan = make_plan(graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None)
+        plan = make_plan(
+            graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None, self.own_chunks
+        )
         for sentence in plan.left_alone:
             self._add("left_alone", sentence)
         if plan.sources or plan.chunks:

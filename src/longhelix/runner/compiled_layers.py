@@ -15,7 +15,6 @@ from longhelix.errors import PeerLostError, UserError
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.parallel.collectives import is_lost_peer
-from longhelix.passes import SequenceParallel
 from longhelix.runner.token_ranges import TokenRanges
 
 Graph = Callable[[Tensor, Batch], Tensor]
@@ -35,7 +34,6 @@ class CompiledLayers:
         self._group = model.mesh.ffn.process_group
         self._ranges = ranges
         self._graphs: dict[tuple[tuple[int, int | None], bool], Graph] = {}
-        self.passes: list[SequenceParallel] = []
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         if batch.holders is not None or batch.alone:
@@ -55,8 +53,9 @@ class CompiledLayers:
     def _compile(self, tokens: tuple[int, int | None], shards: bool) -> Graph:
         options: dict[str, Any] = {}
         if shards:
+            from longhelix.passes import SequenceParallel  # loads the compiler, which takes seconds
+
             sp = SequenceParallel(self._group, self._ranges.sp_min_tokens, tokens=tokens)
-            self.passes.append(sp)
             options["post_grad_custom_pre_pass"] = sp
         return torch.compile(self._function(), fullgraph=True, dynamic=True, options=options)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,14 +302,14 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
     """Whatever the rows and the experts, the same few launches; nothing is read back."""
     monkeypatch.setattr(native, "module", None)  # which packs weights
     x_TH = normal(rows, 64, seed=3).bfloat16().to(device)
-    launches = set()
+    launches, batch = set(), SimpleNamespace(padding_T=None, norms_apart=False)
     for held in ([0, 1, 2, 3], [7], [*range(12)]):
         ffn = layer(moe, held, 64, device)
         if device.type == "cpu":  # where weights have no addresses by themselves
             found = addresses(ffn.experts.ids, ffn.experts.gate_up, ffn.experts.down, moe.num_experts + 1)
             listed, ffn.experts = ffn.experts, replace(ffn.experts, addresses=found)
         with monkeypatch.context() as patch, Launches(patch) as counted:
-            out_TH = ffn(x_TH)
+            out_TH = ffn(x_TH, batch)
         assert not counted.waits
         assert counted.operators["sort"] == (2 if moe.sigmoid else 1)  # what routing runs is seen
         launches.add((tuple(sorted(counted.kernels.items())), tuple(sorted(counted.operators.items()))))
@@ -316,7 +317,7 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
             kernels = ["_count", "_down", "_gate_up", "_norm", "_place", "_sum_parts"]
             assert counted.kernels == dict.fromkeys(kernels, 1)
             ffn.experts = listed
-            assert (out_TH - ffn(x_TH)).abs().max() <= 2**-6 * out_TH.abs().max()
+            assert (out_TH - ffn(x_TH, batch)).abs().max() <= 2**-6 * out_TH.abs().max()
     assert len(launches) == 1
 
 

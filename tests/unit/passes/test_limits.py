@@ -173,6 +173,145 @@ def test_a_batch_of_sequences(size):
             assert found(outcome)["MiddleAllReduceRMSNorm"] == 2
 
 
+@torch.library.custom_op("longhelix_tests::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@picky.register_fake
+def _(x):
+    if x.shape[0] != 13:
+        raise ValueError("this op takes 13 rows alone")
+    return torch.empty_like(x)
+
+
+class Picky(Chain):
+    def forward(self, x):
+        return picky(self.last(summed(self.embed(x), self.size)))
+
+
+def test_an_op_that_takes_no_shard_leaves_the_graph_as_it_is():
+    with group_of(2):
+        graph = traced(module=Picky)
+        before = str(graph)
+        sp = pass_of(0, 2, min_tokens=1, token_wise={torch.ops.longhelix_tests.picky.default: ["x"]})
+        sp(graph)
+        assert str(graph) == before
+        assert "this op takes 13 rows alone" in sp.explain()
+
+
+class Shift(Chain):
+    """Each token sees the one before it, by padding that moves rows."""
+
+    def forward(self, x):
+        total = summed(self.embed(x), self.size)
+        return self.last(total + nn.functional.pad(total, (0, 0, 1, -1)))
+
+
+class FirstHalf(Chain):
+    """Rows that on one of two ranks are its own, and not meant so."""
+
+    def forward(self, x):
+        half = self.last(summed(self.embed(x), self.size))[: (x.shape[0] + 1) // 2]
+        return summed(self.mixers[0](half), self.size)
+
+
+class Channels(Chain):
+    """Each rank takes its own channels of what all have, for a product over them."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.rank = rank
+        self.product = nn.Parameter(weight(H, H, 80).chunk(size, 1)[rank].clone())
+
+    def forward(self, x):
+        normed = self.last(summed(self.embed(x), self.size))
+        own = torch.tanh(normed.split(H // self.size, -1)[self.rank].contiguous())
+        return summed(own @ self.product.T, self.size)
+
+
+class OwnScale(Chain):
+    """What is summed again was scaled by each rank's own numbers."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.own = nn.Parameter(weight(1, H, 90 + rank)[0])
+
+    def forward(self, x):
+        return self.last(summed(self.last(summed(self.embed(x), self.size)) * self.own, self.size))
+
+
+class TwoDims(Chain):
+    """One input is added to values that have their tokens in one dim, and in two."""
+
+    def forward(self, x):
+        total = summed(self.embed(x), self.size)
+        flat = self.last(total + x)
+        return flat + self.last(total.view(2, -1, H) + x.view(2, -1, H)).view(-1, H)
+
+
+class Compared(Chain):
+    """A bfloat16 value and a float32 one of a single number: which dtype they are compared in depends on its dims."""
+
+    def forward(self, x):
+        total = self.last(summed(self.embed(x), self.size))
+        row = total.sum(-1).bfloat16()
+        return total * (row > torch.full((1,), 0.1001)).unsqueeze(-1)
+
+
+class Prepended(Chain):
+    """Padding before the rows, and not after them."""
+
+    def forward(self, x):
+        normed = self.last(summed(self.embed(x), self.size))
+        rows_of = (x.shape[0] + self.size - 1) // self.size
+        padded = nn.functional.pad(normed, (0, 0, rows_of * self.size - x.shape[0], 0))
+        return summed(self.mixers[0](padded[:rows_of]), self.size)
+
+
+@pytest.mark.parametrize(
+    ("module", "alike", "tokens"),
+    [
+        (Shift, True, (13, 28)),
+        (FirstHalf, True, (13, 28)),
+        (Channels, False, (13, 28)),
+        (OwnScale, True, (13, 28)),
+        (TwoDims, True, (14, 28)),
+        (Compared, True, (13, 28)),
+        (Prepended, True, (13, 27)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"min_tokens": 100}, {"own_chunks": True}], ids=str)
+def test_what_only_looks_token_wise(module, alike, tokens, options):
+    if "own_chunks" in options and module is FirstHalf:
+        pytest.skip("it is said to take its own rows, and does not")
+    with group_of(2):
+        ranks = Lockstep([module(rank, 2) for rank in range(2)], False, alike, **({"min_tokens": 1} | options))
+        for count in tokens:
+            outcome = ranks(rows(count))
+            for changed, plain in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
+                near(changed[0], plain[0], options.get("quantize"))
+            assert outcome.report["collectives"]["after"] == dict(outcome.changed.collectives)
+
+
+class Copied(nn.Module):
+    """An output is a copy of an input, which would be changed with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer = Mixer(0, 2, 1)
+
+    def forward(self, x):
+        return x.to(torch.float32, copy=True), nn.functional.pad(x, (0, 0, 0, 0)), summed(self.mixer(x), 2)
+
+
+def test_copies_of_inputs_stay():
+    with group_of(2):
+        outcome = Lockstep([Copied(), Copied()], False, min_tokens=1)(x := rows(14))
+        copied, padded, _ = outcome.changed.returned[0]
+        assert x.data_ptr() not in (copied.data_ptr(), padded.data_ptr())
+
+
 def compile_and_change(module, x, sp, **options):
     def compiler(graph, examples):
         sp(graph.graph)
@@ -259,6 +398,7 @@ def test_what_decides_is_in_the_uuid():
             pass_of(0, 4, min_tokens=5, quantize="int8"),
             pass_of(0, 4, min_tokens=5, tokens=(5, None)),
             pass_of(0, 4, min_tokens=5, in_rank_order=True),
+            pass_of(0, 4, min_tokens=5, own_chunks=True),
             pass_of(0, 4, min_tokens=5, token_wise={torch.ops.longhelix_tests.twice.default: ["x"]}),
             pass_of(0, 4, min_tokens=5, norms=[torch.ops.longhelix_tests.twice.default]),
         ]

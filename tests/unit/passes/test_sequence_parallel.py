@@ -125,7 +125,7 @@ def test_experts_on_shards(size, dynamic, deepstack, how):
     with group_of(size):
         alone = Experts(0, 1, layers, how)
         modules_of = [Experts(rank, size, layers, how) for rank in range(size)]
-        ranks = Lockstep(modules_of, dynamic, alike=False, min_tokens=1)
+        ranks = Lockstep(modules_of, dynamic, alike=False, min_tokens=1, own_chunks=True)
         for tokens in (1, size + 1, 13):
             inputs = [rows(tokens, seed=seed) for seed in range(deepstack + 1)]
             outcome = ranks(*inputs)

@@ -7,9 +7,9 @@ import pytest
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _layers_run
-from longhelix.errors import UserError
 from longhelix.runner import rank
 from longhelix.runner.execution import Execution, Found
+from longhelix.runner.token_ranges import ONE_RANGE
 
 pytestmark = pytest.mark.unit
 
@@ -57,29 +57,23 @@ def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone()
 
 
 @pytest.mark.parametrize(
-    ("execution", "device", "experts", "trace", "expected"),
+    ("execution", "device", "trace", "expected"),
     [
-        ("recorded", "cpu", False, False, (False, True)),
-        ("recorded", "cpu", False, True, (False, True)),
-        ("recorded", "cpu", True, False, (False, True)),
-        ("recorded", "cpu", True, True, (False, True)),
-        ("recorded", "cuda", False, False, (False, True)),
-        ("recorded", "cuda", False, True, (False, False)),
-        ("recorded", "cuda", True, False, (False, True)),
-        ("recorded", "cuda", True, True, (False, False)),
-        ("compiled", "cpu", False, False, (True, False)),
-        ("compiled", "cpu", False, True, (True, False)),
-        ("compiled", "cuda", False, False, (True, True)),
-        ("compiled", "cuda", False, True, (True, True)),
-        ("compiled", "cuda", True, False, (True, True)),
-        ("eager", "cpu", False, False, (False, False)),
-        ("eager", "cuda", False, True, (False, False)),
+        ("recorded", "cpu", False, (False, True)),
+        ("recorded", "cpu", True, (False, True)),
+        ("recorded", "cuda", False, (False, True)),
+        ("recorded", "cuda", True, (False, False)),
+        ("compiled", "cpu", False, (True, False)),
+        ("compiled", "cpu", True, (True, False)),
+        ("compiled", "cuda", False, (True, True)),
+        ("compiled", "cuda", True, (True, True)),
+        ("eager", "cpu", False, (False, False)),
+        ("eager", "cuda", True, (False, False)),
     ],
 )
-def test_the_option_means_compile_and_replay(execution, device, experts, trace, expected):
-    spec = SimpleNamespace(moe=object() if experts else None)
+def test_the_option_means_compile_and_replay(execution, device, trace, expected):
     options = EngineOptions(execution=execution, trace="t.json" if trace else None)
-    assert _layers_run(spec, options, device) == expected
+    assert _layers_run(options, device) == expected
 
 
 def test_flashinfer_attends_to_whole_batches(monkeypatch):
@@ -91,12 +85,9 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
 
     def parts(attention):
         scheduler = SimpleNamespace(swap_blocks=0)
-        config = SimpleNamespace(attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler)
+        config = SimpleNamespace(
+            attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler, token_ranges=ONE_RANGE
+        )
         return rank.new_runner(config, SimpleNamespace(rank=0), model=None, pool=None).parts
 
     assert (parts("own"), parts("flashinfer")) == (True, False)
-
-
-def test_a_graph_of_experts_is_refused_on_cpus():
-    with pytest.raises(UserError, match="execution compiled does not run models with experts on CPUs"):
-        _layers_run(SimpleNamespace(moe=object()), EngineOptions(execution="compiled"), "cpu")

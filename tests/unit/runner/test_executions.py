@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longhelix.cache.pool import KVPool
+from longhelix.errors import UserError
 from longhelix.kernels import KVFormat, native
 from longhelix.kernels.tape import Tape
 from longhelix.layout import Layout
@@ -19,7 +20,7 @@ from longhelix.models.parameters import declare
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Request, SamplingParams
-from longhelix.runner import layers as layers_module
+from longhelix.runner import compiled_layers
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
 from longhelix.runner.rank import find
@@ -184,6 +185,6 @@ def test_compiled_layers_are_one_event(expected):
 
 
 def test_the_compiler_is_looked_for_at_the_start(monkeypatch):
-    monkeypatch.setattr(layers_module.shutil, "which", lambda name: None)
-    with pytest.raises(layers_module.UserError, match="needs a C\\+\\+ compiler"):
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         make_runner(compile=True, replay=False)
