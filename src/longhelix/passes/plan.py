@@ -22,15 +22,14 @@ _SCALE_BYTES = 4
 @dataclass(frozen=True)
 class Plan:
     """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
-    take all tokens; `quantised`: those of them that the pass quantises on their way. `whole`: those of the region that
-    are computed for all tokens as before, of what is gathered. `norms`: those on shards; `normed`: what any norm of the
-    graph is of. `left_alone`: sentences, one for each collective that stays."""
+    take all tokens; `quantised`: those of them that the pass quantises on their way. What else ops take is computed of
+    these for all tokens, as before. `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`:
+    sentences, one for each collective that stays."""
 
     region: Region
     sharded: frozenset[Node]
     gathered: frozenset[Node]
     quantised: frozenset[Node]
-    whole: frozenset[Node]
     norms: tuple[Norm, ...]
     normed: frozenset[Node]
     left_alone: tuple[str, ...]
@@ -83,7 +82,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
             f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
         ]
         nothing = frozenset[Node]()
-        return Plan(region, nothing, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
+        return Plan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
@@ -95,7 +94,6 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
         frozenset(sharded),
         frozenset(gathered),
         frozenset(node for node in gathered if quantises and _is_wide(node, region.tokens[node].dims)),
-        frozenset(whole),
         tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
         frozenset(norm.normed for norm in norms),
         (*left.values(), *staying),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from longhelix.passes.tokens import Tokens, first_value, same
 
@@ -56,11 +55,6 @@ class Call:
     dims: int
     arguments: tuple[Any, ...]
     named: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def chunked(self) -> bool:
-        """Whether it takes this rank's rows of a value that all ranks have in full."""
-        return any(isinstance(each, Chunk) for each in tree_leaves((self.arguments, dict(self.named))))
 
 
 class NotTokenWiseError(Exception):
