@@ -363,6 +363,43 @@ def test_sequence_parallel_steps_with_experts_equal_transformers(worlds, oracles
     assert_sequence_parallel(ranks, ranks[0]["sequence_parallel"][1])
 
 
+FLASH = {"flash_comm_v1": True, "sp_min_token_num": 5}
+FLASH_LAYOUTS = [(2, 1, "striped"), (1, 2, "striped"), (3, 1, "local"), (2, 2, "growing"), (1, 4, "auto")]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+@pytest.mark.parametrize(("kvp", "tpa", "placement"), FLASH_LAYOUTS)
+def test_layers_that_keep_token_shards_equal_transformers(worlds, tmp_path_factory, kvp, tpa, placement, backend):
+    """Flash Comm V1 in layers op by op; chunks of 13 rows, of which some ranks have one less."""
+    if "native" not in NATIVE:
+        NATIVE["native"] = make_oracle(NATIVE_SIZES, tmp_path_factory.mktemp("native"))
+    case = make_case(NATIVE["native"], kvp, tpa, 13, placement, backend=backend, **FLASH)
+    assert_equal(NATIVE["native"], worlds(kvp * tpa).run(case))
+
+
+@pytest.mark.parametrize("family", ["native-qwen3_moe", "native-qwen2_moe", "latent"])
+@pytest.mark.parametrize(("kvp", "tpa", "placement"), FLASH_LAYOUTS[:4])
+def test_experts_and_latents_gathered_as_they_are_needed(
+    worlds, oracles, tmp_path_factory, family, kvp, tpa, placement
+):
+    if family == "latent" and family not in NATIVE:
+        NATIVE[family] = make_oracle(NATIVE_LATENTS, tmp_path_factory.mktemp("latent"))
+    oracle = NATIVE[family] if family == "latent" else oracles(family)
+    assert_equal(oracle, worlds(kvp * tpa).run(make_case(oracle, kvp, tpa, 13, placement, **FLASH)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["native", "native-qwen3_moe", "latent"])
+@pytest.mark.slow
+def test_token_shards_in_compiled_layers(worlds, oracles, tmp_path_factory, family):
+    made = {"native": NATIVE_SIZES, "latent": NATIVE_LATENTS}
+    if family in made and family not in NATIVE:
+        NATIVE[family] = make_oracle(made[family], tmp_path_factory.mktemp(family))
+    oracle = NATIVE[family] if family in made else oracles(family)
+    case = make_case(oracle, 2, 1, 13, "striped", block_tokens=16, execution="compiled", **FLASH)
+    assert_equal(oracle, worlds(2).run(case, timeout_s=400))
+
+
 def assert_sequence_parallel(ranks, sums):
     """sums: all-reduces of a graph, or of all. No one is left; that of the last one has its norm after the layers."""
     for rank in ranks:

@@ -116,3 +116,13 @@ def test_a_preempted_request_shows_its_images_again(worlds, oracle_of):
     assert any(ranks[0][f"preemptions_{index}"] for index in with_images)
     for index, tokens in enumerate(oracle.tokens):
         assert ranks[0][f"tokens_{index}"].tolist() == tokens
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "pp", "placement"), [(3, 1, 1, "striped"), (2, 2, 1, "local"), (1, 2, 2, "auto")]
+)
+def test_token_shards_get_their_own_rows_of_images(worlds, oracle_of, family, kvp, tpa, pp, placement):
+    oracle, flash = oracle_of(family), {"flash_comm_v1": True, "sp_min_token_num": 3}
+    case = make_case(oracle, kvp, tpa, 7, placement, pp=pp, **flash)
+    assert_equal(oracle, worlds(kvp * tpa * pp).run(case))

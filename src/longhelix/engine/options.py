@@ -215,6 +215,12 @@ class EngineOptions:
     sp_min_token_num: int | None = _setting(
         None, Count(), "The fewest tokens of a step that is sequence-parallel. [default: 1000; 1 with experts]"
     )
+    flash_comm_v1: bool = _setting(
+        False,
+        flag,
+        "Sequence parallelism by the layers themselves, compiled or not: steps with prompts keep token shards, from "
+        "sp-min-token-num on; latents and router scores are gathered in place of hidden states.",
+    )
     compilation_config: Mapping[str, Any] | None = _setting(
         None,
         compilation,

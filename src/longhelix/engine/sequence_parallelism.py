@@ -1,6 +1,7 @@
 """Which steps are sequence-parallel: the defaults, in vLLM's order."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from longhelix.engine.options import EngineOptions
@@ -27,6 +28,10 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
             f"compile_ranges_split_points are of compiled layers, but execution is {options.execution}: set it to "
             "compiled, or leave them out"
         )
+    if options.flash_comm_v1:
+        if enabled:
+            raise UserError("flash_comm_v1 keeps token shards without a compiler pass: leave enable_sp out, or it")
+        return _with(splits, spec, layout, min_tokens, flash_comm=True)
     if enabled is None:
         enabled = min_tokens is not None
         if enabled and spec.moe is not None:
@@ -38,12 +43,18 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
             f"sequence parallelism is a pass over compiled layers, but execution is {options.execution}: set it to "
             "compiled, or leave enable_sp and sp_min_token_num out"
         )
+    return _with(splits, spec, layout, min_tokens, flash_comm=False)
+
+
+def _with(
+    splits: Iterable[int], spec: ModelSpec, layout: Layout, min_tokens: int | None, flash_comm: bool
+) -> TokenRanges:
     if layout.ffn_ranks == 1:
-        warnings.warn("sequence parallelism is off: a rank has the whole FFN, and no one to share with", stacklevel=4)
+        warnings.warn("sequence parallelism is off: a rank has the whole FFN, and no one to share with", stacklevel=5)
         return TokenRanges(tuple(splits))
     if min_tokens is None:
         min_tokens = _DENSE_TOKENS if spec.moe is None else _EXPERT_TOKENS
-    return TokenRanges(tuple(sorted({*splits, min_tokens})), min_tokens)
+    return TokenRanges(tuple(sorted({*splits, min_tokens})), min_tokens, flash_comm)
 
 
 def _one(name: str, option: Any, config: dict[str, Any]) -> Any:

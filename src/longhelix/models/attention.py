@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import KVLayer, Weight, partial_attention, rotate_and_write
+from longhelix.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange, attend_and_meet
-from longhelix.models.projection import add_projected, project_normed
+from longhelix.models.projection import add_projected, own_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
@@ -49,8 +49,8 @@ class Attention(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
-        own_tH = batch.own_rows(hidden_TH)
-        qkv_tX = project_normed(own_tH, self.qkv, self.norm, self.eps, batch.norms_apart, bias=self.qkv_bias)
+        x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
+        qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )
@@ -64,6 +64,6 @@ class Attention(nn.Module):
         span = self.spans.follow("merge and output projection")
         if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
         self.spans.end(span)
         return hidden_TH

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from longhelix.kernels import take_rows
 from longhelix.layout import split
+from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.holders import Holding
 from longhelix.parallel.meetings import Shared
 
@@ -22,11 +23,16 @@ class ImageRows:
         """Hidden states before the first layer, where these rows are the images'."""
         return hidden_TH.index_copy(0, self.rows_X, self.states_LXH[0])
 
-    def add_after(self, layer: int, hidden_TH: Tensor) -> Tensor:
+    def add_after(self, layer: int, hidden_TH: Tensor, shards: TokenShards | None) -> Tensor:
         """Hidden states after a layer, with what the vision tower adds there."""
         if layer + 1 >= len(self.states_LXH):
             return hidden_TH
-        return hidden_TH.index_add(0, self.rows_X, self.states_LXH[layer + 1])
+        rows_X, added_XH = self.rows_X, self.states_LXH[layer + 1]
+        if shards is not None:
+            rows_X = rows_X - shards.first
+            own_X = (rows_X >= 0) & (rows_X < shards.rows)
+            rows_X, added_XH = rows_X[own_X], added_XH[own_X]
+        return hidden_TH.index_add(0, rows_X, added_XH)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Batch:
     have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
     `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are none. stays:
     later steps with as many rows have the same tensors, and write over what is in them. norms_apart: norms are ops of
-    their own, which compiler passes see.
+    their own, which compiler passes see. shards: hidden states are token shards between products; None: all ranks have
+    all rows of them.
     """
 
     token_ids_T: Tensor
@@ -64,6 +71,7 @@ class Batch:
     images: ImageRows | None = None
     stays: bool = False
     norms_apart: bool = False
+    shards: TokenShards | None = None
 
     @property
     def alone(self) -> bool:

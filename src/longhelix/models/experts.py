@@ -1,12 +1,14 @@
 """The FFN with experts at TPF x EP."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longhelix.kernels import Experts, Weight, linear, make_weight, rms_norm, route, run_experts
 from longhelix.models.batch import Batch
+from longhelix.models.projection import add_summed, normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -53,17 +55,25 @@ class ExpertFFN(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
-        x_TH, norm = hidden_TH, {"norm": self.norm, "norm_eps": self.eps}
-        if batch.norms_apart:
-            x_TH, norm = rms_norm(hidden_TH, self.norm, self.eps), {}
-        logits_TX = linear(x_TH, self.router, **norm, dtype=torch.float32)
+        x_TH, logits_TX, norm = self._rows_and_logits(hidden_TH, batch)
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
         taken = weights_TY, experts_TY
         if self.mesh.ffn.size == 1:
             return run_experts(x_TH, self.experts, *taken, **norm, residual=hidden_TH)
-        return self.mesh.ffn.all_reduce_add(run_experts(x_TH, self.experts, *taken, **norm), hidden_TH)
+        part_TH = run_experts(x_TH, self.experts, *taken, **norm)
+        return add_summed(hidden_TH, part_TH, self.mesh.ffn, batch)
+
+    def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """All rows, the router's logits of each, and the norm that is left to the experts. Of token shards each rank
+        routes its own rows, and both are gathered."""
+        if batch.shards is None:
+            x_TH, norm = normed(hidden_TH, self.norm, self.eps, batch)
+            return x_TH, linear(x_TH, self.router, **norm, dtype=torch.float32), norm
+        x_LH = rms_norm(hidden_TH, self.norm, self.eps)
+        logits_LX = linear(x_LH, self.router, dtype=torch.float32)
+        return batch.shards.whole(x_LH), batch.shards.whole(logits_LX), {}
 
 
 def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:

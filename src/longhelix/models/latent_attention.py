@@ -20,7 +20,7 @@ from longhelix.kernels import (
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange, attend_and_meet
-from longhelix.models.projection import add_projected, project_normed
+from longhelix.models.projection import add_projected, own_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
@@ -87,9 +87,7 @@ class LatentAttention(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, latent: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
-        own_tH = batch.own_rows(hidden_TH)
-        down_tX = project_normed(own_tH, self.down, self.norm, self.eps, batch.norms_apart, bias=self.down_bias)
-        latent_tX, q_tqC = self._latents_and_queries(own_tH, down_tX, batch)
+        latent_tX, q_tqC = self._latents_and_queries(hidden_TH, batch)
         self._write(latent_tX, batch, latent)
         # The same on all ranks that exchange: instances with clocks of their own may have chunks beside shared rows.
         values = self.values_first or batch.shared is not None or not batch.decodes
@@ -107,16 +105,26 @@ class LatentAttention(nn.Module):
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn)
+        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
         self.spans.end(span)
         return hidden_TH
 
-    def _latents_and_queries(self, own_tH: Tensor, down_tX: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated."""
+    def _latents_and_queries(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated.
+
+        Of token shards each rank projects its own rows down, and what is gathered are latents.
+        """
         if self.mla.q_lora_rank is None:
-            latent_tX = down_tX
-            q_tX = project_normed(own_tH, self.query_up, self.norm, self.eps, batch.norms_apart)
+            x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
+            latent_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
+            q_tX = linear(x_tH, self.query_up, **more)
         else:
+            if batch.shards is not None:
+                down_LX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
+                down_tX = batch.own_rows(batch.shards.whole(down_LX))
+            else:
+                x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
+                down_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
             query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
             q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
         q_tqC = q_tX.unflatten(1, (-1, self.head_size))

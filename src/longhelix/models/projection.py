@@ -1,27 +1,60 @@
-"""The projections that begin a block, after its norm, and end it: back to the hidden size, summed over ranks, added to
-the residual."""
+"""How a block begins and ends: its norm before the first product, and the last one summed over ranks and added to the
+residual."""
 
 from typing import Any
 
 from torch import Tensor
 
-from longhelix.kernels import Weight, linear, rms_norm
+from longhelix.kernels import Weight, linear, quantise_rows, rms_norm
+from longhelix.models.batch import Batch
 from longhelix.parallel.collectives import RankGroup
+from longhelix.spec import FORMATS
 
 
-def project_normed(x_TX: Tensor, weight: Weight, norm: Tensor, eps: float, apart: bool, **more: Any) -> Tensor:
-    """norm(x_TX) W^T. apart: the norm is an op of its own. more: as in `linear`."""
-    if apart:
-        return linear(rms_norm(x_TX, norm, eps), weight, **more)
-    return linear(x_TX, weight, norm=norm, norm_eps=eps, **more)
+def normed(
+    hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str = ""
+) -> tuple[Tensor, dict[str, Any]]:
+    """All rows of hidden states, x_TH, and what `linear` is to do with them: the norm, where that is left to it.
+
+    Of token shards they are gathered after the norm, as bytes and scales if products with `weight_dtype` round them to
+    these anyway.
+    """
+    if batch.shards is not None and weight_dtype and FORMATS[weight_dtype].rounds_inputs:
+        q_LH, scales_LX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
+        scales_TX = batch.shards.whole(scales_LX)
+        return batch.shards.whole(q_LH), {"scales_TX": scales_TX, "dtype": hidden_XH.dtype}
+    if batch.shards is not None:
+        return batch.shards.whole(rms_norm(hidden_XH, norm, eps)), {}
+    if batch.norms_apart:
+        return rms_norm(hidden_XH, norm, eps), {}
+    return hidden_XH, {"norm": norm, "norm_eps": eps}
 
 
-def add_projected(hidden_TH: Tensor, x_TX: Tensor, weight: Weight, bias_H: Tensor | None, group: RankGroup) -> Tensor:
-    """hidden_TH + sum over the ranks of x_TX W^T + bias; one all-reduce.
+def own_normed(
+    hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same of the rows that attend on this rank, x_tH."""
+    x_TH, more = normed(hidden_XH, norm, eps, batch, weight_dtype)
+    if "scales_TX" in more:
+        more["scales_TX"] = batch.own_rows(more["scales_TX"])
+    return batch.own_rows(x_TH), more
+
+
+def add_projected(
+    hidden_XH: Tensor, x_TX: Tensor, weight: Weight, bias_H: Tensor | None, group: RankGroup, batch: Batch
+) -> Tensor:
+    """hidden_XH + sum over the ranks of x_TX W^T + bias.
 
     The bias is added after the sum: every rank has all of it.
     """
     if group.size == 1:
-        return linear(x_TX, weight, bias=bias_H, residual=hidden_TH)
-    hidden_TH = group.all_reduce_add(linear(x_TX, weight), hidden_TH)
-    return hidden_TH if bias_H is None else hidden_TH + bias_H
+        return linear(x_TX, weight, bias=bias_H, residual=hidden_XH)
+    hidden_XH = add_summed(hidden_XH, linear(x_TX, weight), group, batch)
+    return hidden_XH if bias_H is None else hidden_XH + bias_H
+
+
+def add_summed(hidden_XH: Tensor, part_TH: Tensor, group: RankGroup, batch: Batch) -> Tensor:
+    """hidden_XH + the sum over the ranks of their parts: one all-reduce, or of token shards one reduce-scatter."""
+    if batch.shards is not None:
+        return hidden_XH + batch.shards.summed(part_TH)
+    return group.all_reduce_add(part_TH, hidden_XH)

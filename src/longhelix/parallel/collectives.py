@@ -1,7 +1,7 @@
 """The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from zlib import crc32
 
@@ -48,6 +48,27 @@ def _functional_all_to_all(
     return lambda: received
 
 
+def _functional_all_gather(group: "RankGroup", values: Tensor) -> Tensor:
+    return values if group.size == 1 else functional.all_gather_tensor(values, 0, group._handle)
+
+
+def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Tensor:
+    if group.size == 1:
+        return values
+    if not group.sums_by_exchange:
+        return functional.reduce_scatter_tensor(values, "sum", 0, group._handle)
+    rows = [values.shape[0] // group.size] * group.size
+    return _sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
+
+
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """In float32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
 class RankGroup:
     """A group of ranks, as one of them sees it. A group of one rank does nothing and sends nothing.
 
@@ -63,6 +84,8 @@ class RankGroup:
         self.index = ranks.index(rank)
         # Sums are the same bits whatever the size of the message; gloo's are not, from three ranks on.
         self.sums_in_rank_order = self.size == 1
+        # Gloo's reduce-scatter sends as much as its all-reduce.
+        self.sums_by_exchange = self.size > 1 and isinstance(handle, dist.ProcessGroup) and handle.name() == "gloo"
         self.overlaps = self.size > 1  # what is sent travels while this rank computes
         self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
         self._handle = handle
@@ -103,6 +126,29 @@ class RankGroup:
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         """residual + the sum of `values` over the group. May overwrite `values`."""
         return residual + self.all_reduce(values)
+
+    @_in_graphs(_functional_all_gather)
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The rows of all ranks in their order, (n L, ...), of this rank's (L, ...)."""
+        if self.size == 1:
+            return values
+        whole = values.new_empty(self.size * len(values), *values.shape[1:])
+        self._run("all-gather", values.nbytes, self._handle._allgather_base, whole, values.contiguous())
+        return whole
+
+    @_in_graphs(_functional_reduce_scatter)
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        """This rank's rows (L, ...) of the sum over the group of (n L, ...)."""
+        if self.size == 1:
+            return values
+        rows = len(values) // self.size
+        if self.sums_by_exchange:
+            sizes = [rows * values[:1].numel()] * self.size
+            received = self.all_to_all(values.reshape(-1), sizes, sizes)
+            return _sum_in_order(received.view(self.size, rows, *values.shape[1:]))
+        own = values.new_empty(rows, *values.shape[1:])
+        self._run("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, own, values.contiguous())
+        return own
 
     def merges(self, head_size: int) -> bool:
         """Whether `exchange_states` does the exchange and the merge as one call."""

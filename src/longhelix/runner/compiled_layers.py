@@ -40,6 +40,7 @@ class CompiledLayers:
             return self._layers(hidden_TH, batch)
         tokens = len(hidden_TH)
         shards = self._ranges.shards(tokens, batch.decodes)
+        shards = shards and batch.shards is None
         key = self._ranges.range_of(tokens), shards
         if key not in self._graphs:
             self._graphs[key] = self._compile(*key)

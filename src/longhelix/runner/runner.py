@@ -24,6 +24,7 @@ from longhelix.models.batch import Batch, ImageRows
 from longhelix.models.decoder import Decoder
 from longhelix.models.image_positions import positions as image_positions
 from longhelix.models.rope import inverse_frequencies
+from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
@@ -237,6 +238,9 @@ class ModelRunner:
             self.handover.take_tokens(self.decoding.sequences)
         span = self._spans.begin("batch", "host")
         batch = self._batch(step)
+        ranges = self.execution.token_ranges
+        if ranges.flash_comm and ranges.shards(len(batch.token_ids_T), batch.decodes):
+            batch = replace(batch, shards=TokenShards(self.mesh.ffn, batch.token_ids_T))
         self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None

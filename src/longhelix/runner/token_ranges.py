@@ -7,10 +7,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class TokenRanges:
     """`splits`: the first token counts of ranges, the first range aside, which begins at 1. `sp_min_tokens`: the fewest
-    tokens of a step that is sequence-parallel; None: none is. It is one of the splits."""
+    tokens of a step that is sequence-parallel; None: none is. It is one of the splits. `flash_comm`: layers keep token
+    shards by themselves, and not by a compiler pass."""
 
     splits: tuple[int, ...] = ()
     sp_min_tokens: int | None = None
+    flash_comm: bool = False
 
     def range_of(self, tokens: int) -> tuple[int, int | None]:
         """The least and the most tokens of the range of a step; None: any number."""

@@ -29,6 +29,9 @@ def ranges(layout=Layout(kvp=2), **options):  # noqa: B008 - frozen
         ({"enable_sp": True, "sp_min_token_num": 64}, TokenRanges((64,), 64)),
         ({"sp_min_token_num": 64}, TokenRanges((64,), 64)),
         ({"enable_sp": False, "sp_min_token_num": 64}, TokenRanges()),
+        ({"flash_comm_v1": True}, TokenRanges((1000,), 1000, flash_comm=True)),
+        ({"flash_comm_v1": True, "execution": "eager"}, TokenRanges((1000,), 1000, flash_comm=True)),
+        ({"flash_comm_v1": True, "sp_min_token_num": 64}, TokenRanges((64,), 64, flash_comm=True)),
         ({"compilation_config": {}}, TokenRanges()),
         ({"compilation_config": {"pass_config": {"enable_sp": True}}}, TokenRanges((1000,), 1000)),
         (
@@ -56,6 +59,8 @@ def test_defaults(options, expected):
     [
         ({"enable_sp": True, "execution": "eager"}, "a pass over compiled layers, but execution is eager"),
         ({"sp_min_token_num": 5, "execution": "recorded"}, "but execution is recorded: set it to compiled"),
+        ({"enable_sp": True, "flash_comm_v1": True}, "leave enable_sp out, or it"),
+        ({"flash_comm_v1": "yes"}, "flash_comm_v1 is 'yes': set it to True or False"),
         ({"sp_min_token_num": 0}, "sp_min_token_num is 0: set it to a whole number from 1"),
         ({"enable_sp": 1}, "enable_sp is 1: set it to True or False"),
         ({"compilation_config": 3}, "compilation_config is 3: set it to settings such as"),
@@ -84,11 +89,15 @@ def test_contradictions(options, words):
 def test_one_rank_is_off():
     with pytest.warns(UserWarning, match="sequence parallelism is off: a rank has the whole FFN"):
         assert ranges(Layout(), enable_sp=True) == TokenRanges()
+    with pytest.warns(UserWarning, match="sequence parallelism is off: a rank has the whole FFN"):
+        assert ranges(Layout(), flash_comm_v1=True) == TokenRanges()
 
 
 def test_models_with_experts_begin_at_one_token_and_want_to_be_asked():
     spec = SimpleNamespace(moe=SimpleNamespace())
     options = EngineOptions(execution="compiled", enable_sp=True)
     assert token_ranges(spec, Layout(kvp=2), options, compile=True) == TokenRanges((1,), 1)
+    flash = EngineOptions(execution="eager", flash_comm_v1=True)
+    assert token_ranges(spec, Layout(kvp=2), flash, compile=False) == TokenRanges((1,), 1, flash_comm=True)
     with pytest.raises(UserError, match="set enable_sp as well"):
         token_ranges(spec, Layout(kvp=2), EngineOptions(execution="compiled", sp_min_token_num=4), compile=True)
