@@ -1,9 +1,14 @@
 """One rank of test_passes: the named cases over gloo, compiled; a failed assert ends it with its traceback."""
 
 import os
+import shutil
 import sys
+import time
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -11,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
-from longhelix.passes import SequenceParallel
+from longhelix.passes import RanksDifferError, SequenceParallel
 from longhelix.runner.rank import meet
 from longhelix.workers.started_rank import StartedRank
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "passes"))
 
-from modules import Chain, Experts, rows
+from modules import Chain, Experts, Mixer, rows, summed
 
 PLAN = {
     "self_attn.q_proj": ColwiseParallel(),
@@ -43,6 +48,9 @@ OTHERS = {
     # A norm of each sum, and one after it is added.
     "gemma2": (Gemma2Model, Gemma2Config, {"FirstAllReduceRMSNorm": 6}),
 }
+
+
+worlds = count()
 
 
 def compiled(module, sp, dynamic=False):
@@ -93,6 +101,65 @@ def cache(rank, size):
     assert reports[2]["collectives"]["after"] == reports[2]["collectives"]["before"] == {"all_reduce": 4}
 
 
+DOES = {"more": lambda total: 2 * total, "all": lambda total: total.cumsum(0)}
+
+
+class Apart(torch.nn.Module):
+    """Rank 0 alone does something with a sum."""
+
+    def __init__(self, rank, size, does):
+        super().__init__()
+        self.rank, self.size, self.does = rank, size, does
+        self.embed, self.layers = Mixer(rank, size, 1), Chain(rank, size, given=True)
+
+    def forward(self, x):
+        total = summed(self.embed(x), self.size)
+        return self.layers(self.does(total) if self.rank == 0 else total)
+
+
+def meet_again(rank, size, seconds=60):
+    """A new world."""
+    place = f"file://{Path(os.environ['TORCHINDUCTOR_CACHE_DIR']).parent / f'world{next(worlds)}'}"
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def differ(rank, size, does):
+    """Ranks that would wait for each other for ever, or shard what they compute in different ways, are told so before
+    their graphs run. Graphs that come later stay as they are."""
+    x = rows(13)
+    with pytest.raises(RanksDifferError, match=r"Rank 0: .*Rank 1: .*run the same code"):
+        compiled(Apart(rank, size, DOES[does]), SequenceParallel(min_tokens=1))(x)
+    own, sp = Chain(rank, size), SequenceParallel(min_tokens=2)
+    near(compiled(own, sp)(x), own(x))
+    assert "found to differ" in sp.explain()
+    assert sp.report()["collectives"]["after"] == {"all_reduce": 4}
+
+
+def alone(rank, size):
+    """A rank that compiles what no other does is told so, in the time that collectives have."""
+    meet_again(rank, size, seconds=5)
+    if rank == 0:
+        with pytest.raises(RanksDifferError, match="rank 1 of 2 has not compiled"):
+            compiled(Chain(rank, size), SequenceParallel(min_tokens=1))(rows(13))
+        Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "told").touch()
+    else:
+        while not (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "inductor0" / "told").exists():
+            time.sleep(0.1)
+
+
+def half_cached(rank, size):
+    """One rank's graph comes from its cache, and the other's does not: they agree."""
+    own, x = Chain(rank, size), rows(13)
+    for cached in (False, rank == 0):
+        counters.clear()
+        near(compiled(own, SequenceParallel(min_tokens=1))(x), own(x))
+        assert counters["inductor"]["fxgraph_cache_hit"] == cached
+        meet_again(rank, size)
+        if rank == 1:
+            shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
 def others(rank, size, name):
     """Models of transformers with torch's tensor parallelism."""
     kind, configuration, expected = OTHERS[name]
@@ -112,6 +179,9 @@ def others(rank, size, name):
     near(changed, alone, 1e-4)
 
 
+CASES = {each.__name__: each for each in (modules, cache, differ, alone, half_cached, others)}
+
+
 def main():
     started = StartedRank.from_command_line()
     rank, (size, cases) = started.rank, started.arguments
@@ -121,7 +191,7 @@ def main():
     with torch.no_grad():
         for case in cases.split(","):
             name, *arguments = case.split("=")
-            {"modules": modules, "cache": cache, "others": others}[name](rank, int(size), *arguments)
+            CASES[name](rank, int(size), *arguments)
     dist.destroy_process_group()
     return 0
 

@@ -23,6 +23,11 @@ def test_cache_of_graphs():
     run_ranks("passes_rank", ["cache"], 2, TIMEOUT_S)
 
 
+@pytest.mark.parametrize("case", ["differ=more", "differ=all", "alone", "half_cached"])
+def test_ranks_tell_each_other_what_they_do(case):
+    run_ranks("passes_rank", [case], 2, TIMEOUT_S)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_models_of_transformers(name):
     run_ranks("passes_rank", [f"others={name}"], 2, TIMEOUT_S)

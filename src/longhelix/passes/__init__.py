@@ -1,5 +1,6 @@
 """Sequence parallelism for graphs of torch.compile, for any module with functional collectives. Needs torch alone."""
 
+from longhelix.passes.agreement import RanksDifferError
 from longhelix.passes.sequence_parallel import SequenceParallel
 
-__all__ = ["SequenceParallel"]
+__all__ = ["RanksDifferError", "SequenceParallel"]

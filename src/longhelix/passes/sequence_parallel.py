@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch.fx import Graph
 
+from longhelix.passes import agreement
 from longhelix.passes.collectives import Collective, RankGroup, collectives
 from longhelix.passes.no_ops import eliminate_no_ops
 from longhelix.passes.patterns import CHUNK, GATHERED, REDUCED, count_patterns
@@ -88,6 +89,7 @@ class SequenceParallel(CustomGraphPass):
         self.own_chunks = own_chunks
         self.group = RankGroup(found.group_name, found.size(), found.rank())
         on_gloo = dist.get_backend(found) == "gloo"
+        self._has_peers = found.size() > 1 and dist.get_backend(found) != "fake"
         self.in_rank_order = on_gloo if in_rank_order is None else in_rank_order
         self._rules = Rules(dict(token_wise or {}))
         self._norms = tuple(norms)
@@ -100,6 +102,10 @@ class SequenceParallel(CustomGraphPass):
 
     def uuid(self) -> str:
         """Of all that decides what it does, for torch's cache of compiled graphs."""
+        self._expect_agreement()  # torch asks for this first, and then runs the pass or finds what it made before
+        return self._of_options() + "-left" * agreement.differ(self.group)
+
+    def _of_options(self) -> str:
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
         digest.update(repr((self.tokens, self.in_rank_order, self.own_chunks, self._norms)).encode())
         digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
@@ -113,14 +119,19 @@ class SequenceParallel(CustomGraphPass):
         before = list(collectives(graph, self.group))
         if not before:
             return
+        self._expect_agreement()
         reason = refusal(graph)
+        if agreement.differ(self.group):
+            reason = "ranks were found to differ in an earlier graph"
+        changed: list[str] = []
         if reason is not None:
             self._leave(f"the graph stays as it is: {reason}")
-            self._count("collectives", before, before)
-            return
-        with any_number_of_tokens(graph):
-            self._change(graph)
-        self._count("collectives", before, list(collectives(graph, self.group)))
+        else:
+            with any_number_of_tokens(graph):
+                changed = self._change(graph)
+        after = list(collectives(graph, self.group))
+        self._count("collectives", before, after)
+        self._add(agreement.KIND, agreement.summary(changed, after))
 
     def report(self) -> dict[str, Any]:
         """Of all graphs so far that passes with the same options have seen, those from torch's cache as well: matches
@@ -138,7 +149,7 @@ class SequenceParallel(CustomGraphPass):
                 patterns[name] = count
             elif kind == "left_alone":
                 found["left_alone"].append(name)
-            else:
+            elif kind != agreement.KIND:
                 when, _, what = name.partition("/")
                 found[kind][when][what] = count
         return found
@@ -146,6 +157,10 @@ class SequenceParallel(CustomGraphPass):
     def explain(self) -> str:
         """Why collectives stayed as they were, a line for each."""
         return "\n".join(self.report()["left_alone"])
+
+    def _expect_agreement(self) -> None:
+        if self._has_peers:
+            agreement.expect(self._prefix, self.group)
 
     def _applies(self, count: int | torch.SymInt) -> bool:
         """Whether values of that many tokens are kept as shards."""
@@ -156,7 +171,8 @@ class SequenceParallel(CustomGraphPass):
         least = count.node.shape_env.bound_sympy(count.node.expr).lower
         return bool(least.is_Integer) and self.applies(int(least))
 
-    def _change(self, graph: Graph) -> None:
+    def _change(self, graph: Graph) -> list[str]:
+        """What has become of the graph, as all ranks have to have it."""
         eliminate_no_ops(graph)
         plan = make_plan(
             graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None, self.own_chunks
@@ -164,11 +180,12 @@ class SequenceParallel(CustomGraphPass):
         for sentence in plan.left_alone:
             self._add("left_alone", sentence)
         if plan.sources or plan.chunks:
-            self._carry_out(graph, plan)
-        elif plan.left_alone:
+            return self._carry_out(graph, plan)
+        if plan.left_alone:
             logger.warning("sequence parallelism is off for a graph: %s", "; ".join(plan.left_alone))
+        return []
 
-    def _carry_out(self, graph: Graph, plan: Plan) -> None:
+    def _carry_out(self, graph: Graph, plan: Plan) -> list[str]:
         rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.quantize)
         try:
             rewrite.prepare()
@@ -178,11 +195,14 @@ class SequenceParallel(CustomGraphPass):
         if doubts:
             rewrite.abandon()
             self._leave(f"the graph stays as it is: {doubts[0]}")
-            return
+            return []
         for name, count in count_patterns(plan, self.quantize).items():
             self._add("patterns", name, count)
+        changed = list(agreement.lines(graph, plan))
         rewrite.finish()
         graph.lint()
+        logger.debug("token shards:\n%s", "\n".join(changed))
+        return changed
 
     def _leave(self, sentence: str) -> None:
         logger.warning("sequence parallelism is off for a graph: %s", sentence)
@@ -203,7 +223,7 @@ class SequenceParallel(CustomGraphPass):
 
     @property
     def _prefix(self) -> str:
-        return f"sequence_parallel/{self.uuid()[:16]}"
+        return f"sequence_parallel/{self._of_options()[:16]}"
 
     def _counted(self) -> list[tuple[str, str, int]]:
         prefix = self._prefix + "/"

@@ -113,7 +113,7 @@ class Lockstep:
     def _change(self, graphs):
         key = tuple(map(id, graphs))
         if key not in self._changed:
-            changed, found = [], None
+            changed, found, summaries = [], None, set()
             for rank, graph in enumerate(graphs):
                 counters.clear()
                 sp = pass_of(rank, self.size, **self.options)
@@ -121,6 +121,9 @@ class Lockstep:
                 sp(changed[-1].graph)
                 changed[-1].recompile()
                 found = found or (sp.report(), sp.explain())
+                summaries |= {key for key in counters["inductor"] if "/graph/" in key}
+            said = {key.partition("/graph/")[2] for key in summaries}
+            assert len(said) == 1, f"ranks' graphs differ: {said}"
             self._changed[key] = changed, *found, graphs
         return self._changed[key][:3]
 
