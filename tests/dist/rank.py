@@ -270,7 +270,7 @@ def run(case, rank, meshes, direct_rows):
     arrays["routing_gap"] = np.array(routing_gap.least)
     arrays["tapes"] = np.array(len(getattr(runner.layers, "_tapes", ())))
     arrays["graphs"] = np.array([*getattr(runner.layers, "_graphs", ())])
-    arrays["sequence_parallel"] = np.array(sequence_parallel_counts())
+    arrays |= {name: np.array(count) for name, count in sequence_parallel_counts().items()}
     arrays["expert_rows"] = np.array([rows for rows in runner.model.expert_rows() if rows])
     arrays["direct_rows"] = np.array(direct_rows.count)
     arrays["exchanged_bytes"] = np.array(runner.mesh.kvp.exchanged_bytes - sent_before)
@@ -292,13 +292,21 @@ def run(case, rank, meshes, direct_rows):
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
 
 
+SEQUENCE_PARALLEL = (
+    "before/all_reduce",
+    "after/all_reduce",
+    "patterns/MiddleAllReduceRMSNorm",
+    "patterns/MiddleAllReduceRMSNormDynamicINT8",
+    "patterns/MiddleLayerAllgatherAddRMSNorm",
+    "patterns/MiddleLayerAllgatherAddRMSNormDynamicINT8",
+    "patterns/AllGatherChunkNoOp",
+)
+
+
 def sequence_parallel_counts():
-    """Norms on token shards in compiled graphs so far, all-reduces that these had, and those left."""
-    if "torch._dynamo" not in sys.modules:
-        return [0, 0, 0]
-    found = torch._dynamo.utils.counters["inductor"].items()
-    ends = "patterns/MiddleAllReduceRMSNorm", "collectives/before/all_reduce", "collectives/after/all_reduce"
-    return [sum(count for key, count in found if key.endswith(end)) for end in ends]
+    """Of compiled graphs so far."""
+    found = torch._dynamo.utils.counters["inductor"] if "torch._dynamo" in sys.modules else {}
+    return {name: sum(count for key, count in found.items() if key.endswith("/" + name)) for name in SEQUENCE_PARALLEL}
 
 
 class mutation:  # noqa: N801 - reads as a statement

@@ -66,6 +66,12 @@ PACKED = Qwen3VLConfig(
     vision_config=_TOWER | {"out_hidden_size": 96},
     **_TOKENS,
 )
+PACKED_EXPERTS = Qwen3VLMoeConfig(
+    text_config=_DECODER
+    | {"hidden_size": 96, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 192},
+    vision_config=_TOWER | {"out_hidden_size": 96},
+    **_TOKENS,
+)
 # Columns and rows of the images' tokens, of 8 x 8 pixels; each prompt is text (how many tokens) and images (which).
 GRIDS = ((5, 3), (2, 4), (1, 1))
 PROMPTS = ((3, "a", 5), (18,), (1, "b", 2, "a", "c", 4), ("a", 1), (2, "b"))

@@ -31,7 +31,7 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
     if options.flash_comm_v1:
         if enabled:
             raise UserError("flash_comm_v1 keeps token shards without a compiler pass: leave enable_sp out, or it")
-        return _with(splits, spec, layout, min_tokens, flash_comm=True)
+        return _with(splits, spec, layout, options, min_tokens)
     if enabled is None:
         enabled = min_tokens is not None
         if enabled and spec.moe is not None:
@@ -43,18 +43,23 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
             f"sequence parallelism is a pass over compiled layers, but execution is {options.execution}: set it to "
             "compiled, or leave enable_sp and sp_min_token_num out"
         )
-    return _with(splits, spec, layout, min_tokens, flash_comm=False)
+    return _with(splits, spec, layout, options, min_tokens)
 
 
 def _with(
-    splits: Iterable[int], spec: ModelSpec, layout: Layout, min_tokens: int | None, flash_comm: bool
+    splits: Iterable[int], spec: ModelSpec, layout: Layout, options: EngineOptions, min_tokens: int | None
 ) -> TokenRanges:
+    if options.batch_invariant:
+        raise UserError(
+            "batch_invariant is not kept by sequence parallelism, where norms of large steps are ops of their own: "
+            "leave one of them out"
+        )
     if layout.ffn_ranks == 1:
         warnings.warn("sequence parallelism is off: a rank has the whole FFN, and no one to share with", stacklevel=5)
         return TokenRanges(tuple(splits))
     if min_tokens is None:
         min_tokens = _DENSE_TOKENS if spec.moe is None else _EXPERT_TOKENS
-    return TokenRanges(tuple(sorted({*splits, min_tokens})), min_tokens, flash_comm)
+    return TokenRanges(tuple(sorted({*splits, min_tokens})), min_tokens, options.flash_comm_v1)
 
 
 def _one(name: str, option: Any, config: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from longhelix.kernels import take_rows
@@ -13,26 +14,22 @@ from longhelix.parallel.meetings import Shared
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Rows of a step that images fill. rows_X: which of its T rows, int64. states_LXH: their embeddings, then what is
-    added to them after each of the first layers. Whatever images do to hidden states is done here."""
+    """What images do to hidden states. mask_T (bool): the rows that they fill. states: their embeddings there, then
+    what is added to all rows after each of the first layers; states_TH each, zero where no image is."""
 
-    rows_X: Tensor
-    states_LXH: Tensor
+    mask_T: Tensor
+    states: tuple[Tensor, ...]
 
     def embed(self, hidden_TH: Tensor) -> Tensor:
         """Hidden states before the first layer, where these rows are the images'."""
-        return hidden_TH.index_copy(0, self.rows_X, self.states_LXH[0])
+        return torch.where(self.mask_T.unsqueeze(1), self.states[0], hidden_TH)
 
     def add_after(self, layer: int, hidden_TH: Tensor, shards: TokenShards | None) -> Tensor:
         """Hidden states after a layer, with what the vision tower adds there."""
-        if layer + 1 >= len(self.states_LXH):
+        if layer + 1 >= len(self.states):
             return hidden_TH
-        rows_X, added_XH = self.rows_X, self.states_LXH[layer + 1]
-        if shards is not None:
-            rows_X = rows_X - shards.first
-            own_X = (rows_X >= 0) & (rows_X < shards.rows)
-            rows_X, added_XH = rows_X[own_X], added_XH[own_X]
-        return hidden_TH.index_add(0, rows_X, added_XH)
+        added_TH = self.states[layer + 1]
+        return hidden_TH + (added_TH if shards is None else shards.own(added_TH))
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,9 @@ class Batch:
     step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
     have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
     `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are none. stays:
-    later steps with as many rows have the same tensors, and write over what is in them. norms_apart: norms are ops of
-    their own, which compiler passes see. shards: hidden states are token shards between products; None: all ranks have
-    all rows of them.
+    later steps with as many rows have the same tensors, and write over what is in them. shards: hidden states are
+    token shards between products; None: all ranks have all rows of them. pass_shards: a compiler pass makes them such
+    shards: layers have what it needs to see, norms as ops of their own, and experts with token shards.
     """
 
     token_ids_T: Tensor
@@ -70,8 +67,8 @@ class Batch:
     shared: tuple[Shared, ...] | None = None
     images: ImageRows | None = None
     stays: bool = False
-    norms_apart: bool = False
     shards: TokenShards | None = None
+    pass_shards: TokenShards | None = None
 
     @property
     def alone(self) -> bool:

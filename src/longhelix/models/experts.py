@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from longhelix.kernels import Experts, Weight, linear, make_weight, rms_norm, route, run_experts
 from longhelix.models.batch import Batch
-from longhelix.models.projection import add_summed, normed
+from longhelix.models.projection import add_summed
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -63,17 +63,22 @@ class ExpertFFN(nn.Module):
         if self.mesh.ffn.size == 1:
             return run_experts(x_TH, self.experts, *taken, **norm, residual=hidden_TH)
         part_TH = run_experts(x_TH, self.experts, *taken, **norm)
+        if batch.pass_shards is not None:
+            return hidden_TH + batch.pass_shards.whole(batch.pass_shards.summed(part_TH))
         return add_summed(hidden_TH, part_TH, self.mesh.ffn, batch)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """All rows, the router's logits of each, and the norm that is left to the experts. Of token shards each rank
         routes its own rows, and both are gathered."""
-        if batch.shards is None:
-            x_TH, norm = normed(hidden_TH, self.norm, self.eps, batch)
-            return x_TH, linear(x_TH, self.router, **norm, dtype=torch.float32), norm
+        shards = batch.shards or batch.pass_shards
+        if shards is None:
+            norm = {"norm": self.norm, "norm_eps": self.eps}
+            return hidden_TH, linear(hidden_TH, self.router, **norm, dtype=torch.float32), norm
         x_LH = rms_norm(hidden_TH, self.norm, self.eps)
+        if batch.pass_shards is not None:
+            x_LH = shards.own(x_LH)
         logits_LX = linear(x_LH, self.router, dtype=torch.float32)
-        return batch.shards.whole(x_LH), batch.shards.whole(logits_LX), {}
+        return shards.whole(x_LH), shards.whole(logits_LX), {}
 
 
 def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:

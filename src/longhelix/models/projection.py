@@ -17,17 +17,19 @@ def normed(
     """All rows of hidden states, x_TH, and what `linear` is to do with them: the norm, where that is left to it.
 
     Of token shards they are gathered after the norm, as bytes and scales if products with `weight_dtype` round them to
-    these anyway.
+    these anyway. A compiler pass that does that sees both as ops of their own.
     """
-    if batch.shards is not None and weight_dtype and FORMATS[weight_dtype].rounds_inputs:
-        q_LH, scales_LX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
-        scales_TX = batch.shards.whole(scales_LX)
-        return batch.shards.whole(q_LH), {"scales_TX": scales_TX, "dtype": hidden_XH.dtype}
-    if batch.shards is not None:
-        return batch.shards.whole(rms_norm(hidden_XH, norm, eps)), {}
-    if batch.norms_apart:
-        return rms_norm(hidden_XH, norm, eps), {}
-    return hidden_XH, {"norm": norm, "norm_eps": eps}
+    if batch.shards is None and batch.pass_shards is None:
+        return hidden_XH, {"norm": norm, "norm_eps": eps}
+    gather = _unchanged if batch.shards is None else batch.shards.whole
+    if weight_dtype and FORMATS[weight_dtype].rounds_inputs:
+        q_XH, scales_XX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
+        return gather(q_XH), {"scales_TX": gather(scales_XX), "dtype": hidden_XH.dtype}
+    return gather(rms_norm(hidden_XH, norm, eps)), {}
+
+
+def _unchanged(x_TH: Tensor) -> Tensor:
+    return x_TH
 
 
 def own_normed(

@@ -11,7 +11,6 @@ from longhelix.passes.norms import Norm, carried
 from longhelix.passes.plan import Plan
 from longhelix.passes.region import Reduced, Source
 from longhelix.passes.rules import Chunk, Shard
-from longhelix.passes.tokens import row_bytes
 
 aten = torch.ops.aten
 
@@ -85,9 +84,8 @@ def _terms(plan: Plan, total: Node, ends: set[Node]) -> list[Node]:
 def _suffix(plan: Plan, norm: Norm, quantize: str | None) -> str:
     gathered = [node for node in _after(plan, norm.node) if node in plan.gathered]
     values = [node.meta["val"] for node in gathered if isinstance(node.meta["val"], Tensor)]
-    narrow = next((_NARROW[value.dtype] for value in values if value.dtype in _NARROW), None)
+    narrow = next((value for value in values if value.dtype in _NARROW), None)
     if narrow is None:
         return f"Dynamic{quantize.upper()}" if quantize and plan.quantised & set(gathered) else ""
-    sizes = [row_bytes(node, plan.region.tokens[node]) or 0 for node in gathered]
-    scales = [size for value, size in zip(values, sizes, strict=True) if value.is_floating_point() and size <= 8]
-    return ("Dynamic" if scales else "Static") + narrow
+    scales = [value for value in values if value.dtype not in _NARROW and value.shape[-1] < narrow.shape[-1]]
+    return ("Dynamic" if scales else "Static") + _NARROW[narrow.dtype]

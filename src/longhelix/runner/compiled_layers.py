@@ -14,6 +14,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
 from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
+from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.collectives import is_lost_peer
 from longhelix.runner.token_ranges import TokenRanges
 
@@ -21,8 +22,8 @@ Graph = Callable[[Tensor, Batch], Tensor]
 
 
 class CompiledLayers:
-    """All layers as one graph. Steps of which ranks have different rows, or share some, or that have rows of images run
-    op by op: each would need a graph of its own.
+    """All layers as one graph, for each range of tokens, and another for steps with rows of images. Steps of which
+    ranks have different rows, or share some, run op by op: each would need a graph of its own.
 
     What a step runs from depends on its rows alone, so that all ranks of a stage take the same. Raises UserError
     without the C++ compiler that torch.compile would call.
@@ -31,21 +32,23 @@ class CompiledLayers:
     def __init__(self, model: Decoder, pool: KVPool, ranges: TokenRanges) -> None:
         _check_compiler()
         self._layers = partial(model.run_layers, pool=pool)
-        self._group = model.mesh.ffn.process_group
+        self._group = model.mesh.ffn
         self._ranges = ranges
-        self._graphs: dict[tuple[tuple[int, int | None], bool], Graph] = {}
+        self._graphs: dict[tuple[tuple[int, int | None], bool, bool], Graph] = {}
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        if batch.holders is not None or batch.alone:
+        if batch.holders is not None or batch.shared:
             return self._layers(hidden_TH, batch)
         tokens = len(hidden_TH)
-        shards = self._ranges.shards(tokens, batch.decodes)
-        shards = shards and batch.shards is None
-        key = self._ranges.range_of(tokens), shards
+        shards = self._ranges.shards(tokens, batch.decodes) and batch.shards is None
+        range_ = self._ranges.range_of(tokens)
+        key = range_, shards, batch.images is not None
         if key not in self._graphs:
-            self._graphs[key] = self._compile(*key)
+            self._graphs[key] = self._compile(range_, shards)
+        if shards:
+            batch = replace(batch, pass_shards=TokenShards(self._group, batch.token_ids_T))
         try:
-            return self._graphs[key](hidden_TH, replace(batch, norms_apart=shards))
+            return self._graphs[key](hidden_TH, batch)
         except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
             if not is_lost_peer(error):
                 raise
@@ -56,8 +59,15 @@ class CompiledLayers:
         if shards:
             from longhelix.passes import SequenceParallel  # loads the compiler, which takes seconds
 
-            sp = SequenceParallel(self._group, self._ranges.sp_min_tokens, tokens=tokens)
-            options["post_grad_custom_pre_pass"] = sp
+            rounds = torch.ops.longhelix.quantise_rows.default
+            options["post_grad_custom_pre_pass"] = SequenceParallel(
+                self._group.process_group,
+                self._ranges.sp_min_tokens,
+                tokens=tokens,
+                own_chunks=True,
+                token_wise={rounds: ["x_TX"]},
+                norms=[rounds],
+            )
         return torch.compile(self._function(), fullgraph=True, dynamic=True, options=options)
 
     def _function(self) -> Graph:

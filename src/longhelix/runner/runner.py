@@ -103,7 +103,7 @@ class ModelRunner:
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
         self._spans = spans
         self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self.device)
-        self.images: dict[bytes, Tensor] = {}  # states_LXH of `ImageRows`, by digest
+        self.images: dict[bytes, Tensor] = {}  # states_LXH: its rows of the states of `ImageRows`, by digest
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -387,8 +387,7 @@ class ModelRunner:
     def _image_rows(self, step: Step) -> ImageRows | None:
         """The rows of the step that images fill, where this rank's stage takes images. Before its layers run, the
         sequences' lengths are those after the step."""
-        rows: list[int] = []
-        states: list[Tensor] = []
+        found: list[tuple[slice, Tensor]] = []
         first = len(self.decoding)
         for chunk in step.chunks if self._takes_images else ():
             seq = self.sequences[chunk.id]
@@ -396,10 +395,19 @@ class ModelRunner:
             for image in seq.new.images:
                 own = range(max(image.start, start), min(image.stop, stop))
                 if own:
-                    rows += range(first + own.start - start, first + own.stop - start)
-                    states.append(self.images[image.digest][:, own.start - image.start : own.stop - image.start])
+                    rows = slice(first + own.start - start, first + own.stop - start)
+                    states_LXH = self.images[image.digest]
+                    found.append((rows, states_LXH[:, own.start - image.start : own.stop - image.start]))
             first += chunk.num_tokens
-        return ImageRows(torch.tensor(rows, device=self.device), torch.cat(states, dim=1)) if rows else None
+        if not found:
+            return None
+        layers, _, size = found[0][1].shape
+        mask_T = torch.zeros(first, dtype=torch.bool, device=self.device)
+        states_LTH = found[0][1].new_zeros(layers, first, size)
+        for rows, states_LXH in found:
+            mask_T[rows] = True
+            states_LTH[:, rows] = states_LXH
+        return ImageRows(mask_T, states_LTH.unbind())
 
     def _shared(self, step: Step) -> tuple[Shared, ...]:
         """The rows that other instances have as well."""

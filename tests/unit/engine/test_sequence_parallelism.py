@@ -57,6 +57,8 @@ def test_defaults(options, expected):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"enable_sp": True, "batch_invariant": True}, "batch_invariant is not kept by sequence parallelism"),
+        ({"flash_comm_v1": True, "batch_invariant": True}, "batch_invariant is not kept by sequence parallelism"),
         ({"enable_sp": True, "execution": "eager"}, "a pass over compiled layers, but execution is eager"),
         ({"sp_min_token_num": 5, "execution": "recorded"}, "but execution is recorded: set it to compiled"),
         ({"enable_sp": True, "flash_comm_v1": True}, "leave enable_sp out, or it"),

@@ -301,7 +301,7 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
     decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights)
     assert decoder.expert_rows() == [[], [0] * 6]
     decoder.layers[1].ffn(
-        inputs(5, 32, torch.float32, 22), SimpleNamespace(padding_T=None, norms_apart=False, shards=None)
+        inputs(5, 32, torch.float32, 22), SimpleNamespace(padding_T=None, shards=None, pass_shards=None)
     )
     assert decoder.expert_rows() == [[], [5, 5, 0, 0, 0, 0]]  # all scores are equal
     decoder.forget_expert_rows()

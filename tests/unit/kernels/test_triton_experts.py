@@ -302,7 +302,7 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
     """Whatever the rows and the experts, the same few launches; nothing is read back."""
     monkeypatch.setattr(native, "module", None)  # which packs weights
     x_TH = normal(rows, 64, seed=3).bfloat16().to(device)
-    launches, batch = set(), SimpleNamespace(padding_T=None, norms_apart=False, shards=None)
+    launches, batch = set(), SimpleNamespace(padding_T=None, shards=None, pass_shards=None)
     for held in ([0, 1, 2, 3], [7], [*range(12)]):
         ffn = layer(moe, held, 64, device)
         if device.type == "cpu":  # where weights have no addresses by themselves
