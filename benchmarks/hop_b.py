@@ -14,7 +14,9 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from slow_link import RANKS, missing, namespaces, run_ranks
+from two_ranks import run_ranks
+
+from longhelix.measure.link import RANKS, join, missing
 
 LAYERS = 4
 PARTS = (1, 2, 4, 8)
@@ -49,11 +51,10 @@ def main() -> int:
     if (lacking := missing()) is not None:
         print(f"error: {lacking}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces do not stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks do not stay behind
     with tempfile.TemporaryDirectory(prefix="longhelix-hop-b-") as directory:
         _write_model(Path(directory))
-        with namespaces(arguments.rate_mbit, BURST) as names:
-            run_ranks(names, [*sys.argv[1:], "--directory", directory])
+        run_ranks([*sys.argv[1:], "--directory", directory])
         report = _report(arguments, Path(directory))
         print(report)
         if arguments.out is not None:
@@ -89,20 +90,21 @@ def _write_model(folder: Path) -> None:
 def measure(arguments: argparse.Namespace) -> int:
     """One rank: the steps in turn, then a traced one of each."""
     import torch
-    import torch.distributed as dist
 
     from longhelix.kernels import native
     from longhelix.measure.timing import interleave
     from longhelix.parallel.mesh import Mesh
     from longhelix.request import Work
-    from longhelix.runner.rank import load_model, new_runner
+    from longhelix.runner.rank import load_model, meet, new_runner
     from longhelix.runner.tracer import Tracer
     from longhelix.scheduler.cut import Cut
     from longhelix.workers.step_cost import step_cost
 
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=len(RANKS))
+    link = join(rank, directory)
+    link.limit(arguments.rate_mbit, BURST)
+    meet(len(RANKS), rank, directory, interface=link.device)
     config = _configure(arguments)
     mesh = Mesh.build(config.layout, rank, "gloo")
     latency_s = _latency_s(mesh)
@@ -205,7 +207,7 @@ class Requests:
                 owner = self.owner(id, index)
                 blocks.append(Block(owner, used[owner]))
                 used[owner] += 1
-            sequence.add_blocks(tuple(blocks), self.rank, runner.arena)
+            sequence.add_blocks(tuple(blocks), self.rank)
         return runner
 
     def owner(self, id: int, block: int) -> int:

@@ -18,7 +18,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from slow_link import RANKS, missing, namespaces, run_ranks, run_ranks_on_host
+from two_ranks import run_ranks
+
+from longhelix.measure.link import LOOPBACK, RANKS, join, missing
 
 BURST = "256kb"
 LAYOUTS = {"pp 2": {"pp": 2}, "tpa 2": {"tpa": 2}, "kvp 2": {"kvp": 2}}
@@ -40,14 +42,13 @@ def main() -> int:
     if (lacking := missing()) is not None:
         print(f"error: {lacking}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces do not stay behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks do not stay behind
     found = {}
     with tempfile.TemporaryDirectory(prefix="longhelix-pipeline-") as directory:
-        run_ranks_on_host([*sys.argv[1:], "--directory", directory, "--backend", "shm"])
+        run_ranks([*sys.argv[1:], "--directory", directory, "--backend", "shm"])
         found["shared memory"] = json.loads((Path(directory) / "rows.json").read_text())
     with tempfile.TemporaryDirectory(prefix="longhelix-pipeline-") as directory:
-        with namespaces(arguments.rate_mbit, BURST) as names:
-            run_ranks(names, [*sys.argv[1:], "--directory", directory, "--backend", "gloo"])
+        run_ranks([*sys.argv[1:], "--directory", directory, "--backend", "gloo"])
         found[f"{arguments.rate_mbit:g} Mbit/s"] = json.loads((Path(directory) / "rows.json").read_text())
     report(arguments, found)
     return 0
@@ -65,10 +66,14 @@ def measure(arguments: argparse.Namespace) -> int:
     from longhelix.measure.model import RankModel, prefill_steps
     from longhelix.models.model_files import open_checkpoint
     from longhelix.parallel.mesh import Mesh
+    from longhelix.runner.rank import meet
 
     native.set_num_threads(1)
-    meeting = f"file://{arguments.directory / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=arguments.rank, world_size=len(RANKS))
+    link = LOOPBACK
+    if arguments.backend == "gloo":
+        link = join(arguments.rank, arguments.directory)
+        link.limit(arguments.rate_mbit, BURST)
+    meet(len(RANKS), arguments.rank, arguments.directory, interface=link.device)
     options = EngineOptions(
         max_model_len=arguments.prompt, kv_cache_tokens=2 * arguments.prompt, chunk_tokens=512, device="cpu"
     )

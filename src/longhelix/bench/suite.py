@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhelix.bench import collectives, decode, kernels, layouts, planner, predictions, prefill
+from longhelix.bench import collectives, decode, kernels, layouts, planner, predictions, prefill, sequence_parallelism
 from longhelix.bench.environment import environment
 from longhelix.bench.peers import Peers
 from longhelix.bench.report import Report
@@ -13,13 +13,15 @@ from longhelix.calibrate.system import local_system
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.machine import host
-from longhelix.measure import progress
+from longhelix.measure import link, progress
 from longhelix.measure.configuration import check_positive, configure
 from longhelix.measure.decode import DecodeJob
 from longhelix.measure.memory import check_native
 from longhelix.measure.prefill import PrefillJob
+from longhelix.measure.sequence_parallelism import Pair, SequenceParallelismJob
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import KV_DTYPES
+from longhelix.values import above_zero
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,25 @@ class Suite:
         check_positive("repeats", repeats)
         section = collectives.section(ranks, tuple(sizes_bytes), repeats, self._on_point("collectives"))
         self._report.sections.append(section)
+
+    def sequence_parallelism(
+        self, pairs: dict[str, Pair], prompts: Sequence[int], rates_mbit: Sequence[float], repeats: int
+    ) -> None:
+        """The prefill of each prompt with both of each pair, over a link of each rate; over loopback where this process
+        can make no link."""
+        check_positive("repeats", repeats)
+        rates_mbit = tuple(above_zero("rates_mbit", rate) for rate in rates_mbit)
+        if not rates_mbit:
+            raise UserError("rates_mbit is empty: give one number or more, in Mbit/s")
+        lacking = link.missing()
+        if lacking is not None:
+            self._report.remarks.append(
+                f"The ranks were joined by plain loopback, at no limited rate, because {lacking}. Its count of bytes "
+                "has those of all programs of this host."
+            )
+            rates_mbit = ()
+        job = SequenceParallelismJob(pairs, tuple(sorted(set(prompts))), rates_mbit, repeats)
+        self._report.sections.append(sequence_parallelism.section(job, self._on_point("sp")))
 
     def planner(self, repeats: int) -> None:
         """The speed of the planner and of its peers."""

@@ -257,6 +257,67 @@ def collectives(
 
 
 @app.command
+def sp(
+    *,
+    variants: Annotated[Names, Parameter(show_default=False)] = (
+        "flash-comm-v1",
+        "flash-comm-v1-int8",
+        "enable-sp",
+        "enable-sp-int8",
+    ),
+    prompts: Sizes = (512, 1024, 4096),
+    rates_mbit: Annotated[tuple[float, ...], _many, Parameter(show_default=False)] = (1000.0, 10000.0),
+    chunk_tokens: Size = 2048,
+    sp_min_token_num: Annotated[Size | None, Parameter(show_default=False)] = None,
+    repeats: int = 3,
+    model: str = "builtin",
+    kvp: int = 1,
+    tpa: int = 2,
+    threads: int | None = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure what sequence parallelism saves of a prefill, in time and in bytes, over links of given rates.
+
+    Two ranks run in network namespaces of their own, joined by a link that tc slows down. That needs root, and the
+    programs ip and tc; without them the ranks are joined by plain loopback, and the report says so. The default takes
+    tens of minutes on two cores, some of them for compilers; `--variants flash-comm-v1 flash-comm-v1-int8` compile
+    nothing.
+
+    Parameters
+    ----------
+    variants
+        What is measured, each in turn with its baseline, the same without sequence parallelism: flash-comm-v1, the
+        layers themselves, op by op; enable-sp, a compiler pass over compiled layers; flash-comm-v1-int8 and
+        enable-sp-int8, with int8 weights and activations. [default: all four]
+    prompts
+        Tokens of each prompt. Steps of fewer than sp-min-token-num run as without sequence parallelism.
+    rates_mbit
+        Rates of the link, in Mbit/s, in each direction. [default: 1000 10000]
+    chunk_tokens
+        Prompt tokens that run in one step.
+    sp_min_token_num
+        The fewest tokens of a step that is sequence-parallel. [default: 1000; 1 with experts]
+    repeats
+        Prefills that count, after the warm-up, which compiles.
+    model
+        A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+    kvp
+        Ranks that share the request's KV along the sequence; kvp * tpa is 2.
+    tpa
+        Ranks that share its attention heads.
+    threads
+        Threads of a rank. [default: cores / 2]
+    """
+    suite = output.start(peers=None)
+    from longhelix.measure.sequence_parallelism import pairs
+
+    layout = Layout(kvp=kvp, tpa=tpa)
+    settings = {"chunk_tokens": chunk_tokens, "sp_min_token_num": sp_min_token_num, "threads": threads}
+    suite.sequence_parallelism(pairs(model, layout, variants, prompts, **settings), prompts, rates_mbit, repeats)
+    output.finish(suite)
+
+
+@app.command
 def predictions(*, output: OutputOptions = OutputOptions()) -> None:
     """Calibrate, and measure beside its predictions other lengths and layouts than it was fitted to: ten minutes."""
     suite = output.start(peers=None)

@@ -70,10 +70,12 @@ class World(Ranks):
                 raise watched
 
 
-def collect(job: Job, size: int, on_point: Callable[[Row], None]) -> list[list[Row]]:
+def collect(
+    job: Job, size: int, on_point: Callable[[Row], None], timeout_s: float = POINT_TIMEOUT_S
+) -> list[list[Row]]:
     """All points of a job; `on_point` is told rank 0's as they come."""
     points = []
-    with World(job, size) as world:
+    with World(job, size, timeout_s) as world:
         for rows in world.points():
             on_point(rows[0])
             points.append(rows)

@@ -39,9 +39,9 @@ def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRAC
     return Mesh.build(config.layout, rank, spans=spans)
 
 
-def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo") -> None:
-    """Make the world of ranks, all on this host. Nothing listens on the network."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo", interface: str = "lo") -> None:
+    """Make the world of ranks, all on this host. Nothing listens on the network, unless `interface` is part of it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
 
 

@@ -1,0 +1,98 @@
+"""The link between two ranks of a measurement: a network namespace for each of them, two virtual devices that join
+them, and `tc`, which slows both down.
+
+Needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names: they are gone, and the
+link with them, as soon as the ranks are, however these end.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from longhelix.errors import UserError
+
+RANKS = (0, 1)
+BURST = "256kb"  # what passes at once: several of the 64 KB that TCP hands to a device in one piece
+_DEVICE = "link0"
+_QUEUE = "64mb"  # more than TCP has on its way: nothing is dropped
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Link:
+    """This rank's end. device: its name in the namespace of this process."""
+
+    device: str
+
+    def limit(self, rate_mbit: float, burst: str = BURST) -> None:
+        """From now on, send at most so much; each end limits its own direction. Raises UserError where tc cannot."""
+        limits = f"rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}"
+        _command(f"tc qdisc replace dev {self.device} root tbf {limits}")
+
+    def sent_bytes(self) -> int:
+        """What the device has sent, headers and what TCP repeats included: of loopback, what all of this host have."""
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        sent = {
+            name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines[2:])
+        }
+        return sent[self.device]
+
+
+LOOPBACK = Link("lo")
+
+
+def missing() -> str | None:
+    """Why this process's ranks cannot be joined by such a link, in one sentence; None if they can."""
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"the program {program} is missing: install iproute2"
+    if os.geteuid():
+        return "network namespaces need root: run this as root"
+    tried = f"ip link add {_DEVICE} type veth && tc qdisc add dev {_DEVICE} root tbf rate 1mbit burst 4kb limit 1mb"
+    try:
+        done = subprocess.run(["sh", "-c", tried], preexec_fn=_leave_network, capture_output=True, text=True)
+    except subprocess.SubprocessError:
+        return "this user may make no network namespaces"
+    return None if done.returncode == 0 else f"this kernel or user cannot make links ({done.stderr.strip()})"
+
+
+def join(rank: int, directory: Path) -> Link:
+    """Leave the host's network, and return once this rank's end of a link to the other one is up, at no limited rate.
+
+    Both of RANKS call this, before anything that connects; threads that run by then stay in the host's network.
+    `directory`: where they meet. Raises UserError where the system refuses it.
+    """
+    try:
+        _leave_network()
+    except OSError as error:
+        raise UserError(f"this process cannot have a network namespace: {error.strerror}") from error
+    store = dist.FileStore(str(directory / "link"), len(RANKS))
+    store.set(str(rank), str(os.getpid()))
+    if rank == 0:
+        other = store.get("1").decode()
+        _command(f"ip link add {_DEVICE} type veth peer name {_DEVICE} netns {other}")
+        store.set("made", "")
+    store.wait(["made"])
+    _command(f"ip address add 10.213.0.{rank + 1}/24 dev {_DEVICE}")
+    for device in ("lo", _DEVICE):
+        _command(f"ip link set {device} up")
+    return Link(_DEVICE)
+
+
+def _leave_network() -> None:
+    """Move this thread, and those that it will start, to a new network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _command(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{command} failed ({done.stderr.strip()}): this kernel or user cannot do it")

@@ -1,0 +1,176 @@
+"""Prefill with sequence parallelism and without: the seconds that it takes, and the bytes that two ranks send."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from longhelix.errors import UserError
+from longhelix.kernels import native
+from longhelix.layout import Layout
+from longhelix.measure.configuration import configure
+from longhelix.measure.formulas import prefill_sent_bytes
+from longhelix.measure.link import LOOPBACK, RANKS, Link, join
+from longhelix.measure.model import RankModel, prefill_steps
+from longhelix.measure.timing import interleave
+from longhelix.measure.world import Row, collect
+from longhelix.parallel.mesh import Mesh
+from longhelix.runner.config import EngineConfig
+from longhelix.runner.rank import meet, new_pool, new_runner
+from longhelix.runner.runner import ModelRunner
+
+_BYTES = {"weight_dtype": "int8", "activation_dtype": "int8"}
+# Settings of a variant: those that its baseline has as well, and that which turns sequence parallelism on.
+_SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "flash-comm-v1": ({"execution": "eager"}, "flash_comm_v1"),
+    "flash-comm-v1-int8": ({"execution": "eager"} | _BYTES, "flash_comm_v1"),
+    "enable-sp": ({"execution": "compiled"}, "enable_sp"),
+    "enable-sp-int8": ({"execution": "compiled"} | _BYTES, "enable_sp"),
+}
+VARIANTS = tuple(_SETTINGS)
+OFF = "off"
+WARM_UP = 1
+_TIMEOUT_S = 3600.0  # of a point; compilers run in the first one
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """A variant's configuration, and that of its baseline: the same without sequence parallelism."""
+
+    off: EngineConfig
+    on: EngineConfig
+
+
+class SequenceParallelismJob(msgspec.Struct, frozen=True):
+    """Both ranks' job: the prefill of each prompt, with all configurations in turn, at each rate of their link.
+
+    rates_mbit: none over plain loopback. Points yield a row for each configuration.
+    """
+
+    pairs: dict[str, Pair]
+    prompts: tuple[int, ...]
+    rates_mbit: tuple[float, ...]
+    repeats: int
+
+    @property
+    def configs(self) -> list[tuple[str, EngineConfig]]:
+        """Each baseline as OFF, followed by its variant."""
+        return [named for variant, pair in self.pairs.items() for named in ((OFF, pair.off), (variant, pair.on))]
+
+    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
+        _, first = self.configs[0]
+        native.set_num_threads(first.threads_per_rank)
+        link = join(rank, directory) if self.rates_mbit else LOOPBACK
+        meet(len(RANKS), rank, directory, interface=link.device)
+        mesh = Mesh.build(first.layout, rank, "gloo")
+        models = [RankModel(config, mesh) for _, config in self.configs]
+        pool = new_pool(first, rank, max(models[0].blocks_per_rank(max(self.prompts))))  # one for all: they take turns
+        prefills = [Prefill(model, new_runner(model.config, mesh, model.decoder, pool), link) for model in models]
+        for rate_mbit in self.rates_mbit or (None,):
+            if rate_mbit is not None:
+                link.limit(rate_mbit)
+            for prompt in self.prompts:
+                yield from self._point(prefills, rate_mbit, prompt)
+
+    def _point(self, prefills: "Sequence[Prefill]", rate_mbit: float | None, prompt: int) -> Iterator[Row]:
+        vocab_size = self.configs[0][1].spec.vocab_size
+        token_ids = tuple(torch.randint(vocab_size, (prompt,)).tolist())
+        calls = {str(index): partial(prefill, token_ids) for index, prefill in enumerate(prefills)}
+        timings = interleave(calls, self.repeats, WARM_UP).values()
+        for (name, config), prefill, timing in zip(self.configs, prefills, timings, strict=True):
+            yield {
+                "link": "loopback" if rate_mbit is None else f"{rate_mbit:,g} Mbit/s",
+                "rate_mbit": rate_mbit,
+                "prompt": prompt,
+                "variant": name,
+                "execution": config.execution,
+                "activation_dtype": config.activation_dtype or config.dtype,
+                **timing.row("prefill_s"),
+                "sent_bytes": prefill.sent_bytes,
+            }
+
+
+class Prefill:
+    """One configuration's prefills of prompts, each until both ranks have its first token. sent_bytes: what this rank
+    sent in the last one, as its link counts."""
+
+    def __init__(self, model: RankModel, runner: ModelRunner, link: Link) -> None:
+        self.sent_bytes = 0
+        self._model, self._runner, self._link = model, runner, link
+        self._prompts = 0
+
+    def __call__(self, token_ids: tuple[int, ...]) -> None:
+        before = self._link.sent_bytes()
+        for step in prefill_steps(self._model, self._prompts, token_ids):
+            self._runner.execute(step)
+        self._prompts += 1
+        dist.barrier()
+        self.sent_bytes = self._link.sent_bytes() - before
+
+
+def pairs(
+    model: str,
+    layout: Layout,
+    variants: Sequence[str],
+    prompts: Sequence[int],
+    *,
+    chunk_tokens: int,
+    sp_min_token_num: int | None = None,
+    threads: int | None = None,
+) -> dict[str, Pair]:
+    """The configurations of `variants`, by name. Raises UserError for what cannot be compared."""
+    unknown = next((variant for variant in variants if variant not in VARIANTS), None)
+    if unknown is not None or not variants:
+        said = "variants is empty" if unknown is None else f"variant {unknown!r} is not known"
+        raise UserError(f"{said}: use one or more of {', '.join(VARIANTS)}")
+    if layout.world_size != len(RANKS) or layout.ffn_ranks != len(RANKS):
+        raise UserError(
+            f"the layout has {layout.world_size} ranks, but a link joins two: set kvp and tpa to 1 and 2, or to 2 and "
+            "1",
+            "invalid_layout",
+        )
+    found = {}
+    for variant in variants:
+        settings, switch = _SETTINGS[variant]
+        configured = partial(configure, model, layout, prompts, threads=threads, chunk_tokens=chunk_tokens, **settings)
+        found[variant] = Pair(configured(), configured(**{switch: True, "sp_min_token_num": sp_min_token_num}))
+    longest, positions = max(prompts), found[variants[0]].off.spec.max_positions
+    if longest > positions:
+        raise UserError(f"a prompt has {longest} tokens, but the model is made for {positions}: give at most so many")
+    return found
+
+
+def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> list[Row]:
+    """Run the job on two ranks. Times are those of rank 0, bytes of both ranks."""
+    rows: list[Row] = []
+    points = collect(job, len(RANKS), on_point, _TIMEOUT_S)
+    for index, ranks in enumerate(points):
+        _, config = job.configs[index % len(job.configs)]
+        row = combine(ranks, config)
+        off = row if row["variant"] == OFF else rows[-1]
+        row["time_over_off"] = row["prefill_s"] / off["prefill_s"]
+        row["bytes_over_off"] = row["sent_bytes"] / off["sent_bytes"]
+        rows.append(row)
+    return rows
+
+
+def combine(ranks: list[Row], config: EngineConfig) -> Row:
+    """The ranks' rows of one point as one, beside what the formula says. Loopback has one count for all who use it."""
+    row = ranks[0]
+    whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)
+    chunks = [config.scheduler.chunk_tokens] * whole + [rest] * bool(rest)
+    shards = config.token_ranges.shards
+    sent_bytes = sum(rank["sent_bytes"] for rank in ranks) if row["rate_mbit"] is not None else row["sent_bytes"]
+    formula_bytes = prefill_sent_bytes(config, chunks)
+    return row | {
+        "layout": f"{config.layout.kvp} x {config.layout.tpa}",
+        "threads": config.threads_per_rank,
+        "chunk_tokens": config.scheduler.chunk_tokens,
+        "sharded_tokens": sum(rows for rows in chunks if shards(rows, decodes=rows == 1)),
+        "sent_bytes": sent_bytes,
+        "formula_bytes": formula_bytes,
+        "over_formula": None if formula_bytes is None else sent_bytes / formula_bytes,
+    }
