@@ -1,25 +1,33 @@
 """Whole models on token shards, by the compiler pass and by Flash Comm V1, whose rows are gathered as numbers or as
 bytes: the logits and greedy tokens of the same ranks without them."""
 
+import copy
 import itertools
 
 import numpy as np
 import pytest
 import shown
 import test_images
-from oracle import NATIVE_EXPERTS, NATIVE_SIZES, make_oracle
+from oracle import NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, make_oracle
 from test_equality import deviation, make_case
 from test_llm import needs_compiler
-from test_variants import WIDER_LATENTS
 
 from longhelix.kernels import native
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+
+def with_experts_of(columns, config):
+    config = copy.deepcopy(config)
+    config.moe_intermediate_size = columns
+    return config
+
+
+# Experts whose columns are cut into sixteens by as many as four ranks.
 MODELS = {
     "llama": NATIVE_SIZES,
-    "qwen3_moe": NATIVE_EXPERTS["native-qwen3_moe"],
-    "deepseek_v3": WIDER_LATENTS,
+    "qwen3_moe": with_experts_of(192, NATIVE_EXPERTS["native-qwen3_moe"]),
+    "deepseek_v3": with_experts_of(192, NATIVE_LATENTS),
     "qwen3_vl": shown.PACKED,
     "qwen3_vl_moe": shown.PACKED_EXPERTS,
 }
