@@ -82,6 +82,25 @@ def gathers(group, backend):
         assert torch.equal(copied, everyone[0])
 
 
+def shards(group, backend):
+    """Rows of all ranks, and each rank's rows of their sum, in one piece and in several of unlike sizes. Summed in rank
+    order on every backend; counted once however many pieces there are."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for rows, columns in ((1, 1), (1, 300_001), (3, 100_000), (7, 131_072), (5_000, 77)):
+            count = rows * columns
+            before = group.traffic.collectives
+            whole = group.all_gather(values_of(group.index, count, dtype).view(rows, columns))
+            everyone = torch.cat([values_of(rank, count, dtype) for rank in range(group.size)])
+            assert torch.equal(whole, everyone.view(-1, columns)), (dtype, rows, columns)
+            assert group.traffic.collectives == before + 1
+            if dtype is torch.int8:
+                continue
+            own = group.reduce_scatter(values_of(group.index, group.size * count, dtype).view(-1, columns))
+            total = sum_in_rank_order(group.size, group.size * count, dtype).view(-1, columns)
+            assert torch.equal(own, total.chunk(group.size)[group.index]), (dtype, rows, columns)
+            assert group.traffic.collectives == before + 2
+
+
 def functional_forms(group, backend):
     """What torch.compile sees: functional collectives, eager and traced into a graph."""
     handle, size = group._handle, group.size

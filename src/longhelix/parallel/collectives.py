@@ -1,8 +1,9 @@
 """The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from longhelix.errors import PeerLostError
 from longhelix.kernels import native
+from longhelix.layout import split
 from longhelix.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
+
+_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16  # benchmarks/notes.md, "Sequence parallelism over links"
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -55,7 +59,7 @@ def _functional_all_gather(group: "RankGroup", values: Tensor) -> Tensor:
 def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Tensor:
     if group.size == 1:
         return values
-    if not group.sums_by_exchange:
+    if not group.is_gloo:
         return functional.reduce_scatter_tensor(values, "sum", 0, group._handle)
     rows = [values.shape[0] // group.size] * group.size
     return _sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
@@ -67,6 +71,17 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)
+
+
+def _wait_for_all(collective: Callable, pieces: Iterable[tuple[Any, ...]]) -> None:
+    for work in [collective(*piece) for piece in pieces]:
+        work.wait()
+
+
+def _pieces(values: Tensor) -> list[slice]:
+    """Rows of what goes to each rank, as gloo sends them both ways at once."""
+    count = min(max(values.nbytes // _PIECE_BYTES, 1), _MOST_PIECES, len(values))
+    return [slice(part.start, part.stop) for part in split(len(values), count)]
 
 
 class RankGroup:
@@ -84,8 +99,8 @@ class RankGroup:
         self.index = ranks.index(rank)
         # Sums are the same bits whatever the size of the message; gloo's are not, from three ranks on.
         self.sums_in_rank_order = self.size == 1
-        # Gloo's reduce-scatter sends as much as its all-reduce.
-        self.sums_by_exchange = self.size > 1 and isinstance(handle, dist.ProcessGroup) and handle.name() == "gloo"
+        # Gloo's reduce-scatter sends as much as its all-reduce, and large messages one direction after the other.
+        self.is_gloo = self.size > 1 and isinstance(handle, dist.ProcessGroup) and handle.name() == "gloo"
         self.overlaps = self.size > 1  # what is sent travels while this rank computes
         self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
         self._handle = handle
@@ -120,7 +135,7 @@ class RankGroup:
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a compiled graph, as a new tensor."""
         if self.size > 1:
-            self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
+            self._run("all-reduce", values.nbytes, self._handle.allreduce, ([values],))
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
@@ -132,8 +147,14 @@ class RankGroup:
         """The rows of all ranks in their order, (n L, ...), of this rank's (L, ...)."""
         if self.size == 1:
             return values
+        values = values.contiguous()
         whole = values.new_empty(self.size * len(values), *values.shape[1:])
-        self._run("all-gather", values.nbytes, self._handle._allgather_base, whole, values.contiguous())
+        if self.is_gloo:
+            parts = whole.view(self.size, *values.shape)
+            pieces = [([[*parts[:, rows]]], [values[rows]]) for rows in _pieces(values)]
+            self._run("all-gather", values.nbytes, self._handle.allgather, *pieces)
+        else:
+            self._run("all-gather", values.nbytes, self._handle._allgather_base, (whole, values))
         return whole
 
     @_in_graphs(_functional_reduce_scatter)
@@ -142,12 +163,20 @@ class RankGroup:
         if self.size == 1:
             return values
         rows = len(values) // self.size
-        if self.sums_by_exchange:
-            sizes = [rows * values[:1].numel()] * self.size
-            received = self.all_to_all(values.reshape(-1), sizes, sizes)
-            return _sum_in_order(received.view(self.size, rows, *values.shape[1:]))
+        if self.is_gloo:
+            parts = values.view(self.size, rows, *values.shape[1:])
+            given = [parts[:, piece].flatten(0, 1).contiguous() for piece in _pieces(parts[0])]
+            received = [torch.empty_like(each) for each in given]
+            sizes = [[len(each) // self.size] * self.size for each in given]
+            self._run(
+                "reduce-scatter",
+                values.nbytes,
+                self._handle.alltoall_base,
+                *zip(received, given, sizes, sizes, strict=True),
+            )
+            return torch.cat([_sum_in_order(each.chunk(self.size)) for each in received])
         own = values.new_empty(rows, *values.shape[1:])
-        self._run("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, own, values.contiguous())
+        self._run("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, (own, values.contiguous()))
         return own
 
     def merges(self, head_size: int) -> bool:
@@ -183,7 +212,8 @@ class RankGroup:
             return [values]
         gathered = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
         receivers = [gathered] if gathered else []
-        self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
+        given = [values.contiguous()]
+        self._run("gather", values.nbytes, self._handle.gather, (receivers, given, dist.GatherOptions()))
         return gathered
 
     def broadcast(self, values: Tensor, root: int = 0) -> Tensor:
@@ -191,13 +221,14 @@ class RankGroup:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._run("broadcast", values.nbytes, self._handle.broadcast, [values], options)
+            self._run("broadcast", values.nbytes, self._handle.broadcast, ([values], options))
         return values
 
-    def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
+    def _run(self, kind: str, size_bytes: int, collective: Callable, *pieces: tuple[Any, ...]) -> None:
+        """One collective, by a call for each of its pieces, which travel beside each other."""
         # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
         span = self._spans.begin(kind, "collective")
-        self._call(self._begin(kind, size_bytes), lambda: collective(*arguments).wait())
+        self._call(self._begin(kind, size_bytes), _wait_for_all, collective, pieces)
         self._spans.end(span)
 
     def _begin(self, kind: str, size_bytes: int) -> str:
