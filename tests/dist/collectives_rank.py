@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as functional
 
 from longhelix.errors import PeerLostError
 from longhelix.layout import Layout
+from longhelix.models import token_shards
+from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.collectives import is_lost_peer
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.rank import meet
@@ -99,6 +101,35 @@ def shards(group, backend):
             total = sum_in_rank_order(group.size, group.size * count, dtype).view(-1, columns)
             assert torch.equal(own, total.chunk(group.size)[group.index]), (dtype, rows, columns)
             assert group.traffic.collectives == before + 2
+
+
+def products(group, backend):
+    """Products of gathered rows and sums of products, in pieces and in one; some ranks own no row. Small whole numbers,
+    of which all sums are exact."""
+    multiplied = []
+    weight = whole_numbers(0, 48, 64)
+
+    def multiply(x, *scales):
+        multiplied.append(len(x))
+        return x @ weight.T if not scales else x @ weight.T * scales[0]
+
+    for tokens in (1, group.size - 1, group.size + 1, 37, 301):
+        shards = TokenShards(group, torch.zeros(tokens))
+        rows, scales = whole_numbers(0, tokens, 64), whole_numbers(1, tokens, 1)
+        total = sum(whole_numbers(rank, tokens, 64) @ weight.T for rank in range(group.size))
+        for piece_bytes in (1, 64 * 4 * 13, 2**30):
+            token_shards._PIECE_BYTES = piece_bytes
+            multiplied.clear()
+            found = shards.gathered_product((shards.own(rows), shards.own(scales)), multiply)
+            assert torch.equal(found, rows @ weight.T * scales), (tokens, piece_bytes)
+            if piece_bytes != 64 * 4 * 13:
+                assert len(multiplied) == (min(4, shards.rows) if backend == "gloo" and piece_bytes == 1 else 1)
+            found = shards.summed_product(whole_numbers(group.index, tokens, 64), multiply, row_bytes=48 * 4)
+            assert torch.equal(found, shards.own(total)), (tokens, piece_bytes)
+
+
+def whole_numbers(seed, *sizes):
+    return torch.randint(-8, 8, sizes, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def functional_forms(group, backend):

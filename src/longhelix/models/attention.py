@@ -6,7 +6,7 @@ from longhelix.kernels import KVLayer, Weight, linear, partial_attention, rotate
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch
 from longhelix.models.overlap import attend_and_exchange, attend_and_meet
-from longhelix.models.projection import add_projected, own_normed
+from longhelix.models.projection import add_projected, own_normed, project_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
@@ -49,8 +49,11 @@ class Attention(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
-        x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
-        qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
+        if batch.holders is None:
+            qkv_tX = project_normed(hidden_TH, self.qkv, self.norm, self.eps, batch, bias=self.qkv_bias)
+        else:
+            x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
+            qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
         q_tqC = rotate_and_write(
             qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
         )

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from longhelix.kernels import Experts, Weight, linear, make_weight, rms_norm, route, run_experts
 from longhelix.models.batch import Batch
-from longhelix.models.projection import add_summed
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -65,7 +64,9 @@ class ExpertFFN(nn.Module):
         part_TH = run_experts(x_TH, self.experts, *taken, **norm)
         if batch.pass_shards is not None:
             return hidden_TH + batch.pass_shards.whole(batch.pass_shards.summed(part_TH))
-        return add_summed(hidden_TH, part_TH, self.mesh.ffn, batch)
+        if batch.shards is not None:
+            return hidden_TH + batch.shards.summed(part_TH)
+        return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """All rows, the router's logits of each, and the norm that is left to the experts. Of token shards each rank

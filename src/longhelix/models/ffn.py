@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from longhelix.kernels import Weight, linear
+from longhelix.kernels import Weight
 from longhelix.models.batch import Batch
-from longhelix.models.projection import add_projected, normed
+from longhelix.models.projection import add_projected, project_normed
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import ModelSpec
@@ -29,6 +29,6 @@ class DenseFFN(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
-        x_TH, more = normed(hidden_TH, self.norm, self.eps, batch, self.gate_up.dtype)
-        inner_Tf = linear(x_TH, self.gate_up, bias=self.gate_up_bias, swiglu=True, **more)
+        more = {"bias": self.gate_up_bias, "swiglu": True}
+        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **more)
         return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch)

@@ -42,6 +42,20 @@ def own_normed(
     return batch.own_rows(x_TH), more
 
 
+def project_normed(hidden_XH: Tensor, weight: Weight, norm: Tensor, eps: float, batch: Batch, **more: Any) -> Tensor:
+    """norm(hidden_XH) W^T of all rows. more: as in `linear`. Of token shards, rows that are there are multiplied while
+    others travel."""
+    if batch.shards is None:
+        x_TH, how = normed(hidden_XH, norm, eps, batch, weight.dtype)
+        return linear(x_TH, weight, **how, **more)
+    if not FORMATS[weight.dtype].rounds_inputs:
+        return batch.shards.gathered_product((rms_norm(hidden_XH, norm, eps),), lambda x: linear(x, weight, **more))
+    return batch.shards.gathered_product(
+        quantise_rows(hidden_XH, norm=norm, norm_eps=eps),
+        lambda q, scales: linear(q, weight, scales_TX=scales, dtype=hidden_XH.dtype, **more),
+    )
+
+
 def add_projected(
     hidden_XH: Tensor, x_TX: Tensor, weight: Weight, bias_H: Tensor | None, group: RankGroup, batch: Batch
 ) -> Tensor:
@@ -51,12 +65,9 @@ def add_projected(
     """
     if group.size == 1:
         return linear(x_TX, weight, bias=bias_H, residual=hidden_XH)
-    hidden_XH = add_summed(hidden_XH, linear(x_TX, weight), group, batch)
+    if batch.shards is None:
+        hidden_XH = group.all_reduce_add(linear(x_TX, weight), hidden_XH)
+    else:
+        row_bytes = hidden_XH[0].nbytes
+        hidden_XH = hidden_XH + batch.shards.summed_product(x_TX, lambda x: linear(x, weight), row_bytes)
     return hidden_XH if bias_H is None else hidden_XH + bias_H
-
-
-def add_summed(hidden_XH: Tensor, part_TH: Tensor, group: RankGroup, batch: Batch) -> Tensor:
-    """hidden_XH + the sum over the ranks of their parts: one all-reduce, or of token shards one reduce-scatter."""
-    if batch.shards is not None:
-        return hidden_XH + batch.shards.summed(part_TH)
-    return group.all_reduce_add(part_TH, hidden_XH)

@@ -1,11 +1,16 @@
 """Hidden states as token shards: each rank of an FFN group has some of a step's rows between its products."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longhelix.layout import split
 from longhelix.parallel.collectives import RankGroup
+
+_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,33 @@ class TokenShards:
     def summed(self, x_TX: Tensor) -> Tensor:
         """This rank's rows of the sum over the ranks, x_LX; one reduce-scatter."""
         return self.group.reduce_scatter(self._padded(x_TX))
+
+    def gathered_product(self, x_LX: tuple[Tensor, ...], multiply: Callable[..., Tensor]) -> Tensor:
+        """multiply(all rows of each of x_LX), y_TY: row by row, so that pieces are multiplied while others travel."""
+        pieces = self._pieces(x_LX[0][0].nbytes)
+        started = [[self.group.start_all_gather(each[rows]) for each in x_LX] for rows in pieces]
+        done = [multiply(*(finish() for finish in finishes)) for finishes in started]
+        if len(done) == 1:
+            return done[0][: self.tokens]
+        return torch.cat([each.unflatten(0, (self.group.size, -1)) for each in done], 1).flatten(0, 1)[: self.tokens]
+
+    def summed_product(self, x_TX: Tensor, multiply: Callable[[Tensor], Tensor], row_bytes: int) -> Tensor:
+        """This rank's rows of the sum over the ranks of multiply(x_TX), y_LY: row by row, so that pieces travel while
+        others are multiplied. row_bytes: of y."""
+        pieces = self._pieces(row_bytes)
+        if len(pieces) == 1:
+            return self.summed(multiply(x_TX))
+        parts_nLX = self._padded(x_TX).unflatten(0, (self.group.size, -1))
+        started = [self.group.start_reduce_scatter(multiply(parts_nLX[:, rows].flatten(0, 1))) for rows in pieces]
+        return torch.cat([finish() for finish in started])
+
+    def _pieces(self, row_bytes: int) -> list[slice]:
+        """Rows of a shard that travel together: all, but over gloo. Through shared memory nothing travels while a rank
+        computes, and on GPUs smaller products may cost more than is gained, which was not measured."""
+        if torch.compiler.is_compiling() or not self.group.is_gloo:
+            return [slice(None)]
+        count = max(min(self.rows * row_bytes // _PIECE_BYTES, self.rows, _MOST_PIECES), 1)
+        return [slice(part.start, part.stop) for part in split(self.rows, count)]
 
     def _padded(self, x_TX: Tensor) -> Tensor:
         return pad(x_TX, (0, 0, 0, self.rows * self.group.size - self.tokens))

@@ -1,7 +1,7 @@
 """The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 from zlib import crc32
@@ -52,17 +52,18 @@ def _functional_all_to_all(
     return lambda: received
 
 
-def _functional_all_gather(group: "RankGroup", values: Tensor) -> Tensor:
-    return values if group.size == 1 else functional.all_gather_tensor(values, 0, group._handle)
+def _functional_all_gather(group: "RankGroup", values: Tensor) -> Callable[[], Tensor]:
+    whole = values if group.size == 1 else functional.all_gather_tensor(values, 0, group._handle)
+    return lambda: whole
 
 
-def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Tensor:
-    if group.size == 1:
-        return values
-    if not group.is_gloo:
-        return functional.reduce_scatter_tensor(values, "sum", 0, group._handle)
-    rows = [values.shape[0] // group.size] * group.size
-    return _sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
+def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Callable[[], Tensor]:
+    if group.size > 1 and group.is_gloo:
+        rows = [values.shape[0] // group.size] * group.size
+        values = _sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
+    elif group.size > 1:
+        values = functional.reduce_scatter_tensor(values, "sum", 0, group._handle)
+    return lambda: values
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -71,11 +72,6 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)
-
-
-def _wait_for_all(collective: Callable, pieces: Iterable[tuple[Any, ...]]) -> None:
-    for work in [collective(*piece) for piece in pieces]:
-        work.wait()
 
 
 def _pieces(values: Tensor) -> list[slice]:
@@ -135,49 +131,62 @@ class RankGroup:
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the group, in place; in a compiled graph, as a new tensor."""
         if self.size > 1:
-            self._run("all-reduce", values.nbytes, self._handle.allreduce, ([values],))
+            self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
         """residual + the sum of `values` over the group. May overwrite `values`."""
         return residual + self.all_reduce(values)
 
-    @_in_graphs(_functional_all_gather)
     def all_gather(self, values: Tensor) -> Tensor:
         """The rows of all ranks in their order, (n L, ...), of this rank's (L, ...)."""
+        return self.start_all_gather(values)()
+
+    @_in_graphs(_functional_all_gather)
+    def start_all_gather(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begin an `all_gather`. Call what it returns to wait for the result."""
         if self.size == 1:
-            return values
+            return lambda: values
         values = values.contiguous()
         whole = values.new_empty(self.size * len(values), *values.shape[1:])
         if self.is_gloo:
             parts = whole.view(self.size, *values.shape)
             pieces = [([[*parts[:, rows]]], [values[rows]]) for rows in _pieces(values)]
-            self._run("all-gather", values.nbytes, self._handle.allgather, *pieces)
+            wait = self._start("all-gather", values.nbytes, self._handle.allgather, *pieces)
         else:
-            self._run("all-gather", values.nbytes, self._handle._allgather_base, (whole, values))
-        return whole
+            wait = self._start("all-gather", values.nbytes, self._handle._allgather_base, (whole, values))
 
-    @_in_graphs(_functional_reduce_scatter)
+        def finish() -> Tensor:
+            wait()
+            return whole
+
+        return finish
+
     def reduce_scatter(self, values: Tensor) -> Tensor:
         """This rank's rows (L, ...) of the sum over the group of (n L, ...)."""
+        return self.start_reduce_scatter(values)()
+
+    @_in_graphs(_functional_reduce_scatter)
+    def start_reduce_scatter(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begin a `reduce_scatter`. Call what it returns to wait for the result."""
         if self.size == 1:
-            return values
-        rows = len(values) // self.size
-        if self.is_gloo:
-            parts = values.view(self.size, rows, *values.shape[1:])
-            given = [parts[:, piece].flatten(0, 1).contiguous() for piece in _pieces(parts[0])]
+            return lambda: values
+        parts = values.contiguous().view(self.size, len(values) // self.size, *values.shape[1:])
+        if not self.is_gloo:
+            own = torch.empty_like(parts[0])
+            wait = self._start("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, (own, parts))
+        else:
+            given = [parts[:, rows].flatten(0, 1).contiguous() for rows in _pieces(parts[0])]
             received = [torch.empty_like(each) for each in given]
             sizes = [[len(each) // self.size] * self.size for each in given]
-            self._run(
-                "reduce-scatter",
-                values.nbytes,
-                self._handle.alltoall_base,
-                *zip(received, given, sizes, sizes, strict=True),
-            )
-            return torch.cat([_sum_in_order(each.chunk(self.size)) for each in received])
-        own = values.new_empty(rows, *values.shape[1:])
-        self._run("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, (own, values.contiguous()))
-        return own
+            pieces = zip(received, given, sizes, sizes, strict=True)
+            wait = self._start("reduce-scatter", values.nbytes, self._handle.alltoall_base, *pieces)
+
+        def finish() -> Tensor:
+            wait()
+            return torch.cat([_sum_in_order(each.chunk(self.size)) for each in received]) if self.is_gloo else own
+
+        return finish
 
     def merges(self, head_size: int) -> bool:
         """Whether `exchange_states` does the exchange and the merge as one call."""
@@ -212,8 +221,7 @@ class RankGroup:
             return [values]
         gathered = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
         receivers = [gathered] if gathered else []
-        given = [values.contiguous()]
-        self._run("gather", values.nbytes, self._handle.gather, (receivers, given, dist.GatherOptions()))
+        self._run("gather", values.nbytes, self._handle.gather, receivers, [values.contiguous()], dist.GatherOptions())
         return gathered
 
     def broadcast(self, values: Tensor, root: int = 0) -> Tensor:
@@ -221,15 +229,27 @@ class RankGroup:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._run("broadcast", values.nbytes, self._handle.broadcast, ([values], options))
+            self._run("broadcast", values.nbytes, self._handle.broadcast, [values], options)
         return values
 
-    def _run(self, kind: str, size_bytes: int, collective: Callable, *pieces: tuple[Any, ...]) -> None:
-        """One collective, by a call for each of its pieces, which travel beside each other."""
+    def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
         # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
         span = self._spans.begin(kind, "collective")
-        self._call(self._begin(kind, size_bytes), _wait_for_all, collective, pieces)
+        self._call(self._begin(kind, size_bytes), lambda: collective(*arguments).wait())
         self._spans.end(span)
+
+    def _start(self, kind: str, size_bytes: int, collective: Callable, *pieces: tuple[Any, ...]) -> Callable[[], None]:
+        """Begin one collective, by a call for each of its pieces, which travel beside each other."""
+        span, title = self._spans.begin(kind, "collective"), self._begin(kind, size_bytes)
+        works = self._call(title, lambda: [collective(*piece) for piece in pieces])
+
+        def wait() -> None:
+            before_s = time.perf_counter()
+            self._call(title, lambda: [work.wait() for work in works])
+            self.waited_s += time.perf_counter() - before_s
+            self._spans.end(span)
+
+        return wait
 
     def _begin(self, kind: str, size_bytes: int) -> str:
         """Count a collective, and return its name in words."""
