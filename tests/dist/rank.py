@@ -215,7 +215,7 @@ def show(case, runner):
     """The images of each prompt; the runner gets all of them, if it needs any."""
     if takes_images(runner.spec, runner.mesh.layout, runner.mesh.rank):
         for digest, states_LXH in np.load(case["states"]).items():
-            runner.take_image(bytes.fromhex(digest), states_LXH.tobytes())
+            runner.take_image(bytes.fromhex(digest), states_LXH.shape[1], states_LXH.tobytes())
     return [tuple(ImageSpan(*place, bytes.fromhex(digest)) for *place, digest in spans) for spans in case["images"]]
 
 

@@ -12,6 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from longhelix.models.model_files import open_checkpoint
 from longhelix.request import ImageSpan
+from longhelix.spec import ModelSpec
 from longhelix.vision.patches import Patcher
 from longhelix.vision.tower import Tower
 
@@ -118,7 +119,8 @@ def save_model(config, folder, seed=0):
 def make_shown_oracle(config, folder, seed=0, new_tokens=NEW_TOKENS):
     model, processor = save_model(config, folder, seed)
     images = {name: draw(*grid, seed) for seed, (name, grid) in enumerate(zip("abc", GRIDS, strict=True))}
-    patcher, tower = Patcher(Path(folder)), Tower(open_checkpoint(str(folder)), "float32")
+    checkpoint = open_checkpoint(str(folder))
+    patcher, tower = Patcher(Path(folder)), Tower(checkpoint, ModelSpec.from_hf_config(checkpoint.config), "float32")
     patches = {name: patcher.patches(image) for name, image in images.items()}
     states = {
         one.digest: np.frombuffer(tower.states(one), np.float32).reshape(3, one.num_tokens, -1)

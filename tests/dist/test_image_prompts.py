@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 
 import PIL.Image
 import pytest
@@ -15,7 +16,10 @@ from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_sho
 from longhelix import LLM, EngineError, ImagePrompt, Layout, SamplingParams, UserError
 from longhelix.cli.main import main
 from longhelix.engine import images as engine_images
+from longhelix.models.model_files import open_checkpoint
+from longhelix.spec import ModelSpec
 from longhelix.vision import patches as patches_module
+from longhelix.vision.tower import Tower
 
 pytestmark = pytest.mark.dist
 
@@ -168,7 +172,7 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
         (ImagePrompt([1], image), {}, "images is .*: set it to a list of 1 to"),
         ([1, IMAGE, 2], {}, "token 190, which stands for images, but no image for it"),
         ("w1 w190", {}, "token 190, which stands for images, but no image for it"),
-        (ImagePrompt([1], [wide, wide]), {}, "the prompt has 133 tokens, but --max-model-len is 128"),
+        (ImagePrompt([1], [wide, wide]), {}, r"has 133 tokens with the first 2 of its 2 images, but .* is 128"),
         (ImagePrompt([1], [image]), {"context": "it"}, "no images go with it"),
     ):
         with pytest.raises(UserError, match=words):
@@ -177,6 +181,39 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
         llm.save_context("it", ImagePrompt([1], [image]))
     assert not llm._core._loop.scheduler.num_waiting
     assert not llm._core._images._requests
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_an_image_is_read(llm, tmp_path, monkeypatch):
+    """After the first image that is too much: what comes behind it is not even opened."""
+    path = tmp_path / "wide.jpg"
+    PIL.Image.new("RGB", (8 * 8, 8 * 8)).save(path)
+    monkeypatch.setattr(patches_module.Patcher, "patches", None)
+    with pytest.raises(UserError, match="has 135 tokens with the first 2 of its 3 images") as refusal:
+        llm.generate(ImagePrompt([1], [path, path, tmp_path / "none.png"]), GREEDY)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def test_patches_are_cut_where_ranks_need_them(llm, monkeypatch):
+    """Once for an image, however often it is shown, and not while the tower has what came out."""
+    cut, images = [], [draw(3, 1, 13), draw(1, 3, 14)]
+    monkeypatch.setattr(patches_module.Patcher, "_cut", lambda *given, kept=patches_module.Patcher._cut: (
+        cut.append(given), kept(*given))[1])  # fmt: skip
+    llm.generate([ImagePrompt([1], images * 2)] * 2, GREEDY)
+    llm.generate(ImagePrompt([2], images), GREEDY)
+    assert len(cut) == 2
+
+
+def test_states_of_another_shape_than_the_decoder_takes_are_refused(oracle):
+    checkpoint = open_checkpoint(str(oracle.path))
+    patches = patches_module.Patcher(oracle.path).patches(oracle.images["a"])
+    spec = ModelSpec.from_hf_config(checkpoint.config)
+    for other in (
+        replace(spec, hidden_size=45),
+        replace(spec, vision=replace(spec.vision, num_deepstack=1)),
+    ):
+        with pytest.raises(UserError, match="gives states of another shape than the decoder takes") as refusal:
+            Tower(checkpoint, other, "float32").states(patches)
+        assert refusal.value.code == "invalid_checkpoint"
 
 
 def test_an_image_whose_tower_fails_ends_its_request_alone(llm, oracle, monkeypatch):
@@ -221,7 +258,7 @@ def damage(folder, oracle):
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
         (narrow, "cannot be made of the model's config"),
         (coarse, "cuts images into other patches"),
-        (unscaled, "preprocessor_config.json is missing, which says how images are scaled"),
+        (unscaled, "has no preprocessor_config.json or processor_config.json, which says"),
     )
 
 

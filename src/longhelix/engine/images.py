@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from longhelix.engine.prompt import ImagePrompt, token_ids
 from longhelix.engine.shown_images import ShownImage
@@ -15,7 +16,7 @@ from longhelix.values import refused
 from longhelix.vision.patches import Patcher, Patches
 from longhelix.vision.tower import Tower
 
-_MOST_IMAGES = 1024  # of one prompt: each is read before the first is looked at
+_MOST_IMAGES = 1024  # of one prompt: each is opened before the first is looked at
 
 
 class Images:
@@ -39,17 +40,32 @@ class Images:
             )
         if self._patcher is None or self._tower is None:
             self._patcher = Patcher(checkpoint.path)
-            self._tower = Tower(checkpoint, self._config.dtype)
+            self._tower = Tower(checkpoint, self._config.spec, self._config.dtype)
         given = prompt.prompt
         ids = encode(given) if isinstance(given, str) else given
         ids = token_ids(ids, self._config.spec.vocab_size, self._config.scheduler.max_model_len).tolist()
-        images = [self._patcher.patches(image) for image in _items(prompt.images)]
-        expanded, spans = _expanded(_with_places(ids, len(images), vision), images, vision)
+        given_images = _items(prompt.images)
+        placed = _with_places(ids, len(given_images), vision)
+        self._check_length(len(placed) - len(given_images), given_images, self._patcher)
+        images = [self._patcher.patches(image) for image in given_images]
+        expanded, spans = _expanded(placed, images, vision)
         states = self._tower.states
         return expanded, [ShownImage(span, partial(states, one)) for span, one in zip(spans, images, strict=True)]
 
+    def _check_length(self, num_tokens: int, images: Sequence[Any], patcher: Patcher) -> None:
+        """Raise UserError where these tokens and those of images are too many, before any pixel is read."""
+        most = self._config.scheduler.max_model_len
+        for number, image in enumerate(images, 1):
+            num_tokens += patcher.num_tokens(image)
+            if num_tokens > most:
+                raise UserError(
+                    f"the prompt has {num_tokens} tokens with the first {number} of its {len(images)} images, but "
+                    f"--max-model-len is {most}: give fewer or smaller images, or set --max-model-len to more",
+                    "context_length_exceeded",
+                )
 
-def _items(images: object) -> Sequence[object]:
+
+def _items(images: object) -> Sequence[Any]:
     if not isinstance(images, (list, tuple)) or not 0 < len(images) <= _MOST_IMAGES:
         raise refused("images", images, f"a list of 1 to {_MOST_IMAGES} paths or Pillow images")
     return images

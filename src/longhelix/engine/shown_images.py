@@ -32,7 +32,7 @@ class ShownImages:
         for image in images:
             digest = image.span.digest
             if not self._requests[digest]:
-                self._pool.show(self._ranks, TakeImage(digest, image.states()))
+                self._pool.show(self._ranks, TakeImage(digest, image.span.num_tokens, image.states()))
             self._requests[digest] += 1
             shown.append(digest)
 

@@ -183,11 +183,11 @@ class ModelRunner:
         if self._is_last:
             handover.give_tokens(sampled)
 
-    def take_image(self, digest: bytes, states: bytes) -> None:
+    def take_image(self, digest: bytes, num_tokens: int, states: bytes) -> None:
         """Keep what an image is made of, as `TakeImage` has it, for the sequences that show it."""
         assert self.spec.vision is not None
         states_X = torch.frombuffer(bytearray(states), dtype=self.model.dtype).to(self.device)
-        self.images[digest] = states_X.view(1 + self.spec.vision.num_deepstack, -1, self.spec.hidden_size)
+        self.images[digest] = states_X.view(1 + self.spec.vision.num_deepstack, num_tokens, self.spec.hidden_size)
 
     def settle(self) -> None:
         """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.config import count
-from longhelix.values import refused
+from longhelix.values import refused, whole
 
 _TOKENS = ("image", "vision_start", "vision_end")
 
@@ -28,12 +28,16 @@ class VisionSpec:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> "VisionSpec":
         """Read the config.json of a vision-language model; raises UserError."""
-        tower = _part(config, "vision_config")
-        taps = tower.get("deepstack_visual_indexes")
-        if not isinstance(taps, (list, tuple)):
-            raise refused("deepstack_visual_indexes in the model's settings", taps, "a list of layers", "invalid_model")
+        tower, decoder = _part(config, "vision_config"), _part(config, "text_config")
+        given, taken = count(tower, "out_hidden_size"), count(decoder, "hidden_size")
+        if given != taken:
+            raise UserError(
+                f"the vision tower gives {given} numbers for each token, but the decoder takes {taken}: correct "
+                "out_hidden_size or hidden_size in the model's config",
+                "invalid_model",
+            )
         image, start, end = (count(config, f"{name}_token_id", least=0) for name in _TOKENS)
-        return cls(image, start, end, len(taps))
+        return cls(image, start, end, _num_deepstack(tower))
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,6 +48,17 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         "model_type": config["model_type"],
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
     }
+
+
+def _num_deepstack(tower: Mapping[str, Any]) -> int:
+    name, taps = "deepstack_visual_indexes in the model's settings", tower.get("deepstack_visual_indexes")
+    if not isinstance(taps, (list, tuple)):
+        raise refused(name, taps, "a list of layers", "invalid_model")
+    last = count(tower, "depth") - 1
+    layers = {whole(f"a layer of {name}", layer, 0, last, code="invalid_model") for layer in taps}
+    if len(layers) < len(taps):
+        raise refused(name, taps, "layers of which each comes once", "invalid_model")
+    return len(layers)
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

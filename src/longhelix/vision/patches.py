@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +25,20 @@ if TYPE_CHECKING:
 _MOST_PIXELS = 2**27
 
 
+# The files that say how images are scaled, of which a folder has either.
+_FILES = ("preprocessor_config.json", "processor_config.json")
+SETTINGS = " or ".join(_FILES)
+
+
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """patches_PX: of the image, float32, those of a token side by side. rows, columns: of its tokens. digest: SHA-256
-    of all of that."""
+    """What is known of an image before its patches are cut. rows, columns: of its tokens. digest: SHA-256 of its size
+    and pixels. cut: reads the image again and makes its patches_PX, float32, those of a token side by side."""
 
-    patches_PX: NDArray[np.float32]
     rows: int
     columns: int
     digest: bytes
+    cut: Callable[[], NDArray[np.float32]]
 
     @property
     def num_tokens(self) -> int:
@@ -38,43 +46,88 @@ class Patches:
 
 
 class Patcher:
-    """Makes patches of images, as the preprocessor_config.json in a model's folder says. Raises UserError where that or
-    the packages of the extra `vl` are missing."""
+    """Makes patches of images, as preprocessor_config.json or processor_config.json in a model's folder says. Raises
+    UserError where that or the packages of the extra `vl` are missing."""
 
     def __init__(self, folder: Path) -> None:
-        config = folder / "preprocessor_config.json"
-        if not config.is_file():
+        if not any((folder / name).is_file() for name in _FILES):
             raise UserError(
-                f"{config} is missing, which says how images are scaled: give a complete model folder",
+                f"{folder} has no {SETTINGS}, which says how images are scaled: give a complete model folder",
                 "invalid_checkpoint",
             )
         try:
             import PIL.Image
             import PIL.ImageOps
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+                Qwen2VLImageProcessorPil,
+                smart_resize,
+            )
         except ImportError as error:
             raise missing_extra() from error
-        self._pillow, self._ops = PIL.Image, PIL.ImageOps
+        self._pillow, self._ops, self._scaled = PIL.Image, PIL.ImageOps, smart_resize
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises whatever it comes across
-            raise UserError(f"{config} cannot be read ({error}): download it again", "invalid_checkpoint") from error
+            raise UserError(
+                f"how images are scaled cannot be read from {SETTINGS} in {folder} ({error}): download it again",
+                "invalid_checkpoint",
+            ) from error
+
+    def num_tokens(self, image: str | os.PathLike[str] | PIL.Image.Image) -> int:
+        """Of an image file or a Pillow image, by its size alone. Raises UserError as `patches` does."""
+        with self._opened(image) as (name, opened):
+            rows, columns = self._grid(name, *opened.size)
+        return rows * columns
 
     def patches(self, image: str | os.PathLike[str] | PIL.Image.Image) -> Patches:
         """Those of an image file or a Pillow image. Raises UserError for what is none, or too large or too narrow."""
-        name, opened = self._open(image)
-        if opened.width * opened.height > _MOST_PIXELS:
-            raise _too_large(name)
+        name, upright = self._upright(image)
+        digest = _digest(upright)
+        return Patches(*self._grid(name, *upright.size), digest, partial(self._cut, image, digest))
+
+    def _cut(self, image: str | os.PathLike[str] | PIL.Image.Image, digest: bytes) -> NDArray[np.float32]:
+        name, upright = self._upright(image)
+        if _digest(upright) != digest:
+            raise UserError(f"{name} changed while it was read: give it again", "invalid_image")
         try:
-            upright = self._ops.exif_transpose(opened).convert("RGB")
-            found = self._processor(images=[upright], return_tensors="np")
-        except Exception as error:  # of files that end early, and of shapes that the model's rules refuse
-            raise UserError(f"{name} cannot be read as an image ({error}): give another", "invalid_image") from error
-        (grid,) = found["image_grid_thw"].tolist()
-        merge = self._processor.merge_size
-        patches_PX, rows, columns = found["pixel_values"], grid[1] // merge, grid[2] // merge
-        digest = hashlib.sha256(f"{rows} {columns} ".encode() + patches_PX.tobytes()).digest()
-        return Patches(patches_PX, rows, columns, digest)
+            return self._processor(images=[upright], return_tensors="np")["pixel_values"]
+        except Exception as error:
+            raise _unreadable(name, error) from error
+
+    def _grid(self, name: str, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of the tokens of an image of that size."""
+        processor = self._processor
+        unit, size = processor.patch_size * processor.merge_size, processor.size
+        try:
+            scaled = self._scaled(height, width, unit, size["shortest_edge"], size["longest_edge"])
+        except Exception as error:  # of shapes that the model's rules refuse
+            raise _unreadable(name, error) from error
+        return scaled[0] // unit, scaled[1] // unit
+
+    def _upright(self, image: Any) -> tuple[str, PIL.Image.Image]:
+        """What to call an image, and its pixels: turned as its EXIF says, red, green and blue in 8 bits."""
+        with self._opened(image) as (name, opened):
+            if opened.mode in ("I", "F"):
+                raise UserError(
+                    f"{name} has 32 bits for a pixel, which do not say what is white: give it with 8 or 16 bits",
+                    "invalid_image",
+                )
+            try:
+                upright = self._ops.exif_transpose(opened)
+                if upright.mode.startswith("I;16"):  # Pillow cuts these off at 255
+                    upright = self._pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+                return name, upright.convert("RGB")
+            except Exception as error:  # of files that end early
+                raise _unreadable(name, error) from error
+
+    @contextmanager
+    def _opened(self, image: Any) -> Iterator[tuple[str, PIL.Image.Image]]:
+        """As `_open`, and what was opened here is closed at the end."""
+        name, opened = self._open(image)
+        with nullcontext() if opened is image else opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise _too_large(name)
+            yield name, opened
 
     def _open(self, image: Any) -> tuple[str, PIL.Image.Image]:
         """An image, of which no pixel was read yet, and what to call it."""
@@ -97,6 +150,14 @@ class Patcher:
                 "PNG or JPEG",
                 "invalid_image",
             ) from error
+
+
+def _digest(upright: PIL.Image.Image) -> bytes:
+    return hashlib.sha256(f"{upright.width} {upright.height} ".encode() + upright.tobytes()).digest()
+
+
+def _unreadable(name: str, error: Exception) -> UserError:
+    return UserError(f"{name} cannot be read as an image ({error}): give another", "invalid_image")
 
 
 def _too_large(name: str) -> UserError:

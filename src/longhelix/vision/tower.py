@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from longhelix.models.checkpoint import invalid_checkpoint
 from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.spec import ModelSpec
 from longhelix.values import shown
-from longhelix.vision.patches import Patches, missing_extra
+from longhelix.vision.patches import SETTINGS, Patches, missing_extra
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,12 +22,12 @@ class Tower:
     """Makes of patches what the decoder takes in place of an image's tokens, on this process's cores. Loaded when it is
     first asked; then it keeps the last few images' states, because a conversation shows its images again each time.
 
-    dtype: of activations, by name.
+    spec: of the whole model. dtype: of activations, by name.
     """
 
-    def __init__(self, checkpoint: VisionLanguageCheckpoint, dtype: str) -> None:
+    def __init__(self, checkpoint: VisionLanguageCheckpoint, spec: ModelSpec, dtype: str) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self._spec, self._dtype = spec, dtype
         self._kept: dict[bytes, bytes] = {}
 
     def states(self, patches: Patches) -> bytes:
@@ -42,21 +43,28 @@ class Tower:
     def _run(self, patches: Patches) -> bytes:
         import torch
 
-        config, merge = self._model.config, self._model.spatial_merge_size
+        assert self._spec.vision is not None
+        config, merge, patches_PX = self._model.config, self._model.spatial_merge_size, patches.cut()
         patch_numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        if patches.patches_PX.shape != (patches.num_tokens * merge**2, patch_numbers):
+        if patches_PX.shape != (patches.num_tokens * merge**2, patch_numbers):
             raise invalid_checkpoint(
-                "preprocessor_config.json cuts images into other patches than the model's vision_config takes: check "
-                "that they belong together"
+                f"{SETTINGS} cuts images into other patches than the model's vision_config takes: check that they "
+                "belong together"
             )
         with torch.inference_mode():
             found = self._model(
-                torch.from_numpy(patches.patches_PX).to(self._model.dtype),
+                torch.from_numpy(patches_PX).to(self._model.dtype),
                 grid_thw=torch.tensor([[1, patches.rows * merge, patches.columns * merge]]),
                 return_dict=True,
             )
-            states_LXH = torch.stack([found.pooler_output, *found.deepstack_features])
-            return states_LXH.contiguous().view(torch.uint8).numpy().tobytes()
+        given = [found.pooler_output, *found.deepstack_features]
+        wanted = [(patches.num_tokens, self._spec.hidden_size)] * (1 + self._spec.vision.num_deepstack)
+        if [tuple(states_XH.shape) for states_XH in given] != wanted:
+            raise invalid_checkpoint(
+                "the vision tower gives states of another shape than the decoder takes: check that the model's config "
+                "and weights belong together"
+            )
+        return torch.stack(given).view(torch.uint8).numpy().tobytes()
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -74,6 +74,7 @@ class TakeImage(msgspec.Struct, tag=True, frozen=True):
     size], in the dtype of activations and this machine's byte order."""
 
     digest: bytes
+    num_tokens: int
     states: bytes
 
 

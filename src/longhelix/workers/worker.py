@@ -91,8 +91,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 spans.end(sending)
             case CountRows():
                 socket.send(RowCounts(runner.model.expert_rows()))
-            case TakeImage(digest, states):
-                runner.take_image(digest, states)
+            case TakeImage(digest, num_tokens, states):
+                runner.take_image(digest, num_tokens, states)
             case DropImage(digest):
                 del runner.images[digest]
             case SaveBlocks() | LoadBlocks() as message:

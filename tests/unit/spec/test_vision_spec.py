@@ -36,7 +36,12 @@ PUBLISHED = {
         "vocab_size": 151936,
     },
     "tie_word_embeddings": False,
-    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152},
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_size": 1152,
+        "out_hidden_size": 4096,
+    },
     "vision_end_token_id": 151653,
     "vision_start_token_id": 151652,
 }
@@ -81,7 +86,9 @@ def test_a_published_config_is_read():
 @pytest.mark.parametrize("config", [Qwen3VLConfig, Qwen3VLMoeConfig])
 def test_what_transformers_writes_is_read(config):
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    spec = ModelSpec.from_hf_config(config(text_config=SMALL | experts, dtype="float16").to_dict())
+    tower = {"out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0, 2, 1]}
+    made = config(text_config=SMALL | experts, vision_config=tower, dtype="float16")
+    spec = ModelSpec.from_hf_config(made.to_dict())
     assert (spec.architecture, spec.head_size, spec.dtype) == (config.model_type, 16, "float16")
     assert spec.moe == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
     assert not spec.tied_embeddings  # whatever stands with the decoder
@@ -109,7 +116,13 @@ def test_axes_are_those_of_transformers():
         (changed(image_token_id=None), "image_token_id"),
         (changed(image_token_id=151936), "a token of images is 151936, but the model's vocabulary has 151936"),
         (changed("vision_config", deepstack_visual_indexes=3), "deepstack_visual_indexes"),
-        (changed("vision_config", deepstack_visual_indexes=[1] * 37), "names 37 layers"),
+        (changed("vision_config", deepstack_visual_indexes=list(range(37)), depth=37), "names 37 layers"),
+        (changed("vision_config", deepstack_visual_indexes=[8, 27]), "is 27: set it to a whole number from 0 to 26"),
+        (changed("vision_config", deepstack_visual_indexes=[-1, 8]), "is -1: set it to a whole number from 0 to 26"),
+        (changed("vision_config", deepstack_visual_indexes=[8, 16, 8]), "layers of which each comes once"),
+        (changed("vision_config", depth=None), "depth in the model's settings"),
+        (changed("vision_config", out_hidden_size=8192), "tower gives 8192 numbers for each token, but .* takes 4096"),
+        (changed("vision_config", out_hidden_size=None), "out_hidden_size in the model's settings"),
         (changed("text_config", rope_scaling=None), "no mrope_section"),
         (with_rope(mrope_section=[24, 20]), "mrope_section"),
         (with_rope(mrope_section=[24, 20, 21]), "three numbers that add up to 64"),
