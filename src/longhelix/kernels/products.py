@@ -6,6 +6,7 @@ from torch import Tensor
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import dense, dense_rows, is_compiling, library
 from longhelix.kernels.weight import ARRANGEMENTS, PANELS, Weight
+from longhelix.spec import FORMATS
 
 
 def linear(
@@ -46,10 +47,32 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
     if ARRANGEMENTS[arrangement] is PANELS:
         panels = Weight(values, *shape, PANELS)
         return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+    if scales_TX is not None:
+        raise ValueError(_SCALES)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
+_SCALES = "scales are of rows of int8 for a weight of w8a8, without a norm: leave them out elsewhere"
+
+
+def _check_scales(x_TX, weight, norm, scales_TX):
+    if x_TX.dtype != torch.int8 or not FORMATS[weight.dtype].rounds_inputs or norm is not None:
+        raise ValueError(_SCALES)
+    wanted = len(x_TX), _num_blocks(weight.depth)
+    if x_TX.shape[1] != weight.depth or scales_TX.dtype != torch.float32 or scales_TX.shape != wanted:
+        raise ValueError(
+            f"rows of {x_TX.shape[1]} bytes have scales of {scales_TX.dtype} and shape {tuple(scales_TX.shape)}, but "
+            f"the weight takes rows of {weight.depth} bytes, and scales of torch.float32 and shape {wanted}"
+        )
+
+
 def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
+    if scales_TX is not None:
+        _check_scales(x_TX, weight, norm, scales_TX)
+    elif norm is not None and norm.dtype != x_TX.dtype:
+        raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both in one dtype")
+    if dtype not in native.NUMBER_BY_DTYPE:
+        raise ValueError(f"a product cannot be of {dtype}: set dtype to that of activations, such as torch.float32")
     outputs = weight.outputs // 2 if swiglu else weight.outputs
     x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
     if scales_TX is not None and bias is not None:
@@ -92,7 +115,7 @@ def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float =
     A block's largest magnitude becomes 127, the others the nearest, ties to even. Of a block below 2^-112 nothing is
     left; the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
     """
-    if native.module is not None and not x_TX.is_cuda and not is_compiling():
+    if not is_compiling() and _rounds_natively(x_TX, norm):
         return _round_rows(x_TX, norm, norm_eps)
     return torch.ops.longhelix.quantise_rows(x_TX, norm, norm_eps)
 
@@ -101,9 +124,14 @@ library.define("quantise_rows(Tensor x_TX, Tensor? norm, float norm_eps) -> (Ten
 
 
 def _quantise_rows(x_TX, norm, norm_eps):
-    if native.module is not None and not x_TX.is_cuda:
+    if _rounds_natively(x_TX, norm):
         return _round_rows(x_TX, norm, norm_eps)
     return reference.quantise_rows(x_TX if norm is None else reference.rms_norm(x_TX, norm, norm_eps))
+
+
+def _rounds_natively(x_TX, norm):
+    on_cpu = native.module is not None and not x_TX.is_cuda
+    return on_cpu and x_TX.shape[1] % native.LANES == 0 and (norm is None or norm.dtype == x_TX.dtype)
 
 
 def _round_rows(x_TX, norm, norm_eps):

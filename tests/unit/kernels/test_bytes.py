@@ -16,6 +16,7 @@ from torch.library import opcheck
 from longhelix.errors import UserError
 from longhelix.kernels import (
     PANELS,
+    PLAIN,
     Experts,
     Weight,
     linear,
@@ -222,6 +223,64 @@ def test_bytes_of_other_rows_or_weights_are_refused():
     for rows, other, norm in ((torch.ones(3, 32), weight, None), (q_TX, float_weight, None), (q_TX, weight, scales_TX)):
         with pytest.raises(ValueError, match="scales are of rows of int8 for a weight of w8a8, without a norm"):
             linear(rows, other, norm=norm, dtype=torch.float32, scales_TX=scales_TX)
+
+
+def test_scales_that_are_not_of_these_rows_are_refused():
+    """Which native kernels would read as they are."""
+    weight = make_weight(matrix(5, 144, 1), "w8a8")
+    q_TX, scales_TX = quantise_rows(inputs(3, 144, torch.float32, 2))
+    wanted_TO = linear(q_TX, weight, dtype=torch.float32, scales_TX=scales_TX)
+    for rows, scales in (
+        (q_TX, scales_TX.double()),
+        (q_TX, scales_TX.bfloat16()),
+        (q_TX, scales_TX[:2]),
+        (q_TX, scales_TX[:, :2]),
+        (q_TX, scales_TX.flatten()),
+        (q_TX[:2], scales_TX),
+        (q_TX[:, :128], scales_TX),
+    ):
+        arguments = rows, weight.values, None, None, 0.0, False, None, torch.float32, scales, "w8a8", 5, 144, "panels"
+        for call in (
+            lambda rows=rows, scales=scales: linear(rows, weight, dtype=torch.float32, scales_TX=scales),
+            lambda arguments=arguments: torch.ops.longhelix.linear(*arguments),
+        ):
+            with pytest.raises(ValueError, match=r"scales of torch.float32 and shape \(., 3\)"):
+                call()
+    apart = torch.cat([scales_TX, scales_TX], dim=1)[:, :3], torch.cat([q_TX, q_TX], dim=1)[:, :144]
+    assert torch.equal(linear(apart[1], weight, dtype=torch.float32, scales_TX=apart[0]), wanted_TO)
+    plain = Weight(matrix(5, 144, 1), "float32", 5, 144, PLAIN)
+    for rows, other in ((q_TX, plain), (q_TX.view(torch.uint8), weight)):
+        with pytest.raises(ValueError, match="scales are of rows of int8 for a weight of w8a8"):
+            linear(rows, other, dtype=torch.float32, scales_TX=scales_TX)
+
+
+def test_products_of_bytes_are_of_the_dtype_of_activations():
+    q_TX, scales_TX = quantise_rows(torch.ones(3, 32))
+    weight = make_weight(matrix(5, 32, 1), "w8a8")
+    for named in ({"scales_TX": scales_TX}, {"scales_TX": scales_TX, "dtype": torch.int8}, {}):
+        with pytest.raises(ValueError, match=r"a product cannot be of torch.int8: set dtype"):
+            linear(q_TX, weight, **named)
+
+
+@pytest.mark.parametrize("depth", [1, 8, 40, 120])
+def test_rows_of_any_depth_are_rounded(depth):
+    """Native kernels take 16 inputs at once, and would go on in the next row."""
+    x_TX = torch.ones(3, depth)
+    x_TX[1] = 1000
+    for found, wanted in zip(quantise_rows(x_TX), reference.quantise_rows(x_TX), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(torch.ops.longhelix.quantise_rows(x_TX, None, 0.0)[1], reference.quantise_rows(x_TX)[1])
+
+
+def test_a_norm_of_another_dtype():
+    """As the reference has it, where that is apart; native products would read it as they read the rows."""
+    x_TX, norm = inputs(3, 64, torch.bfloat16, 1), torch.randn(64, generator=seeded(2))
+    wanted = reference.quantise_rows(reference.rms_norm(x_TX, norm, 1e-3))
+    for found, each in zip(quantise_rows(x_TX, norm=norm, norm_eps=1e-3), wanted, strict=True):
+        assert torch.equal(found, each)
+    for dtype in ("w8a8", "float32", "int8"):
+        with pytest.raises(ValueError, match=r"rows of torch.bfloat16 have a norm of torch.float32"):
+            linear(x_TX, make_weight(matrix(5, 64, 3), dtype), norm=norm)
 
 
 def test_a_weight_that_cannot_be_packed_is_refused_in_words(monkeypatch):
