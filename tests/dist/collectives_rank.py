@@ -17,6 +17,7 @@ from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.collectives import is_lost_peer
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.rank import meet
+from longhelix.spans import Spans
 from longhelix.workers.started_rank import StartedRank
 
 COUNTS = (1, 7, 576, 8193, 300_001)
@@ -130,6 +131,33 @@ def products(group, backend):
 
 def whole_numbers(seed, *sizes):
     return torch.randint(-8, 8, sizes, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Begun(Spans):
+    """Keeps the name and kind of what has begun."""
+
+    def __init__(self):
+        self.names = []
+
+    def begin(self, name, kind="compute", part=None):
+        self.names.append((name, kind))
+
+
+def scattered_sums(group, backend):
+    """Each rank has its rows, in rank order's bits, and all of it is one reduce-scatter and no exchange."""
+    group._spans = begun = Begun()
+    for rows in (0, 1, 5):
+        shape = group.size * rows, 3, 7
+        for dtype in (torch.float32, torch.bfloat16):
+            values = values_of(group.index, group.size * rows * 21, dtype).view(shape)
+            before = group.traffic
+            found = group.reduce_scatter(values if rows % 2 else values.transpose(1, 2).contiguous().transpose(1, 2))
+            whole = sum_in_rank_order(group.size, group.size * rows * 21, dtype).view(shape)
+            assert torch.equal(found, whole[group.index * rows :][:rows])
+            since = group.traffic.since(before)
+            assert (since.collectives, since.exchanged_bytes) == (1, 0)
+            assert begun.names.pop() == ("reduce-scatter", "collective")
+            assert not begun.names
 
 
 def functional_forms(group, backend):

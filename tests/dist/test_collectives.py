@@ -22,7 +22,10 @@ def run(case, backend, size):
 @backends
 @pytest.mark.parametrize(
     ("cases", "size"),
-    [("sums,pieces,gathers,shards,mixture,functional_forms", 2), ("sums,pieces,gathers,shards,products,mixture", 3)],
+    [
+        ("sums,pieces,gathers,shards,products,mixture,scattered_sums,functional_forms", 2),
+        ("sums,pieces,gathers,shards,products,mixture,scattered_sums", 3),
+    ],
     ids=["2", "3"],
 )
 def test_values(backend, cases, size):

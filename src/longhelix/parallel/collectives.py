@@ -76,7 +76,7 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 def _pieces(values: Tensor) -> list[slice]:
     """Rows of what goes to each rank, as gloo sends them both ways at once."""
-    count = min(max(values.nbytes // _PIECE_BYTES, 1), _MOST_PIECES, len(values))
+    count = max(min(values.nbytes // _PIECE_BYTES, len(values), _MOST_PIECES), 1)
     return [slice(part.start, part.stop) for part in split(len(values), count)]
 
 
