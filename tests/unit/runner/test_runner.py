@@ -29,7 +29,7 @@ from longhelix.runner.warm_up import warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.spec import RopeSpec
+from longhelix.spec import RopeSpec, VisionSpec
 
 pytestmark = pytest.mark.unit
 
@@ -374,3 +374,14 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
     scheduler.complete(result)
     runner.execute(scheduler.schedule(0.0))
     assert order == ["layers"]
+
+
+def test_an_image_has_as_many_tokens_as_was_said():
+    spec = SimpleNamespace(vision=VisionSpec(1, 2, 3, num_deepstack=1), hidden_size=4)
+    model = SimpleNamespace(dtype=torch.float32)
+    runner = SimpleNamespace(spec=spec, model=model, device=torch.device("cpu"), images={})
+    states_LXH = torch.arange(24.0).view(2, 3, 4)
+    ModelRunner.take_image(runner, b"it", 3, states_LXH.numpy().tobytes())
+    assert torch.equal(runner.images[b"it"], states_LXH)
+    with pytest.raises(RuntimeError):
+        ModelRunner.take_image(runner, b"other", 6, states_LXH.numpy().tobytes())
