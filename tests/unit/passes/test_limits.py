@@ -339,6 +339,24 @@ class Broken(Chain):
         return self.last(x + summed(self.mixers[0](self.norms[0](x)), self.size))
 
 
+class Branching(Chain):
+    def forward(self, x):
+        def more(x):
+            return self.last(x + summed(self.mixers[0](self.norms[0](x)), self.size))
+
+        return torch.cond(x.sum() > 0, more, lambda x: self.last(x), (summed(self.embed(x), self.size),))
+
+
+def test_branches_stay():
+    counters.clear()
+    with group_of(2), torch.no_grad():
+        sp = pass_of(0, 2, min_tokens=1)
+        compile_and_change(Branching(0, 2), rows(13), sp, fullgraph=True)
+        assert "it has collectives in branches" in sp.explain()
+        report = sp.report()["collectives"]
+        assert report["after"] == report["before"] == {"all_reduce": 1}
+
+
 def test_pieces_of_a_model_stay():
     counters.clear()
     with group_of(2), torch.no_grad():
