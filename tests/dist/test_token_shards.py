@@ -17,18 +17,18 @@ from longhelix.kernels import native
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def with_experts_of(columns, config):
+def wide(config, name):
+    """With as many columns as four ranks can cut into sixteens."""
     config = copy.deepcopy(config)
-    config.moe_intermediate_size = columns
+    setattr(config.get_text_config(), name, 192)
     return config
 
 
-# Experts whose columns are cut into sixteens by as many as four ranks.
 MODELS = {
     "llama": NATIVE_SIZES,
-    "qwen3_moe": with_experts_of(192, NATIVE_EXPERTS["native-qwen3_moe"]),
-    "deepseek_v3": with_experts_of(192, NATIVE_LATENTS),
-    "qwen3_vl": shown.PACKED,
+    "qwen3_moe": wide(NATIVE_EXPERTS["native-qwen3_moe"], "moe_intermediate_size"),
+    "deepseek_v3": wide(NATIVE_LATENTS, "moe_intermediate_size"),
+    "qwen3_vl": wide(shown.PACKED, "intermediate_size"),
     "qwen3_vl_moe": shown.PACKED_EXPERTS,
 }
 MADE = {}

@@ -68,6 +68,6 @@ def add_projected(
     if batch.shards is None:
         hidden_XH = group.all_reduce_add(linear(x_TX, weight), hidden_XH)
     else:
-        row_bytes = hidden_XH[0].nbytes
+        row_bytes = hidden_XH.shape[1] * hidden_XH.element_size()
         hidden_XH = hidden_XH + batch.shards.summed_product(x_TX, lambda x: linear(x, weight), row_bytes)
     return hidden_XH if bias_H is None else hidden_XH + bias_H

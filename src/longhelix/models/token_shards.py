@@ -50,7 +50,7 @@ class TokenShards:
 
     def gathered_product(self, x_LX: tuple[Tensor, ...], multiply: Callable[..., Tensor]) -> Tensor:
         """multiply(all rows of each of x_LX), y_TY: row by row, so that pieces are multiplied while others travel."""
-        pieces = self._pieces(x_LX[0][0].nbytes)
+        pieces = self._pieces(x_LX[0].shape[1] * x_LX[0].element_size())
         started = [[self.group.start_all_gather(each[rows]) for each in x_LX] for rows in pieces]
         done = [multiply(*(finish() for finish in finishes)) for finishes in started]
         if len(done) == 1:
