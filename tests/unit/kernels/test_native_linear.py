@@ -175,7 +175,11 @@ class Interval:
     def rounded(self, dtype: torch.dtype) -> "Interval":
         """To nearest in `dtype`, which keeps order. float32 has rounded what it was computed from by a unit."""
         wide = self.widened(UNIT * self.size())
-        return Interval(*(torch.from_numpy(side).to(dtype).double().numpy() for side in (wide.low, wide.high)))
+        low, high = (torch.from_numpy(side).to(dtype).double().numpy() for side in (wide.low, wide.high))
+        if dtype == torch.bfloat16:  # processors' conversions take numbers below 2^-126 for 0
+            low = np.where((low > 0) & (low < 2.0**-126), 0, low)
+            high = np.where((high < 0) & (high > -(2.0**-126)), 0, high)
+        return Interval(low, high)
 
     def size(self) -> np.ndarray:
         return np.maximum(np.abs(self.low), np.abs(self.high))
@@ -318,6 +322,7 @@ def test_the_reference_over_rows_is_as_exact_as_its_dtype(rows, width, depth, ha
 @cases
 @example(rows=7, width=81, depth=480, has={"swiglu": True}, dtype=torch.float32, seed=1856)  # gates near -88
 @example(rows=40, width=33, depth=512, has={"norm": True, "bias": True, "swiglu": True}, dtype=torch.bfloat16, seed=1)
+@example(rows=28, width=66, depth=96, has={"swiglu": True}, dtype=torch.bfloat16, seed=2147483648)  # of 8e-40
 def test_packed_products_equal_float64_over_decoded_weights(rows, width, depth, has, dtype, seed):
     around = make_around(rows, width, depth, dtype, seed, **has)
     weight_OI = matrix(width * (1 + around.swiglu), depth, seed + 1, dtype)
