@@ -32,7 +32,7 @@ struct RunExperts {
     std::int64_t* pairs;   // (rows, Y): which pair it is, or -1
     u32* x;                // units of each pair's row
     Side* x_sides;         // and what stands beside them
-    u8* inner;             // between the two products, of x's number
+    u8* inner;             // between the two products, of the call's number
     u32* inner_units;
     Side* inner_sides;
     float* outputs;  // (pairs, hidden): what is summed
@@ -110,7 +110,7 @@ struct RunExperts {
 
     static std::int64_t units_of(std::int64_t columns) { return columns / E::kStep; }
     static std::int64_t sides_of(std::int64_t columns) { return Multiply<E>::sides_of(columns); }
-    std::int64_t number_bytes() const { return call.x.number == Number::float32 ? 4 : 2; }
+    std::int64_t number_bytes() const { return call.number == Number::float32 ? 4 : 2; }
 
     // One of an expert's two products, and its rows as units.
     struct Product {
@@ -121,15 +121,15 @@ struct RunExperts {
 
     Product gate_up(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
-        Number number = call.x.number;
-        Linear linear{call.x, rows,   call.norm,     call.norm_eps,         set.gate_up[expert], nullptr,
-                      true,   {nullptr, number, 0}, inner_of(expert), number, columns};
+        Number number = call.number;
+        Linear linear{call.x, rows, call.norm, call.norm_eps, set.gate_up[expert], nullptr, true,
+                      {nullptr, number, 0}, inner_of(expert), number, columns, call.scales};
         return {linear, x + start * units_of(call.hidden), x_sides + start * sides_of(call.hidden)};
     }
 
     Product down(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
-        Linear linear{{inner_of(expert), call.x.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, false,
+        Linear linear{{inner_of(expert), call.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, false,
                       {nullptr, Number::float32, 0}, outputs + start * call.hidden, Number::float32, call.hidden};
         return {linear, inner_units + start * units_of(widest), inner_sides + start * sides_of(widest)};
     }
@@ -192,7 +192,7 @@ struct RunExperts {
         const std::int64_t* mine = pairs + row * call.per_row;
         row += first_row;
         const float* weights = call.weights + row * call.per_row;
-        Number number = call.x.number;
+        Number number = call.number;
         for (std::int64_t c = 0; c < call.hidden; c += kLanes) {
             f32x16 total{};
             for (int choice = 0; choice < call.per_row; ++choice) {

@@ -158,7 +158,7 @@ struct ExpertSet {
 
 // residual + the sum of the FFNs that each row takes, weighted.
 struct Experts {
-    Rows x;  // (T, hidden)
+    Rows x;  // (T, hidden); of int8 with `scales`, where the weights are w8a8
     std::int64_t num_rows;
     std::int64_t hidden;
     const void* norm;  // (hidden) of x's number: weights of an RMSNorm before the FFNs
@@ -167,9 +167,11 @@ struct Experts {
     const float* weights;         // (T, Y)
     const std::int64_t* experts;  // (T, Y): numbers of experts, of which some may not be in the set
     int per_row;                  // Y
-    Rows residual;                // (T, hidden) of x's number; or null data
-    void* out;                    // (T, hidden) of x's number
+    Rows residual;                // (T, hidden) of `number`; or null data
+    void* out;                    // (T, hidden) of `number`
+    Number number;                // of x, but beside int8
     std::int64_t* rows_of;        // by place in the set: rows that took the expert are added
+    const float* scales;          // as of `Linear`; or null
 };
 
 // cos and sin of position * frequency, times a factor.

@@ -257,7 +257,7 @@ void bind_kernels(nb::module_& module) {
         [](Address x, Number number, std::int64_t x_stride, Address scales, std::int64_t num_rows, Address norm,
            float norm_eps, const Weight& weight, Address bias, bool swiglu, Address residual,
            std::int64_t residual_stride, Address out, Number out_number, std::int64_t outputs) {
-            bool rounded = number == Number::int8 && weight.number == Number::w8a8 && scales && !norm;
+            bool rounded = number == Number::int8 && weight.number == Number::w8a8 && (scales || !num_rows) && !norm;
             if (scales && !rounded) {
                 throw std::invalid_argument("scales are of rows of int8 for a weight of w8a8, without a norm");
             }
@@ -309,10 +309,15 @@ void bind_kernels(nb::module_& module) {
         unlocked);
     module.def(
         "experts",
-        [](Address x, Number number, std::int64_t num_rows, std::int64_t hidden, Address norm, float norm_eps,
-           const ExpertSet& set, Address weights, Address experts, int per_row, Address residual, Address out,
-           Address rows_of) {
-            longhelix::Experts call{rows_at(x, number, hidden),
+        [](Address x, Number number, Address scales, std::int64_t num_rows, std::int64_t hidden, Address norm,
+           float norm_eps, const ExpertSet& set, Address weights, Address experts, int per_row, Address residual,
+           Address out, Number out_number, Address rows_of) {
+            bool of_bytes = set.down.empty() || set.down[0].number == Number::w8a8;
+            bool rounded = number == Number::int8 && of_bytes && (scales || !num_rows) && !norm;
+            if (scales && !rounded) {
+                throw std::invalid_argument("scales are of rows of int8 for weights of w8a8, without a norm");
+            }
+            longhelix::Experts call{rounded ? Rows{at<const void>(x), number, hidden} : rows_at(x, number, hidden),
                                     num_rows,
                                     hidden,
                                     at<const void>(norm),
@@ -321,9 +326,11 @@ void bind_kernels(nb::module_& module) {
                                     at<const float>(weights),
                                     at<const std::int64_t>(experts),
                                     per_row,
-                                    rows_at(residual, number, hidden),
+                                    rows_at(residual, out_number, hidden),
                                     at<void>(out),
-                                    at<std::int64_t>(rows_of)};
+                                    out_number,
+                                    at<std::int64_t>(rows_of),
+                                    at<const float>(scales)};
             perform(Kind::products, [call] { longhelix::kernels().experts(call); });
         },
         unlocked);

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import dense, is_compiling, library, triton_kernels
+from longhelix.kernels.products import check_scales
 from longhelix.kernels.weight import PANELS, PLAIN, Arrangement, Weight
 from longhelix.spec import MoE
 
@@ -176,15 +177,20 @@ def run_experts(
     norm: Tensor | None = None,
     norm_eps: float = 0.0,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scales_TX: Tensor | None = None,
 ) -> Tensor:
-    """residual + the sum of each row's experts, as far as this rank has them, weighted; in the dtype of x.
+    """residual + the sum of each row's experts, as far as this rank has them, weighted; in `dtype`, by default that of
+    x.
 
     An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x, after an RMSNorm if `norm` has its weights.
     weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
-    to `experts.rows_e`. The sum is float32, rounded once.
+    to `experts.rows_e`. The sum is float32, rounded once. scales_TX: as of `linear`.
     """
+    dtype = dtype or x_TH.dtype
+    around = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
     if not is_compiling() and experts.arrangement is PANELS and _is_native(x_TH):
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, experts.rows_e)
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
     # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
     listed = len(experts.addresses) == 0
     gate_up = [weight.values for weight in experts.gate_up] if listed else []
@@ -197,10 +203,7 @@ def run_experts(
         list(experts.addresses),
         weights_TY,
         experts_TY,
-        norm,
-        norm_eps,
-        residual,
-        experts.rows_e,
+        *around,
         [] if numbered else experts.ids,
         [] if numbered else [weight.depth for weight in experts.down],
         experts.down[0].dtype if experts.down else "",
@@ -210,8 +213,8 @@ def run_experts(
 
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
-    "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, Tensor(a!) rows_e, int[] ids, int[] columns, "
-    "str weight_dtype, str arrangement) -> Tensor"
+    "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, Tensor? scales_TX, "
+    "Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, str arrangement) -> Tensor"
 )
 
 
@@ -225,36 +228,44 @@ def _run_experts(
     norm,
     norm_eps,
     residual,
+    dtype,
+    scales_TX,
     rows_e,
     ids,
     columns,
-    dtype,
+    weight_dtype,
     arrangement,
 ):
+    around = norm, norm_eps, residual, dtype, scales_TX, rows_e
     if len(addresses) == 1:
-        experts = _NUMBERED[int(addresses[0])]
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e)
+        return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *around)
+    panels = not addresses and arrangement == PANELS.name and _is_native(x_TH)
+    if not panels and (scales_TX is not None or dtype != x_TH.dtype):
+        raise ValueError("rows of bytes, and results of another dtype, are of native kernels: leave them out")
     if addresses:
         taken = weights_TY, experts_TY, rows_e
         return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
-    if arrangement != PANELS.name or not _is_native(x_TH):
+    if not panels:
         normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
         out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
         return out_TH if residual is None else residual + out_TH
     hidden = x_TH.shape[1]
-    gate_ups = (Weight(w, dtype, 2 * width, hidden, PANELS) for w, width in zip(gate_up, columns, strict=True))
-    downs = (Weight(w, dtype, hidden, width, PANELS) for w, width in zip(down, columns, strict=True))
+    gate_ups = (Weight(w, weight_dtype, 2 * width, hidden, PANELS) for w, width in zip(gate_up, columns, strict=True))
+    downs = (Weight(w, weight_dtype, hidden, width, PANELS) for w, width in zip(down, columns, strict=True))
     experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
-    return _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e)
+    return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
 
 
-def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, rows_e):
+def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, dtype, scales_TX, rows_e):
+    if scales_TX is not None and experts.gate_up:
+        check_scales(x_TH, experts.gate_up[0], norm, scales_TX)
     x_TH, weights_TY, experts_TY = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY))
-    norm, residual = dense(norm), dense(residual)
-    out_TH = torch.empty_like(x_TH)
+    norm, residual, scales_TX = dense(norm), dense(residual), dense(scales_TX)
+    out_TH = x_TH.new_empty(x_TH.shape, dtype=dtype)
     native.module.experts(
         x_TH.data_ptr(),
-        native.NUMBER_BY_DTYPE[x_TH.dtype],
+        native.module.Number.int8 if scales_TX is not None else native.NUMBER_BY_DTYPE[x_TH.dtype],
+        0 if scales_TX is None else scales_TX.data_ptr(),
         *x_TH.shape,
         0 if norm is None else norm.data_ptr(),
         norm_eps,
@@ -264,14 +275,15 @@ def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual,
         experts_TY.shape[1],
         0 if residual is None else residual.data_ptr(),
         out_TH.data_ptr(),
+        native.NUMBER_BY_DTYPE[dtype],
         rows_e.data_ptr(),
     )
     return out_TH
 
 
 @torch.library.register_fake("longhelix::run_experts", lib=library)
-def _(x_TH, *_):
-    return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+def _(x_TH, gate_up, down, addresses, weights_TY, experts_TY, norm, norm_eps, residual, dtype, *_):
+    return x_TH.new_empty(x_TH.shape, dtype=dtype)
 
 
 library.impl("route", _route, "CompositeExplicitAutograd")

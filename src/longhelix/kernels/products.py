@@ -55,7 +55,7 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
 _SCALES = "scales are of rows of int8 for a weight of w8a8, without a norm: leave them out elsewhere"
 
 
-def _check_scales(x_TX, weight, norm, scales_TX):
+def check_scales(x_TX, weight, norm, scales_TX):
     if x_TX.dtype != torch.int8 or not FORMATS[weight.dtype].rounds_inputs or norm is not None:
         raise ValueError(_SCALES)
     wanted = len(x_TX), _num_blocks(weight.depth)
@@ -68,7 +68,7 @@ def _check_scales(x_TX, weight, norm, scales_TX):
 
 def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
     if scales_TX is not None:
-        _check_scales(x_TX, weight, norm, scales_TX)
+        check_scales(x_TX, weight, norm, scales_TX)
     elif norm is not None and norm.dtype != x_TX.dtype:
         raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both in one dtype")
     if dtype not in native.NUMBER_BY_DTYPE:

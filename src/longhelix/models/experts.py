@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longhelix.kernels import Experts, Weight, linear, make_weight, rms_norm, route, run_experts
+from longhelix.kernels import Experts, Weight, linear, make_weight, quantise_rows, rms_norm, route, run_experts
 from longhelix.models.batch import Batch
 from longhelix.models.weights import Weights
 from longhelix.parallel.mesh import Mesh
-from longhelix.spec import ModelSpec
+from longhelix.spec import FORMATS, ModelSpec
 
 
 class ExpertFFN(nn.Module):
@@ -28,6 +28,7 @@ class ExpertFFN(nn.Module):
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.norm = weights.take(prefix + "ffn_norm")
+        self.rounds_inputs = FORMATS[weights.weight_dtype].rounds_inputs
         router_XH = weights.take(prefix + "router")
         if spec.moe.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
@@ -54,14 +55,14 @@ class ExpertFFN(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
-        x_TH, logits_TX, norm = self._rows_and_logits(hidden_TH, batch)
+        x_TH, logits_TX, more = self._rows_and_logits(hidden_TH, batch)
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
         taken = weights_TY, experts_TY
         if self.mesh.ffn.size == 1:
-            return run_experts(x_TH, self.experts, *taken, **norm, residual=hidden_TH)
-        part_TH = run_experts(x_TH, self.experts, *taken, **norm)
+            return run_experts(x_TH, self.experts, *taken, **more, residual=hidden_TH)
+        part_TH = run_experts(x_TH, self.experts, *taken, **more)
         if batch.pass_shards is not None:
             return hidden_TH + batch.pass_shards.whole(batch.pass_shards.summed(part_TH))
         if batch.shards is not None:
@@ -69,17 +70,23 @@ class ExpertFFN(nn.Module):
         return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """All rows, the router's logits of each, and the norm that is left to the experts. Of token shards each rank
-        routes its own rows, and both are gathered."""
+        """All rows, the router's logits of each, and what is left to `run_experts`: the norm. Of token shards each rank
+        norms and routes its own rows, and both are gathered, the rows as bytes and scales if experts round them to
+        these anyway."""
+        norm = {"norm": self.norm, "norm_eps": self.eps}
         shards = batch.shards or batch.pass_shards
         if shards is None:
-            norm = {"norm": self.norm, "norm_eps": self.eps}
             return hidden_TH, linear(hidden_TH, self.router, **norm, dtype=torch.float32), norm
-        x_LH = rms_norm(hidden_TH, self.norm, self.eps)
-        if batch.pass_shards is not None:
-            x_LH = shards.own(x_LH)
-        logits_LX = linear(x_LH, self.router, dtype=torch.float32)
-        return shards.whole(x_LH), shards.whole(logits_LX), {}
+        if batch.pass_shards is None:
+            x_LH = hidden_TH
+        else:
+            x_LH, norm = shards.own(rms_norm(hidden_TH, self.norm, self.eps)), {}
+        logits_TX = shards.whole(linear(x_LH, self.router, **norm, dtype=torch.float32))
+        if self.rounds_inputs:
+            q_LH, scales_LX = quantise_rows(x_LH, **norm)
+            more = {"scales_TX": shards.whole(scales_LX), "dtype": hidden_TH.dtype}
+            return shards.whole(q_LH), logits_TX, more
+        return shards.whole(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
 
 
 def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:

@@ -13,7 +13,19 @@ from torch import Tensor
 from torch.library import opcheck
 
 from longhelix.errors import UserError
-from longhelix.kernels import PANELS, PLAIN, Experts, Weight, linear, make_weight, native, reference, route, run_experts
+from longhelix.kernels import (
+    PANELS,
+    PLAIN,
+    Experts,
+    Weight,
+    linear,
+    make_weight,
+    native,
+    quantise_rows,
+    reference,
+    route,
+    run_experts,
+)
 from longhelix.kernels.experts import _routing
 from longhelix.layout import Layout
 from longhelix.models.decoder import Decoder
@@ -195,6 +207,41 @@ def test_experts_equal_products_one_by_one(rows, hidden, dtype, weight_dtype, pe
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 5, 530])
+def test_rows_of_bytes_are_what_experts_round_rows_to(rows, dtype):
+    """The same bits, with a residual and without."""
+    experts = make_experts(COLUMNS, 160, dtype, "w8a8", 31)
+    x_TH, norm, taken = inputs(rows, 160, dtype, 32), norm_of(160, dtype), some_taken(rows, 10, 3, 33)
+    q_TH, scales_TX = quantise_rows(x_TH, norm=norm, norm_eps=NORM_EPS)
+    for residual in (None, inputs(rows, 160, dtype, 34)):
+        wanted = run_experts(x_TH, experts, *taken, norm=norm, norm_eps=NORM_EPS, residual=residual)
+        found = run_experts(q_TH, experts, *taken, residual=residual, dtype=dtype, scales_TX=scales_TX)
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted)
+        assert experts.rows_e.sum() == 0 or rows
+
+
+@needs_native
+def test_scales_that_do_not_fit_rows_of_bytes_are_refused():
+    x_TH, taken = inputs(5, 160, torch.float32, 35), some_taken(5, 10, 3, 36)
+    q_TH, scales_TX = quantise_rows(x_TH)
+    in_bytes, wide = (
+        make_experts(COLUMNS, 160, torch.float32, "w8a8", 37),
+        make_experts(COLUMNS, 160, torch.float32, "int8", 37),
+    )
+    for experts, rows, scales, norm, words in (
+        (wide, q_TH, scales_TX, None, "scales are of rows of int8"),
+        (in_bytes, x_TH, scales_TX, None, "scales are of rows of int8"),
+        (in_bytes, q_TH, scales_TX, norm_of(160, torch.float32), "scales are of rows of int8"),
+        (in_bytes, q_TH, scales_TX[:4], None, "scales of torch.float32 and shape"),
+        (in_bytes, q_TH[:, :128], scales_TX, None, "the weight takes rows of 160 bytes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_experts(rows, experts, *taken, norm=norm, dtype=torch.float32, scales_TX=scales)
+
+
+@needs_native
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_experts_equal_the_reference(dtype, tolerance):
     """Relative to the largest number of a row; the reference rounds each expert's output to the dtype of x."""
@@ -337,7 +384,7 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
         norm_of(32, x_TH.dtype),
     )
     for residual in (None, x_TH.clone()):
-        counts = NORM_EPS, residual, experts.rows_e, experts.ids, list(COLUMNS.values())
+        counts = NORM_EPS, residual, x_TH.dtype, None, experts.rows_e, experts.ids, list(COLUMNS.values())
         arguments = *call, *counts, experts.down[0].dtype, experts.arrangement.name
         results = opcheck(torch.ops.longhelix.run_experts.default, arguments)
         assert set(results.values()) == {"SUCCESS"}

@@ -251,7 +251,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
     held, x_TH = make(COLUMNS, 32, torch.float32, device), normal(rows, 32, seed=17).to(device)
     taken = [part.to(device) for part in some_taken(rows, NUM_EXPERTS, 2, 18)]
     for residual in (None, x_TH.clone()):
-        around = norm_of(32, x_TH.dtype).to(device), NORM_EPS, residual, held.rows_e
+        around = norm_of(32, x_TH.dtype).to(device), NORM_EPS, residual, x_TH.dtype, None, held.rows_e
         arguments = x_TH, [], [], list(held.addresses), *taken, *around, held.ids, list(COLUMNS.values()), "float32"
         results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, "plain"))
         assert set(results.values()) == {"SUCCESS"}
