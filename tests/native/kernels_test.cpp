@@ -584,8 +584,8 @@ void test_experts(const Kernels& kernels, Random& random) {
         for (int place = 0; place < count; ++place) rows_of.set(0, place, 0);
         kernels.experts({x.as_rows(), rows, hidden, has_norm ? norm.data() : nullptr, 1e-3f, &set, weights.floats(),
                          static_cast<const std::int64_t*>(taken.data()), per_row,
-                         has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, out.data(),
-                         static_cast<std::int64_t*>(rows_of.data())});
+                         has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, out.data(), number,
+                         static_cast<std::int64_t*>(rows_of.data()), nullptr});
         return std::pair(out.bytes.copy(), rows_of.bytes.copy());
     });
     for (int place = 0; place < count; ++place) check(rows_of.get(0, place) == wanted[place], "rows are miscounted");
