@@ -12,7 +12,7 @@ from longhelix.spec import FORMATS
 
 
 def normed(
-    hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str = ""
+    hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str
 ) -> tuple[Tensor, dict[str, Any]]:
     """All rows of hidden states, x_TH, and what `linear` is to do with them: the norm, where that is left to it.
 
@@ -22,7 +22,7 @@ def normed(
     if batch.shards is None and batch.pass_shards is None:
         return hidden_XH, {"norm": norm, "norm_eps": eps}
     gather = _unchanged if batch.shards is None else batch.shards.whole
-    if weight_dtype and FORMATS[weight_dtype].rounds_inputs:
+    if FORMATS[weight_dtype].rounds_inputs:
         q_XH, scales_XX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
         return gather(q_XH), {"scales_TX": gather(scales_XX), "dtype": hidden_XH.dtype}
     return gather(rms_norm(hidden_XH, norm, eps)), {}
