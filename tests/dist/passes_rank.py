@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
@@ -136,16 +138,89 @@ def differ(rank, size, does):
     assert sp.report()["collectives"]["after"] == {"all_reduce": 4}
 
 
+class Shifted(torch.nn.Module):
+    """The same small number is a constant of rank 0's graph, and an operand of the others'."""
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.size, self.embed, self.layers = size, Mixer(rank, size, 1), Chain(rank, size, given=True)
+        self.small = 0.25 if rank == 0 else torch.nn.Buffer(torch.tensor(0.25))
+
+    def forward(self, x):
+        return self.layers(summed(self.embed(x), self.size) + self.small)
+
+
+def numbers(rank, size):
+    own, sp, x = Shifted(rank, size), SequenceParallel(min_tokens=1), rows(13)
+    near(compiled(own, sp)(x), own(x))
+    assert "all_reduce" not in sp.report()["collectives"]["after"], sp.report()
+
+
+def options(rank, size):
+    """Ranks with other thresholds are told so by the first graph, which both leave as it is."""
+    with pytest.raises(RanksDifferError, match=r"Rank 0: .*min_tokens 10, .*Rank 1: .*min_tokens 20, "):
+        compiled(Chain(rank, size), SequenceParallel(min_tokens=10 + 10 * rank))(rows(5))
+
+
 def alone(rank, size):
-    """A rank that compiles what no other does is told so, in the time that collectives have."""
+    """A rank that compiles what no other does is told so, in the time that collectives have; and so is one that comes
+    too late."""
     meet_again(rank, size, seconds=5)
+    told = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "told"
+    while rank == 1 and not told.exists():
+        time.sleep(0.1)
+    with pytest.raises(RanksDifferError, match="rank 1 of 2 has not compiled" if rank == 0 else "Rank 0: gave up"):
+        compiled(Chain(rank, size), SequenceParallel(min_tokens=1))(rows(13))
+    told.touch()
+
+
+class NoMemory(CustomGraphPass):
+    def __call__(self, graph):
+        raise MemoryError("none left for the compiler")
+
+    def uuid(self):
+        return "no memory"
+
+
+def fail_midway(rank, size):
+    """After the pass has run."""
+    torch._dynamo.reset()
+    passes = {"post_grad_custom_pre_pass": SequenceParallel(min_tokens=1), "post_grad_custom_post_pass": NoMemory()}
+    with pytest.raises(InductorError, match="none left"):
+        torch.compile(Chain(rank, size), fullgraph=True, dynamic=False, options=passes)(rows(13))
+
+
+def failed(rank, size):
+    """What a rank has not finished is nothing that it says of itself, whatever it compiles next."""
+    if rank == 1:
+        fail_midway(rank, size)
+        assert torch.compile(lambda x: 2 * x)(torch.ones(3)).tolist() == [2, 2, 2]
+    module = Chain(rank, size) if rank == 0 else Apart(0, size, DOES["more"])
+    with pytest.raises(RanksDifferError, match=r"Rank 0: .*Rank 1: "):
+        compiled(module, SequenceParallel(min_tokens=1))(rows(13))
+    meet_again(rank, size)
     if rank == 0:
-        with pytest.raises(RanksDifferError, match="rank 1 of 2 has not compiled"):
-            compiled(Chain(rank, size), SequenceParallel(min_tokens=1))(rows(13))
-        Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "told").touch()
+        fail_midway(rank, size)
+    meet_again(rank, size)
+    own, x = Chain(rank, size), rows(13)
+    near(compiled(own, SequenceParallel(min_tokens=1))(x), own(x))
+
+
+def one_store(rank, size):
+    """Ranks meet again in the store where they have met before."""
+    own, x, port = Chain(rank, size), rows(13), Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
     else:
-        while not (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "inductor0" / "told").exists():
+        while not port.exists():
             time.sleep(0.1)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    for min_tokens in (1, 100):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        near(compiled(own, SequenceParallel(min_tokens=min_tokens))(x), own(x))
 
 
 def half_cached(rank, size):
@@ -179,7 +254,10 @@ def others(rank, size, name):
     near(changed, alone, 1e-4)
 
 
-CASES = {each.__name__: each for each in (modules, cache, differ, alone, half_cached, others)}
+CASES = {
+    each.__name__: each
+    for each in (modules, cache, differ, numbers, options, alone, failed, one_store, half_cached, others)
+}
 
 
 def main():

@@ -23,7 +23,9 @@ def test_cache_of_graphs():
     run_ranks("passes_rank", ["cache"], 2, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("case", ["differ=more", "differ=all", "alone", "half_cached"])
+@pytest.mark.parametrize(
+    "case", ["differ=more", "differ=all", "numbers", "options", "alone", "failed", "one_store", "half_cached"]
+)
 def test_ranks_tell_each_other_what_they_do(case):
     run_ranks("passes_rank", [case], 2, TIMEOUT_S)
 

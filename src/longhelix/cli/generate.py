@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from longhelix.cli.measurements import fullest, measurements
+from longhelix.cli.measurements import fullest, measurements, scattered
 from longhelix.cli.options import EngineFlags, ModelOptions, SamplingOptions, contexts_folder, stderr
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
@@ -63,13 +63,18 @@ def generate(
         given = ImagePrompt(given, image) if image else given
         result = _run(llm, given, params, context, echo=not json)
         load, factors = llm.expert_load(), llm.cost_factors
+        report = llm.sequence_parallel_report()
     if json:
-        print(json_module.dumps(_as_json(result) | ({} if load is None else {"expert_load": load})))
+        asked = {"expert_load": load, "sequence_parallel": report}
+        given = {name: value for name, value in asked.items() if value is not None}
+        print(json_module.dumps(_as_json(result) | given))
     else:
         table = measurements(result, llm.config)
         table.add_row("predictions", "corrected by {:.2f} for decodes, {:.2f} for chunks of prompts".format(*factors))
         if load is not None:
             table.add_row("fullest expert", fullest(load))
+        if report is not None:
+            table.add_row("sequence parallelism", scattered(report))
         stderr.print(table)
 
 

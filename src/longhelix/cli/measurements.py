@@ -1,6 +1,7 @@
 """What one request cost, as a table."""
 
 import statistics
+from typing import Any
 
 from rich.table import Table
 
@@ -14,6 +15,13 @@ def fullest(load: list[list[int]]) -> str:
     layer, expert = max(rows, key=rows.__getitem__)
     most, mean = rows[layer, expert], statistics.mean(rows.values())
     return f"{most} rows, {most / mean:.1f} times the mean (layer {layer}, expert {expert})"
+
+
+def scattered(report: dict[str, Any]) -> str:
+    """How many all-reduces of compiled graphs the sequence-parallel pass has made reduce-scatters, and which not."""
+    before, after = (report["collectives"][when].get("all_reduce", 0) for when in ("before", "after"))
+    left = "".join(f"; left alone: {sentence}" for sentence in report["left_alone"])
+    return f"{before - after} of {before} all-reduces in compiled graphs became reduce-scatters{left}"
 
 
 def measurements(result: Result, config: EngineConfig) -> Table:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from longhelix.engine.exchanges import ExchangeLog
+from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.errors import EngineError, UserError
@@ -249,6 +251,18 @@ class TokenCore:
         leaders = len(ranks) // self.config.layout.pp
         stages = [ranks[first : first + leaders] for first in range(0, len(ranks), leaders)]
         return [list(chain.from_iterable(groups)) for stage in stages for groups in zip(*stage, strict=True)]
+
+    def pass_report(self) -> dict[str, Any] | None:
+        """What the sequence-parallel pass has made of the graphs of one rank of each stage, as
+        `longhelix.passes.SequenceParallel.report` has it. None without the pass."""
+        if not self.config.token_ranges.by_pass:
+            return None
+        self.check_running()
+        try:
+            return totals(self._pool.pass_reports())
+        except BaseException as error:
+            self.fail(error)
+            raise
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:

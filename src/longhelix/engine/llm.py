@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
@@ -32,6 +32,8 @@ from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused
 from longhelix.workers import ranks, torchrun
+
+_Answer = TypeVar("_Answer")
 
 
 class LLM:
@@ -255,8 +257,21 @@ class LLM:
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
         expert. None for a model without experts. The ranks are asked when this is called; no step waits for it."""
+        return self._asked(self._core.expert_load)
+
+    def sequence_parallel_report(self) -> dict[str, Any] | None:
+        """What the compiler pass of `enable_sp` has made of the graphs so far of one rank of each pipeline stage; None
+        without the pass. The ranks are asked when this is called.
+
+        {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before": {dtype:
+        bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}; docs/passes.md has the names.
+        A graph for any number of tokens counts the bytes of as many as it was traced with."""
+        return self._asked(self._core.pass_report)
+
+    def _asked(self, ask: Callable[[], _Answer]) -> _Answer:
+        """What ranks answer; they may fail in that."""
         try:
-            return self._core.expert_load()
+            return ask()
         except BaseException as error:
             if self._core.has_failed:
                 self._fail(error)

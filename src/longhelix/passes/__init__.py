@@ -1,6 +1,7 @@
 """Sequence parallelism for graphs of torch.compile, for any module with functional collectives. Needs torch alone."""
 
 from longhelix.passes.agreement import RanksDifferError
+from longhelix.passes.counts import Report, report
 from longhelix.passes.sequence_parallel import SequenceParallel
 
-__all__ = ["RanksDifferError", "SequenceParallel"]
+__all__ = ["RanksDifferError", "Report", "SequenceParallel", "report"]

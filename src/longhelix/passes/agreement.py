@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx import Graph, Node
 
@@ -20,6 +22,10 @@ from longhelix.passes.plan import Plan
 from longhelix.passes.region import Gathered
 from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
 
+# Which numbers of a module are constants of its graph, and which are operands, torch may decide by the order of a set,
+# which every process has its own of.
+_FLOAT = "a number"
+
 KIND = "graph"  # of counts, as `SequenceParallel` keeps them: their names are summaries
 
 
@@ -27,12 +33,14 @@ class RanksDifferError(TorchRuntimeError):
     """The ranks of a group would run other collectives, or compute their token shards in other ways."""
 
 
-def summary(graph_lines: list[str], after: list[Collective]) -> str:
-    """What all ranks must have alike of a graph: a digest, and what a reader can compare."""
-    text = "\n".join((*graph_lines, *(f"{each.name} {each.dtype}" for each in after)))
+def summary(options: str, graph_lines: list[str], after: list[Collective]) -> str:
+    """What all ranks must have alike of a graph: a digest, and what a reader can compare. options: the pass's, in
+    words."""
+    text = "\n".join((options, *graph_lines, *(f"{each.name} {each.dtype}" for each in after)))
     counts = Counter(each.name for each in after)
     said = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
-    return f"{said}, {len(graph_lines)} ops on token shards ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{said}, {len(graph_lines)} ops on token shards ({options}; {digest})"
 
 
 def lines(graph: Graph, plan: Plan) -> Iterator[str]:
@@ -67,7 +75,11 @@ def _said(argument: Any, numbers: dict[Node, int]) -> str:
         return "L"
     if isinstance(argument, Node):
         value = argument.meta["val"]
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            return _FLOAT
         return str(getattr(value, "dtype", type(value).__name__))
+    if isinstance(argument, float):
+        return _FLOAT
     if isinstance(argument, (list, tuple)):
         return "(" + ", ".join(_said(each, numbers) for each in argument) + ")"
     return repr(argument)
@@ -75,25 +87,37 @@ def _said(argument: Any, numbers: dict[Node, int]) -> str:
 
 @dataclass
 class _Ranks:
-    """A group's ranks, where they tell each other, how often they did, and the summaries that all of them have had."""
+    """A group's ranks, where they tell each other, and the summaries that all of them have had."""
 
     group: RankGroup
     store: dist.Store
-    times: int = 0
     agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     differ: bool = False
 
 
+@dataclass(frozen=True)
+class _Compiling:
+    """A compilation, and what had been counted before."""
+
+    context: CompileContext
+    ranks: _Ranks
+    before: Counter[str]
+
+
 _ranks: dict[str, _Ranks] = {}  # by the group's name
-_compiling: dict[str, tuple[_Ranks, Counter[str]]] = {}  # and what was counted before, by the prefix of a pass's counts
+_compiling: dict[str, "_Compiling"] = {}  # by the prefix of a pass's counts
 
 
 def expect(prefix: str, group: RankGroup) -> None:
     """Something is compiled now: what is counted under the prefix has to be agreed on before it runs."""
+    context = CompileContext.try_get()
+    # One that has failed midway may have left its entry.
+    if context is None or (prefix in _compiling and _compiling[prefix].context is context):
+        return
     store = _get_default_store()
     if group.name not in _ranks or _ranks[group.name].store is not store:
         _ranks[group.name] = _Ranks(group, store)
-    _compiling.setdefault(prefix, (_ranks[group.name], Counter(counters["inductor"])))
+    _compiling[prefix] = _Compiling(context, _ranks[group.name], Counter(counters["inductor"]))
 
 
 def differ(group: RankGroup) -> bool:
@@ -103,10 +127,12 @@ def differ(group: RankGroup) -> bool:
 
 def _compare(_: CodeType, __: CodeType) -> None:
     """What was compiled is about to run. Raises RanksDifferError."""
-    compiling = dict(_compiling)
+    context = CompileContext.try_get()
+    compiling = {prefix: each for prefix, each in _compiling.items() if each.context is context}
     _compiling.clear()
-    for prefix, (ranks, before) in compiling.items():
-        start = f"{prefix}/{KIND}/"
+    for prefix, each in compiling.items():
+        ranks, before = each.ranks, each.before
+        start = f"{prefix}{KIND}/"
         fresh = {
             key.removeprefix(start)
             for key, count in counters["inductor"].items()
@@ -122,14 +148,17 @@ register_bytecode_hook(_compare)
 
 
 def _agree(ranks: _Ranks, own: list[str]) -> None:
-    group, where = ranks.group, f"longhelix.passes/{ranks.group.name}/{ranks.times}"
-    ranks.times += 1
+    group = ranks.group
+    place = f"longhelix.passes/{group.name}"
+    # Counted in the store, which may be older than these ranks.
+    where = f"{place}/{ranks.store.add(f'{place}/times/{group.rank}', 1)}"
     ranks.store.set(f"{where}/{group.rank}", "; ".join(own))
     said = []
     for rank in range(group.size):
         try:
             said.append(ranks.store.get(f"{where}/{rank}").decode())
         except RuntimeError as error:  # of whichever kind the store has
+            ranks.store.set(f"{where}/{group.rank}", "gave up")  # for a rank that comes later
             raise _difference(
                 ranks,
                 f"rank {rank} of {group.size} has not compiled the graph that this one has: {'; '.join(own)}. Make all "

@@ -2,23 +2,22 @@
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch.fx import Graph
 
 from longhelix.passes import agreement
-from longhelix.passes.collectives import Collective, RankGroup, collectives
+from longhelix.passes.collectives import RankGroup, collectives
+from longhelix.passes.counts import Counts, Report
 from longhelix.passes.no_ops import eliminate_no_ops
-from longhelix.passes.patterns import CHUNK, GATHERED, REDUCED, count_patterns
+from longhelix.passes.options import check_options
+from longhelix.passes.patterns import count_patterns
 from longhelix.passes.plan import Plan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
@@ -28,7 +27,6 @@ from longhelix.passes.tokens import any_number_of_tokens
 logger = logging.getLogger(__name__)
 
 DEFAULT_MIN_TOKENS = 1000
-QUANTIZED = ("int8", "fp8")
 
 
 class SequenceParallel(CustomGraphPass):
@@ -69,15 +67,7 @@ class SequenceParallel(CustomGraphPass):
     ) -> None:
         if min_tokens is None:
             min_tokens = DEFAULT_MIN_TOKENS
-        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 1:
-            raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
-        if quantize is not None and quantize not in QUANTIZED:
-            raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(QUANTIZED)}, or None")
-        if tokens is not None and not _is_range(tokens):
-            raise ValueError(
-                "tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not "
-                f"{tokens!r}"
-            )
+        check_options(min_tokens, quantize, tokens, in_rank_order, own_chunks, token_wise, norms)
         if not dist.is_initialized():
             raise ValueError("there are no ranks yet: call torch.distributed.init_process_group before this")
         found = dist.group.WORLD if group is None else group
@@ -105,6 +95,12 @@ class SequenceParallel(CustomGraphPass):
         self._expect_agreement()  # torch asks for this first, and then runs the pass or finds what it made before
         return self._of_options() + "-left" * agreement.differ(self.group)
 
+    @property
+    def _in_words(self) -> str:
+        """What ranks have to be told alike."""
+        own = f"min_tokens {self.min_tokens}, quantize {self.quantize}, tokens {self.tokens}"
+        return f"{own}, in_rank_order {self.in_rank_order}, own_chunks {self.own_chunks}"
+
     def _of_options(self) -> str:
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
         digest.update(repr((self.tokens, self.in_rank_order, self.own_chunks, self._norms)).encode())
@@ -130,29 +126,14 @@ class SequenceParallel(CustomGraphPass):
             with any_number_of_tokens(graph):
                 changed = self._change(graph)
         after = list(collectives(graph, self.group))
-        self._count("collectives", before, after)
-        self._add(agreement.KIND, agreement.summary(changed, after))
+        self._counts.add_collectives(before, after)
+        self._counts.add(agreement.KIND, agreement.summary(self._in_words, changed, after))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Of all graphs so far that passes with the same options have seen, those from torch's cache as well: matches
         by pattern, collectives by kind and the bytes that a rank sends by dtype, each before and after, and why
         collectives stayed. Graphs with a varying number of tokens count as many as they were traced with."""
-        patterns = dict.fromkeys((*REDUCED, *GATHERED, CHUNK), 0)
-        found: dict[str, Any] = {
-            "patterns": patterns,
-            "collectives": {"before": {}, "after": {}},
-            "bytes": {"before": {}, "after": {}},
-            "left_alone": [],
-        }
-        for kind, name, count in self._counted():
-            if kind == "patterns":
-                patterns[name] = count
-            elif kind == "left_alone":
-                found["left_alone"].append(name)
-            elif kind != agreement.KIND:
-                when, _, what = name.partition("/")
-                found[kind][when][what] = count
-        return found
+        return self._counts.report()
 
     def explain(self) -> str:
         """Why collectives stayed as they were, a line for each."""
@@ -160,7 +141,7 @@ class SequenceParallel(CustomGraphPass):
 
     def _expect_agreement(self) -> None:
         if self._has_peers:
-            agreement.expect(self._prefix, self.group)
+            agreement.expect(self._counts.prefix, self.group)
 
     def _applies(self, count: int | torch.SymInt) -> bool:
         """Whether values of that many tokens are kept as shards."""
@@ -178,7 +159,7 @@ class SequenceParallel(CustomGraphPass):
             graph, self.group, self._rules, self._norms, self._applies, self.quantize is not None, self.own_chunks
         )
         for sentence in plan.left_alone:
-            self._add("left_alone", sentence)
+            self._counts.add("left_alone", sentence)
         if plan.sources or plan.chunks:
             return self._carry_out(graph, plan)
         if plan.left_alone:
@@ -197,7 +178,7 @@ class SequenceParallel(CustomGraphPass):
             self._leave(f"the graph stays as it is: {doubts[0]}")
             return []
         for name, count in count_patterns(plan, self.quantize).items():
-            self._add("patterns", name, count)
+            self._counts.add("patterns", name, count)
         changed = list(agreement.lines(graph, plan))
         rewrite.finish()
         graph.lint()
@@ -206,31 +187,11 @@ class SequenceParallel(CustomGraphPass):
 
     def _leave(self, sentence: str) -> None:
         logger.warning("sequence parallelism is off for a graph: %s", sentence)
-        self._add("left_alone", sentence)
-
-    def _count(self, kind: str, before: list[Collective], after: list[Collective]) -> None:
-        for when, found in (("before", before), ("after", after)):
-            for name, count in Counter(each.name for each in found).items():
-                self._add(kind, f"{when}/{name}", count)
-            for each in found:
-                self._add("bytes", f"{when}/{each.dtype}", each.sent_bytes)
-
-    # What is counted lies where torch keeps such counts: it stores them with a compiled graph, and adds them again
-    # when the graph comes from its cache.
-
-    def _add(self, kind: str, name: str, count: int = 1) -> None:
-        counters["inductor"][f"{self._prefix}/{kind}/{name}"] += count
+        self._counts.add("left_alone", sentence)
 
     @property
-    def _prefix(self) -> str:
-        return f"sequence_parallel/{self._of_options()[:16]}"
-
-    def _counted(self) -> list[tuple[str, str, int]]:
-        prefix = self._prefix + "/"
-        found = [
-            (key.removeprefix(prefix), count) for key, count in counters["inductor"].items() if key.startswith(prefix)
-        ]
-        return [(kind, name, count) for key, count in found for kind, _, name in [key.partition("/")]]
+    def _counts(self) -> Counts:
+        return Counts(self._of_options())
 
 
 @cache
@@ -240,10 +201,3 @@ def _sources() -> bytes:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.digest()
-
-
-def _is_range(tokens: object) -> bool:
-    if not isinstance(tokens, tuple) or len(tokens) != 2:
-        return False
-    least, most = tokens
-    return type(least) is int and least >= 1 and (most is None or (type(most) is int and most >= least))

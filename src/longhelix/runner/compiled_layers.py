@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as shapes
 
 from longhelix.cache.pool import KVPool
 from longhelix.errors import PeerLostError, UserError
@@ -31,6 +32,13 @@ class CompiledLayers:
 
     def __init__(self, model: Decoder, pool: KVPool, ranges: TokenRanges) -> None:
         _check_compiler()
+        # Sizes that are equal by chance in a graph's first step would have to be equal in all: others would compile it
+        # anew, amid requests. Without that, torch makes an operand of each norm's eps, unless it is told not to.
+        shapes.use_duck_shape = False
+        torch._dynamo.config.specialize_float = True
+        for entry in pool.entries():
+            for tensor in entry.tensors:
+                torch._dynamo.mark_static(tensor)  # a symbol less for each of its sizes
         self._layers = partial(model.run_layers, pool=pool)
         self._group = model.mesh.ffn
         self._ranges = ranges

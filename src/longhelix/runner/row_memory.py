@@ -63,6 +63,7 @@ class RowMemory:
         self._kvp_rank, self._block_tokens, self._num_pairs = kvp_rank, block_tokens, num_pairs
         self._take(8)
 
+    @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
     def _take(self, most_rows: int) -> None:
         self._most_rows, device = most_rows, self._arena.blocks_X.device
         self._host_X = torch.zeros(RowParts.size(most_rows), dtype=torch.int64)

@@ -14,6 +14,11 @@ class TokenRanges:
     sp_min_tokens: int | None = None
     flash_comm: bool = False
 
+    @property
+    def by_pass(self) -> bool:
+        """Whether graphs are made sequence-parallel by the compiler pass."""
+        return self.sp_min_tokens is not None and not self.flash_comm
+
     def range_of(self, tokens: int) -> tuple[int, int | None]:
         """The least and the most tokens of the range of a step; None: any number."""
         at = bisect_right(self.splits, tokens)

@@ -33,7 +33,9 @@ from longhelix.workers.transport import (
     Joined,
     LoadBlocks,
     Loaded,
+    PassReport,
     Ready,
+    ReportPasses,
     RowCounts,
     SaveBlocks,
     Start,
@@ -153,6 +155,12 @@ class WorkerPool:
         self._check_open()
         counted = self._ask(ranks, CountRows(), RowCounts, GRACE_S)
         return [counted[rank].rows for rank in ranks]
+
+    def pass_reports(self) -> list[PassReport]:
+        """What the sequence-parallel pass has made of the graphs of each stage, whose ranks have them alike."""
+        self._check_open()
+        leaders = [ranks[0] for ranks in self._layout.stage_groups()]
+        return list(self._ask(leaders, ReportPasses(), PassReport, GRACE_S).values())
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> None:
         """Have all ranks save or load KV blocks, between two steps. Raises UserError, which one of them gave, if that

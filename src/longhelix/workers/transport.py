@@ -43,6 +43,10 @@ class CountRows(msgspec.Struct, tag=True, frozen=True):
     """Engine: say how many rows your experts have had."""
 
 
+class ReportPasses(msgspec.Struct, tag=True, frozen=True):
+    """Engine: say what the sequence-parallel pass has made of your graphs."""
+
+
 class SaveBlocks(msgspec.Struct, tag=True, frozen=True):
     """Engine: write those of a context's KV blocks that you keep to your file in `folder`.
 
@@ -137,6 +141,15 @@ class RowCounts(msgspec.Struct, tag=True, frozen=True):
     rows: list[list[int]]
 
 
+class PassReport(msgspec.Struct, tag=True, frozen=True):
+    """Worker: what the pass has made of my graphs so far, as `longhelix.passes.Report` has it."""
+
+    patterns: dict[str, int]
+    collectives: dict[str, dict[str, int]]
+    bytes: dict[str, dict[str, int]]
+    left_alone: list[str]
+
+
 class Carried(msgspec.Struct, tag=True, frozen=True):
     """Worker: I have saved or loaded what I was asked to; or I have not, for a reason in words, with a UserError's
     code."""
@@ -156,8 +169,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Execute | CountRows | SaveBlocks | LoadBlocks | TakeImage | DropImage | Stop
-ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | Carried | Failed
+ToWorker = Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImage | DropImage | Stop
+ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
 
 # Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)

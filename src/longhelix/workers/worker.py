@@ -29,7 +29,9 @@ from longhelix.workers.transport import (
     Joined,
     LoadBlocks,
     Loaded,
+    PassReport,
     Ready,
+    ReportPasses,
     RowCounts,
     SaveBlocks,
     Start,
@@ -91,6 +93,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 spans.end(sending)
             case CountRows():
                 socket.send(RowCounts(runner.model.expert_rows()))
+            case ReportPasses():
+                socket.send(_pass_report())
             case TakeImage(digest, num_tokens, states):
                 runner.take_image(digest, num_tokens, states)
             case DropImage(digest):
@@ -117,6 +121,12 @@ class _Inbox:
                 self._runner.expect(message.step)
         self._messages += messages
         return self._messages.popleft()
+
+
+def _pass_report() -> PassReport:
+    from longhelix.passes import report  # loads the compiler, which a rank that is asked has
+
+    return PassReport(**report())
 
 
 def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:

@@ -394,6 +394,14 @@ def test_the_threshold_that_nobody_set():
         ({"tokens": (5, 4)}, "the least and the most tokens"),
         ({"tokens": (0, None)}, "the least and the most tokens"),
         ({"tokens": 7}, "the least and the most tokens"),
+        ({"in_rank_order": "no"}, "True, False or None, not 'no'"),
+        ({"own_chunks": 3}, "True or False, not 3"),
+        ({"token_wise": [1]}, "ops and names of their operands"),
+        ({"token_wise": {"x": ["x"]}}, "ops and names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: "self"}}, "ops and names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: ["x"]}}, "ops and names of their operands"),
+        ({"norms": 5}, "a list of ops"),
+        ({"norms": "abc"}, "a list of ops"),
     ],
 )
 def test_values_that_cannot_be(options, sentence):

@@ -1,0 +1,24 @@
+"""What the sequence-parallel pass has made of all graphs of a pipeline."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from longhelix.workers.transport import PassReport
+
+
+def totals(stages: Sequence[PassReport]) -> dict[str, Any]:
+    """That of all stages together, in the form of a stage's."""
+    return {
+        "patterns": _sum(stage.patterns for stage in stages),
+        "collectives": {when: _sum(stage.collectives[when] for stage in stages) for when in ("before", "after")},
+        "bytes": {when: _sum(stage.bytes[when] for stage in stages) for when in ("before", "after")},
+        "left_alone": list(dict.fromkeys(sentence for stage in stages for sentence in stage.left_alone)),
+    }
+
+
+def _sum(counted: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in counted:
+        total.update(counts)  # keeps those that are 0
+    return dict(total)
