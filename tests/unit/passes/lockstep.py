@@ -37,9 +37,10 @@ def group_of(size):
         torch._dynamo.reset()
 
 
-def pass_of(rank, size, **options):
-    """The pass as this rank of the group has it."""
+def pass_of(rank, size, piece_bytes=None, **options):
+    """The pass as this rank of the group has it. piece_bytes: as over gloo."""
     sp = SequenceParallel(**options)
+    sp.piece_bytes = piece_bytes
     sp.group = RankGroup(sp.group.name, size, rank)
     return sp
 
