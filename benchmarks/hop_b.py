@@ -20,7 +20,6 @@ from longhelix.measure.link import RANKS, join, missing
 
 LAYERS = 4
 PARTS = (1, 2, 4, 8)
-BURST = "4kb"  # what the link lets through at once: little, so that a part waits as a whole exchange does
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": LAYERS,
@@ -103,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> int:
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
     link = join(rank, directory)
-    link.limit(arguments.rate_mbit, BURST)
+    link.limit(arguments.rate_mbit)
     meet(len(RANKS), rank, directory, interface=link.device)
     config = _configure(arguments)
     mesh = Mesh.build(config.layout, rank, "gloo")
@@ -247,9 +246,10 @@ def _report(arguments: argparse.Namespace, directory: Path) -> str:
     overlaps_ms = {name: _overlap_ms(events) for name, events in ranks[0]["events"].items()}
     single_s = ranks[0]["rows"][0]["step_s"]
     for index, row in enumerate(ranks[0]["rows"]):
+        spread = "" if row["spread"] is None else f"{100 * row['spread']:.0f}"
         exposed_s = max(rank["rows"][index]["exposed_s"] for rank in ranks)
         lines.append(
-            f"| {row['name']} | {row['parts']} | {1e3 * row['step_s']:.1f} | {100 * row['spread']:.0f} | "
+            f"| {row['name']} | {row['parts']} | {1e3 * row['step_s']:.1f} | {spread} | "
             f"{row['step_s'] / single_s:.2f} | {1e3 * exposed_s:.1f} | {overlaps_ms[row['name']]:.1f} |"
         )
     lines += ["", "Layer 1 on rank 0, ms from the start of its attention:", ""]

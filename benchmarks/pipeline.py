@@ -22,7 +22,6 @@ from two_ranks import run_ranks
 
 from longhelix.measure.link import LOOPBACK, RANKS, join, missing
 
-BURST = "256kb"
 LAYOUTS = {"pp 2": {"pp": 2}, "tpa 2": {"tpa": 2}, "kvp 2": {"kvp": 2}}
 
 
@@ -72,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> int:
     link = LOOPBACK
     if arguments.backend == "gloo":
         link = join(arguments.rank, arguments.directory)
-        link.limit(arguments.rate_mbit, BURST)
+        link.limit(arguments.rate_mbit)
     meet(len(RANKS), arguments.rank, arguments.directory, interface=link.device)
     options = EngineOptions(
         max_model_len=arguments.prompt, kv_cache_tokens=2 * arguments.prompt, chunk_tokens=512, device="cpu"

@@ -4,6 +4,7 @@ nothing is left."""
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from world import run_ranks
 
 from longhelix.cli.main import main
 from longhelix.errors import EngineError
@@ -108,9 +110,34 @@ def test_what_travels_is_what_the_formula_says(capfd, toy, nothing_is_left, layo
         assert (on["bytes_over_off"] < 0.9) == (on["prompt"] == 600 and on["activation_dtype"] == "int8")
     for row in rows:
         assert row["over_formula"] == pytest.approx(1.05, abs=0.05)
-        # What each rank sends takes its time; the link lets pass a burst at once.
-        least_s = 8 * (row["sent_bytes"] / 2 - 2**18) / (row["rate_mbit"] * 1e6)
+        # What each rank sends takes its time; after each pause the link lets pass a burst at once.
+        assert row["burst_bytes"] == link.burst_bytes(row["rate_mbit"])
+        least_s = 8 * (row["sent_bytes"] / 2 - row["burst_bytes"]) / (row["rate_mbit"] * 1e6)
         assert row["prefill_s"] > 0.9 * least_s
+    assert "lets pass at once what it carries in 0.2 ms" in found["sp"]["note"]
+
+
+@needs_links
+def test_what_is_sent_after_a_pause_takes_the_time_of_its_rate_and_goes_in_large_pieces():
+    points = [(10_000, 4_000_000), (1000, 100_000), (50, 100_000), (1000, 262_144), (1000, 4_000_000)]
+    first, _ = run_ranks("link_rank", [f"{rate}:{count}" for rate, count in points], 2, 60)
+    for (rate_mbit, count), line in zip(points, first.splitlines(), strict=True):
+        found = json.loads(line)
+        assert min(found["took_s"]) > 8 * (count - link.burst_bytes(rate_mbit)) / (rate_mbit * 1e6)
+        if rate_mbit == 1000:  # cut to packets, these were 1448 bytes
+            assert statistics.median(found["pieces"]) < count / 8000 + 5
+
+
+@pytest.mark.parametrize(("rate_mbit", "burst"), [(0.001, 4096), (50, 4096), (1000, 25_000), (10_000, 250_000)])
+def test_a_burst_is_what_the_link_carries_in_a_fifth_of_a_millisecond(rate_mbit, burst):
+    assert link.burst_bytes(rate_mbit) == burst
+
+
+@needs_links
+def test_tc_takes_every_rate_that_is_not_refused():
+    rates = (link.LEAST_MBIT, 12.345678, link.MOST_MBIT)
+    first, _ = run_ranks("link_rank", [f"{rate}:1" for rate in rates], 2, 60)
+    assert len(first.splitlines()) == len(rates)
 
 
 @pytest.mark.slow
@@ -157,7 +184,15 @@ def test_an_end_of_the_command_leaves_nothing(toy, nothing_is_left, number):
 def test_without_links_loopback_is_used_and_said(capfd, monkeypatch, toy):
     monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(link.shutil, "which", lambda program: f"/bin/{program}")
-    found = run(capfd, "--model", toy, *SIZES, "--repeats", "1", "--variants", "flash-comm-v1")
+    arguments = ["--model", toy, *SIZES, "--repeats", "1", "--variants", "flash-comm-v1", "--json"]
+    assert main(["bench", "sp", *arguments]) == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    told = [line for line in err.splitlines() if line.startswith("sp: ")]
+    assert (
+        told[0] == "sp: rates_mbit is ignored, and the ranks are joined by plain loopback, because network "
+        "namespaces need root: run this as root"
+    )
     assert [(row["link"], row["prompt"]) for row in found["sp"]["rows"]] == [
         ("loopback", prompt) for prompt in (90, 90, 600, 600)
     ]
@@ -165,6 +200,8 @@ def test_without_links_loopback_is_used_and_said(capfd, monkeypatch, toy):
     assert any(said in remark for remark in found["remarks"])
     for row in found["sp"]["rows"]:
         assert row["over_formula"] > 0.99  # others use it, too
+        assert row["spread"] is None  # of one time
+        assert row["burst_bytes"] is None
 
 
 def test_what_is_missing_is_said(monkeypatch):

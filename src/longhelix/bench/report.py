@@ -30,7 +30,8 @@ class Report:
         load = self.environment["load_average"][0]
         if load > IDLE_LOAD:
             found.append(f"The machine was not idle: its load was {load} when the run began. Quote ratios, not times.")
-        spreads = [row["spread"] for section in self.sections for row in section.rows if "spread" in row]
+        rows = (row for section in self.sections for row in section.rows)
+        spreads = [row["spread"] for row in rows if row.get("spread") is not None]
         noisy = sum(spread > NOISE for spread in spreads)
         if noisy:
             found.append(

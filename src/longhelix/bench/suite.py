@@ -14,14 +14,13 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.machine import host
 from longhelix.measure import link, progress
-from longhelix.measure.configuration import check_positive, configure
+from longhelix.measure.configuration import check_positive, check_threads, configure
 from longhelix.measure.decode import DecodeJob
 from longhelix.measure.memory import check_native
 from longhelix.measure.prefill import PrefillJob
 from longhelix.measure.sequence_parallelism import Pair, SequenceParallelismJob
 from longhelix.runner.config import EngineConfig
 from longhelix.spec import KV_DTYPES
-from longhelix.values import above_zero
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class Suite:
         check_native()
         self._report = Report(environment(date))
         self._peers = None if peers is None else Peers(peers)
+        self._tell = tell
         self._on_point = progress.by_name(tell)
 
     def kernels(
@@ -84,7 +84,7 @@ class Suite:
         check_positive("context", context)
         check_positive("head-size", *head_sizes)
         check_positive("group", *groups)
-        check_positive("threads", *threads)
+        check_threads(*threads)
         check_positive("repeats", repeats)
         unknown = next((dtype for dtype in kv_dtypes if dtype not in KV_DTYPES), None)
         if unknown is not None:
@@ -135,14 +135,15 @@ class Suite:
     def sequence_parallelism(
         self, pairs: dict[str, Pair], prompts: Sequence[int], rates_mbit: Sequence[float], repeats: int
     ) -> None:
-        """The prefill of each prompt with both of each pair, over a link of each rate; over loopback where this process
-        can make no link."""
+        """The prefill of each prompt with both of each pair, over a link of each rate; over loopback, as is
+        told at once, where this process can make no link."""
         check_positive("repeats", repeats)
-        rates_mbit = tuple(above_zero("rates_mbit", rate) for rate in rates_mbit)
         if not rates_mbit:
             raise UserError("rates_mbit is empty: give one number or more, in Mbit/s")
+        rates_mbit = tuple(dict.fromkeys(link.checked_rate_mbit(rate) for rate in rates_mbit))
         lacking = link.missing()
         if lacking is not None:
+            self._tell(f"sp: rates_mbit is ignored, and the ranks are joined by plain loopback, because {lacking}")
             self._report.remarks.append(
                 f"The ranks were joined by plain loopback, at no limited rate, because {lacking}. Its count of bytes "
                 "has those of all programs of this host."

@@ -292,7 +292,7 @@ def sp(
     prompts
         Tokens of each prompt. Steps of fewer than sp-min-token-num run as without sequence parallelism.
     rates_mbit
-        Rates of the link, in Mbit/s, in each direction. [default: 1000 10000]
+        Rates of the link, in Mbit/s, in each direction, from 0.001 to 1,000,000. [default: 1000 10000]
     chunk_tokens
         Prompt tokens that run in one step.
     sp_min_token_num

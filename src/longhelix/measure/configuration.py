@@ -9,8 +9,11 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
+from longhelix.machine import host
 from longhelix.models.model_files import open_checkpoint
+from longhelix.request import MOST_TOKENS
 from longhelix.runner.config import EngineConfig
+from longhelix.values import whole
 
 # Every repetition computes the same steps.
 _SAME_STEPS = {"chunk_tokens": 512, "prefix_cache": False}
@@ -28,22 +31,30 @@ def configure(
     `lengths`. Raises UserError."""
     check_positive("a context or prompt", *lengths)
     longest = max(lengths)
+    settings = _SAME_STEPS | settings
+    whole("chunk_tokens", settings["chunk_tokens"], 1, MOST_TOKENS)
     with warnings.catch_warnings():
         # Nobody reads the answers, and a KV that does not fit is refused below.
         warnings.filterwarnings("ignore", message="max_model_len .* goes beyond|memory holds")
-        options = EngineOptions(max_model_len=longest, device="cpu", **(_SAME_STEPS | settings))
+        options = EngineOptions(max_model_len=longest, device="cpu", **settings)
         config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(
-            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: give at most {held_tokens} tokens, or a "
-            "smaller --kv-dtype",
+            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: give at most {held_tokens} tokens, or, "
+            "where it can be set, a smaller --kv-dtype",
             "out_of_memory",
         )
     if threads is None:
         return config
-    check_positive("threads", threads)
+    check_threads(threads)
     return replace(config, threads_per_rank=threads)
+
+
+def check_threads(*numbers: int) -> None:
+    """Refuse more threads of one process than there are cores."""
+    for threads in numbers:
+        whole("threads", threads, 1, host.cores(), ", the cores of this machine")
 
 
 def check_positive(name: str, *values: int) -> None:

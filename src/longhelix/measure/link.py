@@ -15,9 +15,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from longhelix.errors import UserError
+from longhelix.values import real
 
 RANKS = (0, 1)
-BURST = "256kb"  # what passes at once: several of the 64 KB that TCP hands to a device in one piece
+LEAST_MBIT, MOST_MBIT = 0.001, 1e6
+# After a pause, what the rate carries in this time passes at once: with less, timers are too late for high rates. TCP
+# hands over smaller pieces, for tbf cuts what is larger than its burst to packets, which costs cores more than sending.
+BURST_S = 2e-4
+_LEAST_BURST_BYTES = 4096
+_MOST_PIECE_BYTES = 65536
 _DEVICE = "link0"
 _QUEUE = "64mb"  # more than TCP has on its way: nothing is dropped
 _CLONE_NEWNET = 0x40000000
@@ -29,10 +35,13 @@ class Link:
 
     device: str
 
-    def limit(self, rate_mbit: float, burst: str = BURST) -> None:
+    def limit(self, rate_mbit: float) -> None:
         """From now on, send at most so much; each end limits its own direction. Raises UserError where tc cannot."""
-        limits = f"rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}"
-        _command(f"tc qdisc replace dev {self.device} root tbf {limits}")
+        burst = burst_bytes(rate_mbit)
+        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest: for headers, and for timers that are late
+        _command(f"tc qdisc replace dev {self.device} root tbf rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}")
+        _command(f"ip link set {self.device} gso_max_size {piece_bytes}")
+        _command("ip route flush cache")  # connections learn of it when they look up their route anew
 
     def sent_bytes(self) -> int:
         """What the device has sent, headers and what TCP repeats included: of loopback, what all of this host have."""
@@ -44,6 +53,17 @@ class Link:
 
 
 LOOPBACK = Link("lo")
+
+
+def checked_rate_mbit(rate_mbit: float) -> float:
+    """A rate as tc takes it, which is to the bit a second. Raises UserError for one out of reach."""
+    allowed = f"a number from {LEAST_MBIT:g} to {MOST_MBIT:,.0f}"
+    return round(real("rates_mbit", rate_mbit, lambda number: LEAST_MBIT <= number <= MOST_MBIT, allowed), 6)
+
+
+def burst_bytes(rate_mbit: float) -> int:
+    """What a link of this rate lets pass at once after a pause: what it carries in BURST_S, or 4 KB."""
+    return max(round(rate_mbit * 1e6 / 8 * BURST_S), _LEAST_BURST_BYTES)
 
 
 def missing() -> str | None:

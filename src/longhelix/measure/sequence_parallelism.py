@@ -14,7 +14,7 @@ from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.measure.configuration import configure
 from longhelix.measure.formulas import prefill_sent_bytes
-from longhelix.measure.link import LOOPBACK, RANKS, Link, join
+from longhelix.measure.link import LOOPBACK, RANKS, Link, burst_bytes, join
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row, collect
@@ -79,11 +79,12 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
         vocab_size = self.configs[0][1].spec.vocab_size
         token_ids = tuple(torch.randint(vocab_size, (prompt,)).tolist())
         calls = {str(index): partial(prefill, token_ids) for index, prefill in enumerate(prefills)}
-        timings = interleave(calls, self.repeats, WARM_UP).values()
+        timings = interleave(calls, self.repeats, WARM_UP, alternate=True).values()
         for (name, config), prefill, timing in zip(self.configs, prefills, timings, strict=True):
             yield {
-                "link": "loopback" if rate_mbit is None else f"{rate_mbit:,g} Mbit/s",
+                "link": link_label(rate_mbit),
                 "rate_mbit": rate_mbit,
+                "burst_bytes": None if rate_mbit is None else burst_bytes(rate_mbit),
                 "prompt": prompt,
                 "variant": name,
                 "execution": config.execution,
@@ -111,6 +112,11 @@ class Prefill:
         self.sent_bytes = self._link.sent_bytes() - before
 
 
+def link_label(rate_mbit: float | None) -> str:
+    """What a table calls a link; rates that tc tells apart have labels of their own."""
+    return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
+
+
 def pairs(
     model: str,
     layout: Layout,
@@ -132,14 +138,15 @@ def pairs(
             "1",
             "invalid_layout",
         )
+    configured = partial(configure, model, layout, threads=threads, chunk_tokens=chunk_tokens)
+    longest, positions = max(prompts, default=0), configured((1,)).spec.max_positions
+    if longest > positions:  # said before the memory is looked at: no setting would help
+        raise UserError(f"a prompt has {longest} tokens, but the model is made for {positions}: give at most so many")
     found = {}
     for variant in variants:
         settings, switch = _SETTINGS[variant]
-        configured = partial(configure, model, layout, prompts, threads=threads, chunk_tokens=chunk_tokens, **settings)
-        found[variant] = Pair(configured(), configured(**{switch: True, "sp_min_token_num": sp_min_token_num}))
-    longest, positions = max(prompts), found[variants[0]].off.spec.max_positions
-    if longest > positions:
-        raise UserError(f"a prompt has {longest} tokens, but the model is made for {positions}: give at most so many")
+        on = {switch: True, "sp_min_token_num": sp_min_token_num}
+        found[variant] = Pair(configured(prompts, **settings), configured(prompts, **settings, **on))
     return found
 
 

@@ -12,36 +12,44 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """Repeated measurements of one thing, in seconds."""
+    """Repeated measurements of one thing, in seconds. quartiles_s: None of a single one."""
 
     median_s: float
-    quartiles_s: tuple[float, float]
+    quartiles_s: tuple[float, float] | None
 
     @classmethod
     def of(cls, samples_s: Sequence[float]) -> Self:
         if len(samples_s) < 2:
-            return cls(samples_s[0], (samples_s[0], samples_s[0]))
+            return cls(samples_s[0], None)
         first, median, third = statistics.quantiles(samples_s, n=4, method="inclusive")
         return cls(median, (first, third))
 
     def over(self, count: int) -> "Timing":
         """The timing of one call, where `count` calls were timed together."""
+        if self.quartiles_s is None:
+            return Timing(self.median_s / count, None)
         first, third = self.quartiles_s
         return Timing(self.median_s / count, (first / count, third / count))
 
     def row(self, name: str) -> dict[str, object]:
-        """The median as `name`, its quartiles, and their distance over the median as `spread`."""
+        """The median as `name`, its quartiles, and their distance over the median as `spread`; None of a single one."""
+        if self.quartiles_s is None:
+            return {name: self.median_s, f"{name}_quartiles": None, "spread": None}
         first, third = self.quartiles_s
         return {name: self.median_s, f"{name}_quartiles": [first, third], "spread": (third - first) / self.median_s}
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = WARM_UP_ROUNDS
+    calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = WARM_UP_ROUNDS, alternate: bool = False
 ) -> dict[str, Timing]:
-    """Time each call once a round: A, B, A, B, ...; the rounds of the warm-up do not count."""
+    """Time each call once a round: A, B, A, B, ...; the rounds of the warm-up do not count.
+
+    alternate: A, B, B, A, ..., so that none always follows the same other one.
+    """
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warm_up + repeats):
-        for name, call in calls.items():
+        turns = list(calls.items())
+        for name, call in reversed(turns) if alternate and round_number % 2 else turns:
             took_s = seconds(call)
             if round_number >= warm_up:
                 samples_s[name].append(took_s)

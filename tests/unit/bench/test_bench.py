@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longhelix.bench import kernels, peers
+from longhelix.bench import kernels, peers, suite
 from longhelix.bench.peers import Peers, beside
 from longhelix.bench.report import Report
 from longhelix.bench.section import Column, Plot, Section
@@ -16,6 +16,7 @@ from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.measure import memory
 from longhelix.measure.configuration import configure
+from longhelix.measure.sequence_parallelism import link_label
 
 pytestmark = [
     pytest.mark.unit,
@@ -58,6 +59,15 @@ def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
         assert line in text.splitlines()
     assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB of it free" in text
     assert "not idle" not in text
+
+
+def test_one_time_has_no_spread_and_counts_as_no_median():
+    once = report()
+    once.sections[0].rows[1]["spread"] = None
+    assert not any("noisy" in sentence for sentence in once.sentences)
+    once.sections[0].rows[0]["spread"] = 0.3
+    assert any("1 of 1 medians are noisy" in sentence for sentence in once.sentences)
+    assert Column("spread", "spread, %", ".0f", 100).show({"spread": None}) == ""
 
 
 def test_a_busy_machine_is_said_to_be_one():
@@ -106,6 +116,16 @@ def test_a_peer_runs_or_is_said_in_a_sentence(tmp_path, config, monkeypatch):
     assert found.remarks == ["llama.cpp failed: it broke"]
 
 
+def test_rates_that_tc_cannot_tell_apart_are_one_and_others_have_labels_of_their_own(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(suite.link, "missing", lambda: None)
+    monkeypatch.setattr(suite.sequence_parallelism, "section", lambda job, on_point: jobs.append(job))
+    suite.Suite("2000-01-01", None, print).sequence_parallelism({}, [64], [100, 100.0001, 100.0, 100.00000001, 1e6], 1)
+    assert jobs[0].rates_mbit == (100.0, 100.0001, 1e6)
+    labels = [link_label(rate_mbit) for rate_mbit in jobs[0].rates_mbit]
+    assert labels == ["100 Mbit/s", "100.0001 Mbit/s", "1,000,000 Mbit/s"]
+
+
 def make_python(environment, script):
     program = environment / "bin" / "python"
     program.parent.mkdir(parents=True)
@@ -128,21 +148,27 @@ def make_python(environment, script):
         (["decode", "--tpa", "10"], "set tpa to 9 or less"),
         (["prefill", "--repeats", "0"], "repeats is 0"),
         (["prefill", "--chunk-tokens", "0"], "chunk_tokens is 0"),
+        (["prefill", "--threads", "100000"], "threads is 100000: set it to a whole number from 1 to "),
+        (["kernels", "--threads", "1", "100000"], "threads is 100000: set it to a whole number from 1 to "),
         (["kernels", "--kv-dtype", "int3"], "kv-dtype 'int3' is not known"),
         (["kernels", "--group", "0"], "group is 0"),
         (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
         (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
         (["layouts", "--ranks", "0"], "ranks is 0"),
         (["sp", "--variants", "sp"], "variant 'sp' is not known: use one or more of flash-comm-v1, "),
-        (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number above 0"),
+        (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number from 0.001 to 1,000,000"),
+        (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
+        (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
         (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
         (["sp", "--tpa", "1"], "the layout has 1 ranks, but a link joins two"),
         (["sp", "--kvp", "2"], "the layout has 4 ranks"),
         (["sp", "--prompts", "0"], "a context or prompt is 0"),
         (["sp", "--prompts", "512", "9k"], "a prompt has 9000 tokens, but the model is made for 8192"),
+        (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
         (["sp", "--repeats", "0"], "repeats is 0"),
         (["sp", "--threads", "0"], "threads is 0"),
-        (["sp", "--chunk-tokens", "0"], "chunk_tokens is 0"),
+        (["sp", "--threads", "100000"], "threads is 100000: set it to a whole number from 1 to "),
+        (["sp", "--chunk-tokens", "0"], "chunk_tokens is 0: set it to a whole number from 1 to "),
         (["sp", "--sp-min-token-num", "0"], "sp_min_token_num is 0"),
         (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give as many"),
         (["all", "--out", "report.txt"], "give the name of a Markdown file"),
@@ -157,6 +183,7 @@ def test_a_mistake_gets_one_sentence_and_starts_nothing(arguments, sentence, cap
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert sentence in errors[0]
+    assert '"auto"' not in errors[0]  # no option of these takes it
     assert main(["bench", *arguments, "--json"]) == 2
     assert sentence in json.loads(capfd.readouterr().out)["error"]["message"]
 

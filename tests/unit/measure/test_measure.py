@@ -79,11 +79,19 @@ def test_calls_take_turns_and_the_warm_up_does_not_count():
     assert timings["b"].median_s >= 0.002
 
 
+def test_calls_that_alternate_do_not_always_follow_the_same_one():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    timings = interleave(calls, repeats=2, warm_up=1, alternate=True)
+    assert "".join(order) == "abc" + "cba" + "abc"
+    assert list(timings) == ["a", "b", "c"]
+
+
 def test_a_timing_is_a_median_with_quartiles():
     timing = Timing.of([1.0, 100.0, 3.0, 2.0, 4.0])
     assert (timing.median_s, timing.quartiles_s) == (3.0, (2.0, 4.0))
     assert timing.over(2).row("a_s") == {"a_s": 1.5, "a_s_quartiles": [1.0, 2.0], "spread": pytest.approx(2 / 3)}
-    assert Timing.of([2.0]).row("a_s")["spread"] == 0
+    assert Timing.of([2.0]).over(2).row("a_s") == {"a_s": 1.0, "a_s_quartiles": None, "spread": None}
 
 
 def test_the_clock_sees_the_kinds_of_calls_in_a_prefill_and_on_a_decodes_tape(config):

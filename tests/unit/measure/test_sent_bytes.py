@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from longhelix.bench import sequence_parallelism
 from longhelix.errors import UserError
 from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.measure.formulas import prefill_sent_bytes
-from longhelix.measure.sequence_parallelism import VARIANTS, combine, pairs
+from longhelix.measure.sequence_parallelism import VARIANTS, SequenceParallelismJob, combine, pairs
 from longhelix.presets import load_model
 
 pytestmark = [
@@ -89,3 +90,27 @@ def test_links_count_for_each_rank_and_loopback_for_both(found):
     assert row["sent_bytes"] == 1_200_000
     assert row["over_formula"] == 1_200_000 / row["formula_bytes"]
     assert combine([rank | {"rate_mbit": None} for rank in ranks], config)["sent_bytes"] == 500_000
+
+
+def test_a_variant_and_its_baseline_take_turns_at_being_first(found):
+    order = []
+
+    class Prefill:
+        sent_bytes = 0
+
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, token_ids):
+            order.append(self.name)
+
+    pair = {"flash-comm-v1": found["flash-comm-v1"]}
+    job = SequenceParallelismJob(pair, (3,), (), repeats=3)
+    rows = list(job._point([Prefill("off"), Prefill("on")], None, 3))
+    assert order == ["off", "on", "on", "off"] * 2
+    assert [row["variant"] for row in rows] == ["off", "flash-comm-v1"]
+
+
+def test_the_note_says_what_the_formula_leaves_out_and_what_passes_at_once():
+    assert "It leaves out headers and the choice of a token" in sequence_parallelism.NOTE
+    assert "lets pass at once what it carries in {burst_ms:g} ms" in sequence_parallelism.NOTE
