@@ -57,7 +57,8 @@ struct RunExperts {
     // The place in the set of a row's expert, or -1.
     int place(std::int64_t row, int choice) const {
         std::int64_t number = call.experts[(first_row + row) * call.per_row + choice];
-        return number < static_cast<std::int64_t>(set.index_of.size()) ? set.index_of[number] : -1;
+        bool known = number >= 0 && number < static_cast<std::int64_t>(set.index_of.size());
+        return known ? set.index_of[number] : -1;
     }
 
     // Counts and numbers the pairs, and takes the memory for them.

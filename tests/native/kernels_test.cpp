@@ -571,12 +571,17 @@ void test_experts(const Kernels& kernels, Random& random) {
     x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12), residual.fill(random, 0.25, 7);
     weights.fill(random, 0.25, 8);
     std::vector<std::int64_t> wanted(count);
+    auto place_of = [count](std::int64_t expert) {
+        bool here = expert > 0 && expert % 2 && expert / 2 < count;
+        return here ? static_cast<int>(expert / 2) : -1;
+    };
     for (std::int64_t row = 0; row < rows; ++row) {
         int first = random.below(9);
         for (int y = 0; y < per_row; ++y) {
-            int expert = (first + 2 * y + y % 2) % 10;
+            std::int64_t expert = (first + 2 * y + y % 2) % 10;
+            if (random.one_in(6)) expert = random.of<std::int64_t>({-1, -(1LL << 40), 1LL << 40});  // that none has
             taken.set(row, y, expert);
-            if (expert % 2 && expert / 2 < count) ++wanted[expert / 2];
+            if (place_of(expert) >= 0) ++wanted[place_of(expert)];
         }
     }
     on_threads([&] {
@@ -589,6 +594,21 @@ void test_experts(const Kernels& kernels, Random& random) {
         return std::pair(out.bytes.copy(), rows_of.bytes.copy());
     });
     for (int place = 0; place < count; ++place) check(rows_of.get(0, place) == wanted[place], "rows are miscounted");
+    if (stored == Number::w8a8) {  // which takes rows as bytes, too
+        Bytes bytes(rows * hidden);
+        auto* rounded = reinterpret_cast<std::int8_t*>(bytes.data.get());
+        Matrix scales(Number::float32, rows, (hidden + 63) / 64), same(number, rows, hidden);
+        kernels.round({x.as_rows(), rows, hidden, has_norm ? norm.data() : nullptr, 1e-3f, rounded, scales.floats()});
+        on_threads([&] {
+            same.bytes.reset();
+            kernels.experts({{rounded, Number::int8, hidden}, rows, hidden, nullptr, 0.0f, &set, weights.floats(),
+                             static_cast<const std::int64_t*>(taken.data()), per_row,
+                             has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, same.data(), number,
+                             static_cast<std::int64_t*>(rows_of.data()), scales.floats()});
+            return same.bytes.copy();
+        });
+        check(out.bytes.copy() == same.bytes.copy(), "rows of bytes give other sums of experts");
+    }
     double tolerance = 2 * rounding(number, stored);
     for (std::int64_t row = 0; row < rows; row += 1 + random.below(20)) {
         auto input = x.get_run(row, 0, hidden);
@@ -601,9 +621,9 @@ void test_experts(const Kernels& kernels, Random& random) {
         int output = random.below(static_cast<int>(hidden));
         double value = has_residual ? residual.get(row, output) : 0, bound = std::abs(value);
         for (int y = 0; y < per_row; ++y) {
-            int expert = static_cast<int>(taken.get(row, y));
-            if (expert % 2 == 0 || expert / 2 >= count) continue;
-            double factor = weights.get(row, y) * kWeight * static_cast<double>(down[expert / 2].depth);
+            int place = place_of(static_cast<std::int64_t>(taken.get(row, y)));
+            if (place < 0) continue;
+            double factor = weights.get(row, y) * kWeight * static_cast<double>(down[place].depth);
             value += factor * sum * sum / (1 + std::exp(-sum));
             bound += std::abs(factor) * 2 * size * size;
         }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import dense, is_compiling, library, triton_kernels
-from longhelix.kernels.products import check_scales
+from longhelix.kernels.operands import check_operands, check_taken
 from longhelix.kernels.weight import PANELS, PLAIN, Arrangement, Weight
 from longhelix.spec import MoE
 
@@ -137,6 +137,16 @@ class Experts:
         panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
         return PANELS if panels and native.module is not None else PLAIN
 
+    @property
+    def hidden(self) -> int | None:
+        """Inputs and outputs of each; None where there are none."""
+        return self.down[0].outputs if self.down else None
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """Of all weights; None where there are none."""
+        return self.down[0].dtype if self.down else None
+
     @cached_property
     def handle(self):
         """The weights as the native kernels know them."""
@@ -185,17 +195,18 @@ def run_experts(
 
     An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x, after an RMSNorm if `norm` has its weights.
     weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
-    to `experts.rows_e`. The sum is float32, rounded once. scales_TX: as of `linear`.
+    to `experts.rows_e`. The sum is float32, rounded once. scales_TX: as of `linear`. Raises ValueError for operands of
+    another shape or dtype than these; a residual may be of any dtype.
     """
     dtype = dtype or x_TH.dtype
     around = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
-    if not is_compiling() and experts.arrangement is PANELS and _is_native(x_TH):
+    numbered = len(experts.addresses) == 1  # panels: no need to look at the weights of each expert
+    if not is_compiling() and (numbered or experts.arrangement is PANELS) and _is_native(x_TH):
         return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
     # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
     listed = len(experts.addresses) == 0
     gate_up = [weight.values for weight in experts.gate_up] if listed else []
     down = [weight.values for weight in experts.down] if listed else []
-    numbered = len(experts.addresses) == 1
     return torch.ops.longhelix.run_experts(
         x_TH,
         gate_up,
@@ -206,7 +217,8 @@ def run_experts(
         *around,
         [] if numbered else experts.ids,
         [] if numbered else [weight.depth for weight in experts.down],
-        experts.down[0].dtype if experts.down else "",
+        experts.hidden,
+        experts.weight_dtype,
         PANELS.name if numbered else experts.arrangement.name,
     )
 
@@ -214,7 +226,7 @@ def run_experts(
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
     "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, Tensor? scales_TX, "
-    "Tensor(a!) rows_e, int[] ids, int[] columns, str weight_dtype, str arrangement) -> Tensor"
+    "Tensor(a!) rows_e, int[] ids, int[] columns, int? hidden, str? weight_dtype, str arrangement) -> Tensor"
 )
 
 
@@ -233,32 +245,37 @@ def _run_experts(
     rows_e,
     ids,
     columns,
+    hidden,
     weight_dtype,
     arrangement,
 ):
     around = norm, norm_eps, residual, dtype, scales_TX, rows_e
     if len(addresses) == 1:
         return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *around)
-    panels = not addresses and arrangement == PANELS.name and _is_native(x_TH)
-    if not panels and (scales_TX is not None or dtype != x_TH.dtype):
+    if not addresses and arrangement == PANELS.name and _is_native(x_TH):
+        gate_ups = (Weight(w, weight_dtype, 2 * f, hidden, PANELS) for w, f in zip(gate_up, columns, strict=True))
+        downs = (Weight(w, weight_dtype, hidden, f, PANELS) for w, f in zip(down, columns, strict=True))
+        experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
+    if scales_TX is not None or dtype != x_TH.dtype:
         raise ValueError("rows of bytes, and results of another dtype, are of native kernels: leave them out")
+    check_operands(x_TH, weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
+    check_taken(weights_TY, experts_TY, x_TH.shape[0])
+    residual = None if residual is None else residual.to(dtype)
     if addresses:
         taken = weights_TY, experts_TY, rows_e
         return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
-    if not panels:
-        normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
-        out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
-        return out_TH if residual is None else residual + out_TH
-    hidden = x_TH.shape[1]
-    gate_ups = (Weight(w, weight_dtype, 2 * width, hidden, PANELS) for w, width in zip(gate_up, columns, strict=True))
-    downs = (Weight(w, weight_dtype, hidden, width, PANELS) for w, width in zip(down, columns, strict=True))
-    experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
-    return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
+    normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
+    out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
+    return out_TH if residual is None else residual + out_TH
 
 
 def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, dtype, scales_TX, rows_e):
-    if scales_TX is not None and experts.gate_up:
-        check_scales(x_TH, experts.gate_up[0], norm, scales_TX)
+    hidden = experts.hidden
+    check_operands(x_TH, experts.weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
+    check_taken(weights_TY, experts_TY, x_TH.shape[0])
+    if residual is not None and residual.dtype != dtype:
+        residual = residual.to(dtype)
     x_TH, weights_TY, experts_TY = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY))
     norm, residual, scales_TX = dense(norm), dense(residual), dense(scales_TX)
     out_TH = x_TH.new_empty(x_TH.shape, dtype=dtype)

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from longhelix.kernels import native, reference
 from longhelix.kernels.library import dense, dense_rows, is_compiling, library
+from longhelix.kernels.operands import check_operands, num_blocks
 from longhelix.kernels.weight import ARRANGEMENTS, PANELS, Weight
-from longhelix.spec import FORMATS
 
 
 def linear(
@@ -26,7 +26,8 @@ def linear(
     `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
     gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TX`: x_TX is int8, rows of
     `quantise_rows` with these scales, for a weight of w8a8; then there is no norm. A weight of w8a8 rounds other rows
-    itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given.
+    itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given. Raises ValueError for
+    operands of another shape or dtype than these; a residual may be of any dtype.
     """
     dtype = dtype or x_TX.dtype
     if weight.arrangement is PANELS and not is_compiling():
@@ -44,49 +45,40 @@ library.define(
 
 def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *weight):
     *shape, arrangement = weight
-    if ARRANGEMENTS[arrangement] is PANELS:
-        panels = Weight(values, *shape, PANELS)
-        return _multiply_panels(x_TX, panels, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+    weight = Weight(values, *shape, ARRANGEMENTS[arrangement])
+    if weight.arrangement is PANELS:
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     if scales_TX is not None:
-        raise ValueError(_SCALES)
+        raise ValueError("scales are of rows of int8 for a weight of w8a8 in panels: leave them out elsewhere")
+    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
-_SCALES = "scales are of rows of int8 for a weight of w8a8, without a norm: leave them out elsewhere"
-
-
-def check_scales(x_TX, weight, norm, scales_TX):
-    if x_TX.dtype != torch.int8 or not FORMATS[weight.dtype].rounds_inputs or norm is not None:
-        raise ValueError(_SCALES)
-    wanted = len(x_TX), _num_blocks(weight.depth)
-    if x_TX.shape[1] != weight.depth or scales_TX.dtype != torch.float32 or scales_TX.shape != wanted:
-        raise ValueError(
-            f"rows of {x_TX.shape[1]} bytes have scales of {scales_TX.dtype} and shape {tuple(scales_TX.shape)}, but "
-            f"the weight takes rows of {weight.depth} bytes, and scales of torch.float32 and shape {wanted}"
-        )
+def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):
+    outputs = weight.outputs // 2 if swiglu else weight.outputs
+    check_operands(x_TX, weight.dtype, weight.depth, outputs, norm, residual, dtype, scales_TX)
+    if bias is not None and bias.shape != (weight.outputs,):
+        raise ValueError(f"{weight.outputs} outputs have a bias of shape {tuple(bias.shape)}: give it one for each")
+    if bias is not None and scales_TX is None and bias.dtype != x_TX.dtype:
+        raise ValueError(f"rows of {x_TX.dtype} have a bias of {bias.dtype}: give both in one dtype")
 
 
 def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
-    if scales_TX is not None:
-        check_scales(x_TX, weight, norm, scales_TX)
-    elif norm is not None and norm.dtype != x_TX.dtype:
-        raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both in one dtype")
-    if dtype not in native.NUMBER_BY_DTYPE:
-        raise ValueError(f"a product cannot be of {dtype}: set dtype to that of activations, such as torch.float32")
-    outputs = weight.outputs // 2 if swiglu else weight.outputs
+    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
+    rows, outputs = x_TX.shape[0], weight.outputs // 2 if swiglu else weight.outputs
     x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
     if scales_TX is not None and bias is not None:
         bias = bias.to(dtype)  # elsewhere it is of the dtype of x
     if residual is not None:
         residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
-    out_TX = x_TX.new_empty(len(x_TX), outputs, dtype=dtype)
+    out_TX = x_TX.new_empty(rows, outputs, dtype=dtype)
     number = native.module.Number.int8 if x_TX.dtype == torch.int8 else native.NUMBER_BY_DTYPE[x_TX.dtype]
     native.module.linear(
         x_TX.data_ptr(),
         number,
         x_TX.stride(0),
         0 if scales_TX is None else scales_TX.data_ptr(),
-        len(x_TX),
+        rows,
         0 if norm is None else norm.data_ptr(),
         norm_eps,
         weight.handle,
@@ -137,7 +129,7 @@ def _rounds_natively(x_TX, norm):
 def _round_rows(x_TX, norm, norm_eps):
     x_TX, norm = dense_rows(x_TX), dense(norm)
     q_TX = x_TX.new_empty(x_TX.shape, dtype=torch.int8)
-    scales_TX = x_TX.new_empty(len(x_TX), _num_blocks(x_TX.shape[1]), dtype=torch.float32)
+    scales_TX = x_TX.new_empty(len(x_TX), num_blocks(x_TX.shape[1]), dtype=torch.float32)
     native.module.round(
         x_TX.data_ptr(),
         native.NUMBER_BY_DTYPE[x_TX.dtype],
@@ -154,11 +146,7 @@ def _round_rows(x_TX, norm, norm_eps):
 @torch.library.register_fake("longhelix::quantise_rows", lib=library)
 def _(x_TX, norm, norm_eps):
     rows, depth = x_TX.shape
-    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, _num_blocks(depth), dtype=torch.float32)
-
-
-def _num_blocks(depth: int) -> int:
-    return -(-depth // reference.ROW_BLOCK)
+    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, num_blocks(depth), dtype=torch.float32)
 
 
 def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:

@@ -230,8 +230,10 @@ def run_experts(
     """See `experts.run_experts`, after the norm and without the residual; sorted by expert, a product of all rows for
     each."""
     out_TH = torch.zeros_like(normed_TH, dtype=torch.float32)
+    none = max(ids, default=-1) + 1  # stands for whatever number no expert has, of any size and sign
     taken = experts_TY.flatten()
-    pairs = taken.argsort(stable=True).split(torch.bincount(taken, minlength=max(ids, default=0) + 1).tolist())
+    taken = taken.masked_fill((taken < 0) | (taken > none), none)
+    pairs = taken.argsort(stable=True).split(torch.bincount(taken, minlength=none + 1).tolist())
     for index, expert in enumerate(ids):
         rows, weights_X1 = pairs[expert] // experts_TY.shape[1], weights_TY.flatten()[pairs[expert]].unsqueeze(1)
         rows_e[index] += len(rows)

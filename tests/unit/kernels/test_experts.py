@@ -241,6 +241,127 @@ def test_scales_that_do_not_fit_rows_of_bytes_are_refused():
             run_experts(rows, experts, *taken, norm=norm, dtype=torch.float32, scales_TX=scales)
 
 
+def held_in_panels() -> Experts:
+    return make_experts(COLUMNS, 32, torch.float32, "float32", 41)
+
+
+def held_by_number() -> Experts:
+    panels = held_in_panels()
+    return Experts.of(panels.ids, panels.gate_up, panels.down, 10, CPU)
+
+
+def held_as_rows() -> Experts:
+    return make_experts(COLUMNS, 32, torch.float32, "plain", 41)
+
+
+def none_held() -> Experts:
+    return make_experts({}, 32, torch.float32, "plain", 41)
+
+
+HELD = [held_as_rows, none_held, *(pytest.param(made, marks=needs_native) for made in (held_in_panels, held_by_number))]
+ROWS_32, TAKEN_5 = torch.ones(5, 32), (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("as_op", [False, True])
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("rows of torch.float32 have a norm of torch.bfloat16", {"norm": torch.ones(32).bfloat16()}),
+        ("rows of torch.bfloat16 have a norm of torch.float32", {"x": ROWS_32.bfloat16(), "norm": torch.ones(32)}),
+        ("rows of 32 inputs have a norm of shape", {"norm": torch.ones(16)}),
+        ("has a residual of shape", {"residual": torch.ones(3, 32)}),
+        ("has a residual of shape", {"residual": torch.ones(5, 16)}),
+        ("weights of torch.float64", {"taken": (TAKEN_5[0].double(), TAKEN_5[1])}),
+        ("weights of torch.bfloat16", {"taken": (TAKEN_5[0].bfloat16(), TAKEN_5[1])}),
+        ("numbers of torch.int32", {"taken": (TAKEN_5[0], TAKEN_5[1].int())}),
+        ("5 rows take experts with", {"taken": (TAKEN_5[0][:3], TAKEN_5[1][:3])}),
+        ("5 rows take experts with", {"taken": (TAKEN_5[0][:, :1], TAKEN_5[1])}),
+        ("5 rows take experts with", {"taken": (TAKEN_5[0].flatten(), TAKEN_5[1].flatten())}),
+        ("give them two dimensions", {"x": ROWS_32[0]}),
+        ("rows of torch.int8 have no scales|rows of bytes", {"x": ROWS_32.to(torch.int8), "dtype": torch.float32}),
+        ("a product cannot be of torch.int8: set dtype", {"x": ROWS_32.to(torch.int8)}),
+        ("a product cannot be of torch.bool: set dtype|of another dtype", {"dtype": torch.bool}),
+        ("a product cannot be of torch.float64: set dtype", {"x": ROWS_32.double()}),
+        ("scales are of rows of int8|rows of bytes", {"scales_TX": torch.ones(5, 1)}),
+        (
+            "scales of torch.float32 and shape|scales are of rows of int8|rows of bytes",
+            {"x": ROWS_32.to(torch.int8), "dtype": torch.float32, "scales_TX": torch.ones(3, 1)},
+        ),
+    ],
+)
+def test_what_experts_would_read_as_something_else_is_refused(words, changed, as_op, held, monkeypatch):
+    """In whatever form, in graphs, and on a rank that has no expert as on the others."""
+    x_TH, taken = changed.get("x", ROWS_32), changed.get("taken", TAKEN_5)
+    around = {name: each for name, each in changed.items() if name not in ("x", "taken")}
+    if as_op:
+        monkeypatch.setattr("longhelix.kernels.experts.is_compiling", lambda: True)
+    with pytest.raises(ValueError, match=words):
+        run_experts(x_TH, held(), *taken, **around)
+
+
+@pytest.mark.parametrize("held", [each for each in HELD if each is not none_held])
+@pytest.mark.parametrize("width", [16, 64])
+def test_rows_of_another_width_than_the_experts_are_refused(width, held, monkeypatch):
+    for as_op in (False, True):
+        monkeypatch.setattr("longhelix.kernels.experts.is_compiling", lambda as_op=as_op: as_op)
+        with pytest.raises(ValueError, match=f"rows have {width} inputs, but the weight takes 32"):
+            run_experts(torch.ones(5, width), held(), *TAKEN_5)
+
+
+@needs_native
+def test_bytes_are_refused_alike_by_a_rank_without_experts():
+    x_TH, norm = inputs(5, 160, torch.float32, 35), norm_of(160, torch.float32)
+    q_TH, scales_TX = quantise_rows(x_TH)
+    for rows, scales, around, words in (
+        (q_TH, scales_TX[:4], {}, "scales of torch.float32 and shape"),
+        (q_TH, scales_TX.double(), {}, "scales of torch.float32 and shape"),
+        (q_TH, scales_TX, {"norm": norm}, "scales are of rows of int8"),
+        (x_TH, scales_TX, {}, "scales are of rows of int8"),
+        (q_TH, None, {}, "rows of torch.int8 have no scales"),
+    ):
+        for columns in (COLUMNS, {}):
+            experts = make_experts(columns, 160, torch.float32, "w8a8", 37)
+            with pytest.raises(ValueError, match=words):
+                run_experts(rows, experts, *TAKEN_5, dtype=torch.float32, scales_TX=scales, **around)
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_residual_of_another_dtype_is_added_as_one_of_the_results(held, dtype):
+    x_TH, taken = inputs(5, 32, torch.float32, 42), some_taken(5, 10, 3, 43)
+    residual = inputs(5, 32, torch.float32, 44).to(dtype)
+    found = run_experts(x_TH, held(), *taken, residual=residual)
+    wanted = run_experts(x_TH, held(), *taken, residual=residual.float())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
+
+
+@needs_native
+def test_a_residual_of_another_dtype_is_added_to_experts_of_bytes():
+    experts = make_experts(COLUMNS, 160, torch.float32, "w8a8", 37)
+    q_TH, scales_TX = quantise_rows(inputs(5, 160, torch.float32, 35))
+    residual, taken = inputs(5, 160, torch.bfloat16, 36), some_taken(5, 10, 3, 33)
+    around = {"dtype": torch.float32, "scales_TX": scales_TX}
+    found = run_experts(q_TH, experts, *taken, **around, residual=residual)
+    assert torch.equal(found, run_experts(q_TH, experts, *taken, **around, residual=residual.float()))
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("number", [-1, -2, 10, -(10**10), 10**10])
+def test_numbers_that_no_expert_has_take_none(number, held):
+    x_TH, (weights_TY, experts_TY) = inputs(5, 32, torch.float32, 42), some_taken(5, 10, 3, 43)
+    experts, fewer = held(), held()
+    out_TH = run_experts(x_TH, experts, weights_TY, experts_TY.index_fill(1, torch.tensor([1]), number))
+    kept = torch.tensor([0, 2])
+    wanted_TH = run_experts(x_TH, fewer, weights_TY[:, kept], experts_TY[:, kept])
+    assert torch.equal(out_TH, wanted_TH)
+    assert torch.equal(experts.rows_e, fewer.rows_e)
+    nobody_TH = run_experts(x_TH, experts, weights_TY, torch.full_like(experts_TY, number), residual=x_TH)
+    assert torch.equal(nobody_TH, x_TH)
+    assert torch.equal(experts.rows_e, fewer.rows_e)
+
+
 @needs_native
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_experts_equal_the_reference(dtype, tolerance):
@@ -385,7 +506,7 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
     )
     for residual in (None, x_TH.clone()):
         counts = NORM_EPS, residual, x_TH.dtype, None, experts.rows_e, experts.ids, list(COLUMNS.values())
-        arguments = *call, *counts, experts.down[0].dtype, experts.arrangement.name
+        arguments = *call, *counts, experts.hidden, experts.weight_dtype, experts.arrangement.name
         results = opcheck(torch.ops.longhelix.run_experts.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
 

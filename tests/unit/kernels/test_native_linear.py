@@ -525,6 +525,33 @@ def test_numbers_that_the_kernels_do_not_know_are_refused():
         native.module.Weight(weight.values.data_ptr(), native.module.Number.fp8, 64)
 
 
+@pytest.mark.parametrize("as_op", [False, True])
+@pytest.mark.parametrize("arrangement", ["plain", pytest.param("panels", marks=needs_native)])
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("rows have 32 inputs, but the weight takes 64", {"x": torch.ones(3, 32)}),
+        ("rows have 128 inputs, but the weight takes 64", {"x": torch.ones(3, 128)}),
+        ("give them two dimensions", {"x": torch.ones(64)}),
+        ("rows of torch.int8 have no scales", {"x": torch.ones(3, 64, dtype=torch.int8), "dtype": torch.float32}),
+        ("a product cannot be of torch.int32: set dtype", {"dtype": torch.int32}),
+        ("rows of torch.float32 have a norm of torch.bfloat16", {"norm": torch.ones(64).bfloat16()}),
+        ("rows of 64 inputs have a norm of shape", {"norm": torch.ones(32)}),
+        ("has a residual of shape", {"residual": torch.ones(2, 20)}),
+        ("has a residual of shape", {"residual": torch.ones(3, 20), "swiglu": True}),
+        ("20 outputs have a bias of shape", {"bias": torch.ones(16)}),
+        ("rows of torch.float32 have a bias of torch.bfloat16", {"bias": torch.ones(20).bfloat16()}),
+    ],
+)
+def test_what_a_product_would_read_as_something_else_is_refused(words, changed, arrangement, as_op, monkeypatch):
+    weight_OI = matrix(20, 64, 21)
+    weight = make_weight(weight_OI, "float32", 2) if arrangement == "panels" else plain_weight(weight_OI)
+    if as_op:
+        monkeypatch.setattr("longhelix.kernels.products.is_compiling", lambda: True)
+    with pytest.raises(ValueError, match=words):
+        linear(changed.get("x", torch.ones(3, 64)), weight, **{name: changed[name] for name in changed if name != "x"})
+
+
 @needs_native
 def test_no_rows_give_no_rows_and_read_nothing():
     weight = make_weight(matrix(20, 64, 21), "float32")

@@ -230,9 +230,30 @@ def test_no_rows_no_experts_no_columns_and_experts_that_nobody_has(device):
         assert torch.equal(run(x_TH, empty, taken), torch.zeros(5, 32))
         assert torch.equal(run(x_TH, empty, taken, x_TH), x_TH)
         assert empty.rows_e.sum() == (20 if columns else 0)
-    nobody = taken[0], torch.full_like(taken[1], NUM_EXPERTS)
-    assert torch.equal(run(x_TH, held, nobody, x_TH), x_TH)
+    for number in (NUM_EXPERTS, -1, -(10**10), 10**10):
+        nobody = taken[0], torch.full_like(taken[1], number)
+        assert torch.equal(run(x_TH, held, nobody, x_TH), x_TH)
     assert held.rows_e.sum() == 0
+
+
+def test_what_experts_would_read_as_something_else_is_refused(device):
+    x_TH, residual = normal(5, 32, seed=6), normal(5, 32, seed=7)
+    held, (weights_TY, experts_TY) = make(COLUMNS, 32, torch.float32, device), some_taken(5, NUM_EXPERTS, 2, 13)
+    for rows, taken, added, words in (
+        (x_TH, (weights_TY.double(), experts_TY), None, "weights of torch.float64"),
+        (x_TH, (weights_TY, experts_TY.int()), None, "numbers of torch.int32"),
+        (x_TH, (weights_TY[:3], experts_TY[:3]), None, "5 rows take experts"),
+        (x_TH, (weights_TY, experts_TY), residual[:3], "has a residual of shape"),
+        (normal(5, 16, seed=6), (weights_TY, experts_TY), None, "rows have 16 inputs, but the weight takes 32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(rows, held, taken, added)
+    taken, norm = (weights_TY.to(device), experts_TY.to(device)), norm_of(32, torch.bfloat16).to(device)
+    with pytest.raises(ValueError, match="have a norm of"):
+        run_experts(x_TH.to(device), held, *taken, norm=norm)
+    narrow = residual.bfloat16()
+    taken = weights_TY, experts_TY
+    assert torch.equal(run(x_TH, held, taken, narrow), run(x_TH, held, taken, narrow.float()))
 
 
 def test_a_row_without_a_number_reaches_no_other(device):
@@ -252,7 +273,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
     taken = [part.to(device) for part in some_taken(rows, NUM_EXPERTS, 2, 18)]
     for residual in (None, x_TH.clone()):
         around = norm_of(32, x_TH.dtype).to(device), NORM_EPS, residual, x_TH.dtype, None, held.rows_e
-        arguments = x_TH, [], [], list(held.addresses), *taken, *around, held.ids, list(COLUMNS.values()), "float32"
+        arguments = x_TH, [], [], list(held.addresses), *taken, *around, held.ids, list(COLUMNS.values()), 32, "float32"
         results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, "plain"))
         assert set(results.values()) == {"SUCCESS"}
 
