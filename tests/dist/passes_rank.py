@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
@@ -85,6 +86,19 @@ def modules(rank, size):
         assert sum(found(sp.report()).values()) >= 4, sp.report()
         assert "all_reduce" not in sp.report()["collectives"]["after"], sp.report()
         near(compiled(own, None, dynamic)(x), alone)
+
+
+def large(rank, size):
+    """Messages that go in pieces, of which some have a row more than others, are torch's own."""
+    group = dist.group.WORLD
+    for count, columns, dtype in ((1, 3, torch.float32), (1001, 700, torch.float32), (3, 1 << 20, torch.int8)):
+        x = torch.randint(-99, 99, (size * count, columns), generator=torch.Generator().manual_seed(rank)).to(dtype)
+        own, ours = x[:count], torch.ops.longhelix_passes
+        assert torch.equal(ours.all_gather(own, size, group.group_name), functional.all_gather_tensor(own, 0, group))
+        assert torch.equal(
+            ours.all_to_all(x, size, group.group_name),
+            functional.all_to_all_single(x, [count] * size, [count] * size, group),
+        )
 
 
 def cache(rank, size):
@@ -256,7 +270,7 @@ def others(rank, size, name):
 
 CASES = {
     each.__name__: each
-    for each in (modules, cache, differ, numbers, options, alone, failed, one_store, half_cached, others)
+    for each in (modules, large, cache, differ, numbers, options, alone, failed, one_store, half_cached, others)
 }
 
 

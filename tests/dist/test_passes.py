@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_compiled_modules(size):
-    run_ranks("passes_rank", ["modules"], size, TIMEOUT_S)
+    run_ranks("passes_rank", ["modules,large"], size, TIMEOUT_S)
 
 
 def test_cache_of_graphs():

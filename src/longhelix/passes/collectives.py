@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from longhelix.passes import pieces
+
 functional = torch.ops._c10d_functional
 WAIT = functional.wait_tensor.default
 ALL_REDUCE = functional.all_reduce.default
@@ -17,6 +19,8 @@ ALL_GATHER = functional.all_gather_into_tensor.default
 ALL_TO_ALL = functional.all_to_all_single.default
 
 _NAMES = {
+    pieces.ALL_GATHER: "all_gather",
+    pieces.ALL_TO_ALL: "all_to_all",
     ALL_REDUCE: "all_reduce",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_GATHER: "all_gather",
@@ -72,7 +76,7 @@ def _sent(node: Node, value: Tensor, ranks: int) -> int:
     given = prod(_hint(size) for size in value.shape) * value.element_size()
     if node.target is ALL_REDUCE:
         return 2 * given * (ranks - 1) // ranks
-    if node.target is ALL_GATHER:
+    if node.target in (ALL_GATHER, pieces.ALL_GATHER):
         return given * (ranks - 1)
     return given * (ranks - 1) // ranks
 

@@ -11,6 +11,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from longhelix.passes import pieces
 from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, RankGroup, waited
 from longhelix.passes.plan import Plan
 from longhelix.passes.region import Gathered, Reduced
@@ -19,7 +20,6 @@ from longhelix.passes.tokens import Tokens, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Size = int | Node
-Pieces = Callable[[Tokens, int], int]
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -27,8 +27,7 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 class Rewrite:
     """The new nodes of a plan. `in_rank_order`: sums are made of all ranks' parts in their order, on each rank for its
-    own rows. `quantize`: how what the plan quantises travels. `pieces`: in how many pieces rows travel, by the bytes of
-    one; None: all together."""
+    own rows. `in_pieces`: large messages may travel in pieces. `quantize`: how what the plan quantises travels."""
 
     def __init__(
         self,
@@ -36,15 +35,15 @@ class Rewrite:
         plan: Plan,
         group: RankGroup,
         in_rank_order: bool,
+        in_pieces: bool,
         quantize: str | None,
-        pieces: Pieces | None,
     ) -> None:
         self._graph = graph
         self._plan = plan
         self._group = group
         self._in_rank_order = in_rank_order
+        self._in_pieces = in_pieces
         self._quantize = quantize
-        self._pieces = pieces
         self._at: Node | None = None
         self._fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._added: list[Node] = []
@@ -146,45 +145,12 @@ class Rewrite:
         padded, ranks = self._padded(given, source.tokens), self._group.size
         if not self._in_rank_order:
             return self._wait(self._add(REDUCE_SCATTER, padded, "sum", ranks, self._group.name))
-        parts_of = self._rows_together(padded, source.tokens)
-        started = [
-            self._add(ALL_TO_ALL, piece, [rows] * ranks, [rows] * ranks, self._group.name) for piece, rows in parts_of
-        ]
-        sums = [self._sum(self._wait(sent), rows) for sent, (_, rows) in zip(started, parts_of, strict=True)]
-        return sums[0] if len(sums) == 1 else self._add(aten.cat.default, sums)
-
-    def _rows_together(self, padded: Node, tokens: Tokens) -> list[tuple[Node, Size]]:
-        """What travels together of the rows for all ranks, and how many of these each gets."""
-        counts = self._counts_together(padded, tokens)
-        if len(counts) == 1:
-            return [(padded, counts[0])]
-        rest = [self._size(size) for size in padded.meta["val"].shape[1:]]
-        by_rank = self._add(aten.view.default, padded, [self._group.size, self._sizes(tokens)[1], *rest])
-        pieces = self._add(aten.split_with_sizes.default, by_rank, counts, 1)
-        return [
-            (self._add(aten.reshape.default, self._item(pieces, index), [self._all_of(rows), *rest]), rows)
-            for index, rows in enumerate(counts)
-        ]
-
-    def _all_of(self, rows: Size) -> Size:
-        """n rows for each of `rows`."""
-        return self._add(operator.mul, rows, self._group.size) if isinstance(rows, Node) else rows * self._group.size
-
-    def _counts_together(self, node: Node, tokens: Tokens) -> list[Size]:
-        """How many of a shard's rows travel together: as many in each piece, and the rest with the last one."""
-        value, rows = node.meta["val"], self._sizes(tokens)[1]
-        size = prod(value.shape[1:]) * value.element_size()
-        count = self._pieces(tokens, size) if self._pieces is not None and isinstance(size, int) else 1
-        if count == 1:
-            return [rows]
-        if isinstance(rows, int):
-            return [rows // count] * (count - 1) + [rows - rows // count * (count - 1)]
-        each = self._add(operator.floordiv, rows, count)
-        return [each] * (count - 1) + [self._add(operator.sub, rows, self._add(operator.mul, each, count - 1))]
-
-    def _sum(self, received: Node, rows: Size) -> Node:
-        """Of all ranks' rows, in their order."""
-        ranks, dtype = self._group.size, received.meta["val"].dtype
+        rows = self._sizes(source.tokens)[1]
+        if self._in_pieces:
+            received = self._add(pieces.ALL_TO_ALL, padded, ranks, self._group.name)
+        else:
+            received = self._wait(self._add(ALL_TO_ALL, padded, [rows] * ranks, [rows] * ranks, self._group.name))
+        dtype = given.meta["val"].dtype
         parts = self._add(aten.split_with_sizes.default, received, [rows] * ranks)
         wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
         total = self._converted(self._item(parts, 0), wide)
@@ -245,27 +211,12 @@ class Rewrite:
 
     def _gathered(self, shard: Node, tokens: Tokens) -> Node:
         """All tokens of a shard, flattened, without padding."""
-        whole = self._all_rows(self._dense(shard), tokens)
+        given = self._dense(shard), self._group.size, self._group.name
+        whole = self._add(pieces.ALL_GATHER, *given) if self._in_pieces else self._wait(self._add(ALL_GATHER, *given))
         count, _, padding = self._sizes(tokens)
         if padding == 0:
             return whole
         return self._item(self._add(aten.split_with_sizes.default, whole, [count, padding]), 0)
-
-    def _all_rows(self, shard: Node, tokens: Tokens) -> Node:
-        counts, ranks = self._counts_together(shard, tokens), self._group.size
-        if len(counts) == 1:
-            return self._wait(self._add(ALL_GATHER, shard, ranks, self._group.name))
-        rest = [self._size(size) for size in shard.meta["val"].shape[1:]]
-        pieces = self._add(aten.split_with_sizes.default, shard, counts)
-        started = [
-            self._add(ALL_GATHER, self._item(pieces, index), ranks, self._group.name) for index in range(len(counts))
-        ]
-        by_rank = [
-            self._add(aten.view.default, self._wait(sent), [ranks, rows, *rest])
-            for sent, rows in zip(started, counts, strict=True)
-        ]
-        rows = self._all_of(self._sizes(tokens)[1])
-        return self._add(aten.view.default, self._add(aten.cat.default, by_rank, 1), [rows, *rest])
 
     def _shaped(self, whole: Node, like: Node) -> Node:
         """With the dims, and the strides, of the node whose place it takes."""

@@ -22,13 +22,11 @@ from longhelix.passes.plan import Plan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
 from longhelix.passes.stage import refusal
-from longhelix.passes.tokens import Tokens, any_number_of_tokens, shard_rows
+from longhelix.passes.tokens import any_number_of_tokens
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MIN_TOKENS = 1000
-# Over gloo: a message of several begun together uses both directions of a link at once.
-_PIECE_BYTES, _MOST_PIECES = 128 * 1024, 16
 
 
 class SequenceParallel(CustomGraphPass):
@@ -82,7 +80,7 @@ class SequenceParallel(CustomGraphPass):
         self.group = RankGroup(found.group_name, found.size(), found.rank())
         on_gloo = dist.get_backend(found) == "gloo"
         self._has_peers = found.size() > 1 and dist.get_backend(found) != "fake"
-        self.piece_bytes = _PIECE_BYTES if on_gloo else None
+        self.in_pieces = on_gloo
         self.in_rank_order = on_gloo if in_rank_order is None else in_rank_order
         self._rules = Rules(dict(token_wise or {}))
         self._norms = tuple(norms)
@@ -106,7 +104,7 @@ class SequenceParallel(CustomGraphPass):
 
     def _of_options(self) -> str:
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
-        digest.update(repr((self.tokens, self.in_rank_order, self.piece_bytes, self.own_chunks, self._norms)).encode())
+        digest.update(repr((self.tokens, self.in_rank_order, self.in_pieces, self.own_chunks, self._norms)).encode())
         digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
         digest.update(_sources())
         return digest.hexdigest()
@@ -148,23 +146,12 @@ class SequenceParallel(CustomGraphPass):
 
     def _applies(self, count: int | torch.SymInt) -> bool:
         """Whether values of that many tokens are kept as shards."""
-        return self.applies(self._least(count))
-
-    def _least(self, count: int | torch.SymInt) -> int:
-        """The fewest tokens of values of that many; 0 where that is not known."""
         if isinstance(count, int):
-            return count
+            return self.applies(count)
         if self.tokens is not None:
-            return self.tokens[0]
+            return self.applies(self.tokens[0])
         least = count.node.shape_env.bound_sympy(count.node.expr).lower
-        return int(least) if least.is_Integer else 0
-
-    def _pieces(self, tokens: Tokens, row_bytes: int) -> int:
-        """In how many pieces rows travel: by the fewest tokens of the graph, since ranks may have traced it with other
-        numbers, or found it in torch's cache."""
-        assert self.piece_bytes is not None
-        rows = shard_rows(self._least(tokens.count), self.group.size)
-        return max(min(rows * row_bytes // self.piece_bytes, rows, _MOST_PIECES), 1)
+        return bool(least.is_Integer) and self.applies(int(least))
 
     def _change(self, graph: Graph) -> list[str]:
         """What has become of the graph, as all ranks have to have it."""
@@ -181,8 +168,7 @@ class SequenceParallel(CustomGraphPass):
         return []
 
     def _carry_out(self, graph: Graph, plan: Plan) -> list[str]:
-        pieces = None if self.piece_bytes is None else self._pieces
-        rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.quantize, pieces)
+        rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.in_pieces, self.quantize)
         try:
             rewrite.prepare()
             doubts = rewrite.doubts()

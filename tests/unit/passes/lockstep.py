@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from longhelix.passes import SequenceParallel
+from longhelix.passes import SequenceParallel, pieces
 from longhelix.passes.collectives import RankGroup
 
 functional = torch.ops._c10d_functional
@@ -23,6 +23,8 @@ NAMES = {
     functional.reduce_scatter_tensor.default: "reduce_scatter",
     functional.all_gather_into_tensor.default: "all_gather",
     functional.all_to_all_single.default: "all_to_all",
+    pieces.ALL_GATHER: "all_gather",
+    pieces.ALL_TO_ALL: "all_to_all",
 }
 
 
@@ -37,10 +39,10 @@ def group_of(size):
         torch._dynamo.reset()
 
 
-def pass_of(rank, size, piece_bytes=None, **options):
-    """The pass as this rank of the group has it. piece_bytes: as over gloo."""
+def pass_of(rank, size, in_pieces=False, **options):
+    """The pass as this rank of the group has it. in_pieces: as over gloo."""
     sp = SequenceParallel(**options)
-    sp.piece_bytes = piece_bytes
+    sp.in_pieces = in_pieces
     sp.group = RankGroup(sp.group.name, size, rank)
     return sp
 
@@ -157,7 +159,7 @@ def _run(graph, arguments):
             known[node] = operator.attrgetter(node.target)(graph)
         elif node.op == "output":
             yield "output", args
-        elif getattr(node.target, "namespace", None) == "_c10d_functional":
+        elif getattr(node.target, "namespace", None) in ("_c10d_functional", "longhelix_passes"):
             known[node] = yield node.target, args
         else:
             known[node] = node.target(*args, **named)
@@ -185,7 +187,10 @@ def collective(target, arguments, size, ran):
         assert arguments[0][1:3] == ("sum", size)
         return list(sum(given[1:], given[0]).split(len(given[0]) // size))
     sizes = arguments[0][1]
-    assert sizes == arguments[0][2]
+    if target is pieces.ALL_TO_ALL:
+        sizes = [len(given[0]) // size] * size
+    else:
+        assert sizes == arguments[0][2]
     assert len(sizes) == size
     parts = [each.split(sizes) for each in given]
     return [torch.cat([part[rank] for part in parts]) for rank in range(size)]

@@ -1,0 +1,75 @@
+"""Collectives over gloo, which sends what belongs to one of them in one direction after the other: large ones go in
+pieces that are begun together, and so use both directions of a link at once. Each is one op of a graph, for graphs'
+compilers move a wait up to its collective."""
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16
+
+_library = torch.library.Library("longhelix_passes", "DEF")
+# As torch's own, and not begun but done: of the same name in `_c10d_functional`, the latter with as many rows for all.
+_library.define("all_gather(Tensor x_LX, int ranks, str group) -> Tensor")
+_library.define("all_to_all(Tensor x_TX, int ranks, str group) -> Tensor")
+
+
+def _all_gather(x_LX: Tensor, ranks: int, group: str) -> Tensor:
+    ranks_of, whole_nLX = _resolve_process_group(group), x_LX.new_empty((ranks, *x_LX.shape))
+    pieces = _pieces(x_LX)
+    if len(pieces) == 1:
+        dist.all_gather_into_tensor(whole_nLX.flatten(0, 1), x_LX, ranks_of)
+        return whole_nLX.flatten(0, 1)
+    started = []
+    for rows in pieces:
+        piece_nlX = x_LX.new_empty((ranks, *x_LX[rows].shape))
+        work = dist.all_gather_into_tensor(piece_nlX.flatten(0, 1), x_LX[rows], ranks_of, async_op=True)
+        started.append((work, piece_nlX))
+    for rows, (work, piece_nlX) in zip(pieces, started, strict=True):
+        work.wait()
+        whole_nLX[:, rows] = piece_nlX
+    return whole_nLX.flatten(0, 1)
+
+
+def _all_to_all(x_TX: Tensor, ranks: int, group: str) -> Tensor:
+    ranks_of, given_nLX = _resolve_process_group(group), x_TX.unflatten(0, (ranks, -1))
+    received_nLX = torch.empty_like(given_nLX)
+    pieces = _pieces(given_nLX[0])
+    if len(pieces) == 1:
+        dist.all_to_all_single(received_nLX.flatten(0, 1), x_TX, group=ranks_of)
+        return received_nLX.flatten(0, 1)
+    started = []
+    for rows in pieces:
+        given_nlX = given_nLX[:, rows].contiguous()
+        piece_nlX = torch.empty_like(given_nlX)
+        work = dist.all_to_all_single(piece_nlX, given_nlX, group=ranks_of, async_op=True)
+        started.append((work, piece_nlX, given_nlX))
+    for rows, (work, piece_nlX, _) in zip(pieces, started, strict=True):
+        work.wait()
+        received_nLX[:, rows] = piece_nlX
+    return received_nLX.flatten(0, 1)
+
+
+def _pieces(x_LX: Tensor) -> list[slice]:
+    """Rows of what goes to each rank, or comes from it, that travel together."""
+    count = max(min(x_LX.nbytes // _PIECE_BYTES, len(x_LX), _MOST_PIECES), 1)
+    ends = [len(x_LX) * piece // count for piece in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+_library.impl("all_gather", _all_gather, "CPU")
+_library.impl("all_to_all", _all_to_all, "CPU")
+torch.library.register_fake(
+    "longhelix_passes::all_gather",
+    lambda x_LX, ranks, group: x_LX.new_empty((ranks * x_LX.shape[0], *x_LX.shape[1:])),
+    lib=_library,
+)
+torch.library.register_fake(
+    "longhelix_passes::all_to_all", lambda x_TX, ranks, group: torch.empty_like(x_TX), lib=_library
+)
+
+ALL_GATHER = torch.ops.longhelix_passes.all_gather.default
+ALL_TO_ALL = torch.ops.longhelix_passes.all_to_all.default
