@@ -91,13 +91,13 @@ def modules(rank, size):
 def large(rank, size):
     """Messages that go in pieces, of which some have a row more than others, are torch's own."""
     group = dist.group.WORLD
-    for count, columns, dtype in ((1, 3, torch.float32), (1001, 700, torch.float32), (3, 1 << 20, torch.int8)):
-        x = torch.randint(-99, 99, (size * count, columns), generator=torch.Generator().manual_seed(rank)).to(dtype)
-        own, ours = x[:count], torch.ops.longhelix_passes
+    for length, columns, dtype in ((1, 3, torch.float32), (1001, 700, torch.float32), (3, 1 << 20, torch.int8)):
+        x = torch.randint(-99, 99, (size * length, columns), generator=torch.Generator().manual_seed(rank)).to(dtype)
+        own, ours = x[:length], torch.ops.longhelix_passes
         assert torch.equal(ours.all_gather(own, size, group.group_name), functional.all_gather_tensor(own, 0, group))
         assert torch.equal(
             ours.all_to_all(x, size, group.group_name),
-            functional.all_to_all_single(x, [count] * size, [count] * size, group),
+            functional.all_to_all_single(x, [length] * size, [length] * size, group),
         )
 
 
