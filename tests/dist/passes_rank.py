@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
-from longhelix.passes import RanksDifferError, SequenceParallel
+from longhelix.passes import Calibration, RanksDifferError, SequenceParallel
 from longhelix.runner.rank import meet
 from longhelix.workers.started_rank import StartedRank
 
@@ -99,6 +99,22 @@ def large(rank, size):
             ours.all_to_all(x, size, group.group_name),
             functional.all_to_all_single(x, [length] * size, [length] * size, group),
         )
+
+
+def calibrated(rank, size):
+    """All ranks find the same static scales, and none travels."""
+    own, calibration = Chain(rank, size), Calibration()
+    compiled(own, SequenceParallel(min_tokens=1, quantize="int8", scales=calibration))(rows(40))
+    scales = calibration.scales("int8")
+    said = [None] * size
+    dist.all_gather_object(said, scales)
+    assert all(other == scales for other in said)
+    sp = SequenceParallel(min_tokens=1, quantize="int8", scales=scales)
+    x = rows(40)
+    near(compiled(own, sp, dynamic=True)(x), own(x), 0.05)
+    assert found(sp.report())["MiddleAllReduceRMSNormStaticINT8"] == len(scales) - 1, sp.report()
+    # With one scale for all tokens what is gathered as float32 is what is returned.
+    assert sp.report()["collectives"]["after"]["all_gather"] == len(scales) + 1, sp.report()
 
 
 def cache(rank, size):
@@ -270,7 +286,20 @@ def others(rank, size, name):
 
 CASES = {
     each.__name__: each
-    for each in (modules, large, cache, differ, numbers, options, alone, failed, one_store, half_cached, others)
+    for each in (
+        modules,
+        large,
+        calibrated,
+        cache,
+        differ,
+        numbers,
+        options,
+        alone,
+        failed,
+        one_store,
+        half_cached,
+        others,
+    )
 }
 
 

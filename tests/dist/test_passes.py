@@ -19,6 +19,10 @@ def test_compiled_modules(size):
     run_ranks("passes_rank", ["modules,large"], size, TIMEOUT_S)
 
 
+def test_static_scales_of_a_calibration():
+    run_ranks("passes_rank", ["calibrated"], 2, TIMEOUT_S)
+
+
 def test_cache_of_graphs():
     run_ranks("passes_rank", ["cache"], 2, TIMEOUT_S)
 

@@ -2,6 +2,7 @@
 
 from longhelix.passes.agreement import RanksDifferError
 from longhelix.passes.counts import Report, report
+from longhelix.passes.scales import Calibration
 from longhelix.passes.sequence_parallel import SequenceParallel
 
-__all__ = ["RanksDifferError", "Report", "SequenceParallel", "report"]
+__all__ = ["Calibration", "RanksDifferError", "Report", "SequenceParallel", "report"]

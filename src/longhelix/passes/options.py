@@ -1,16 +1,18 @@
 """What a pass may be told."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch._ops import OpOverload
 
-QUANTIZED = ("int8", "fp8")
+from longhelix.passes.scales import LARGEST, Calibration
 
 
 def check_options(
     min_tokens: Any,
     quantize: Any,
+    scales: Any,
     tokens: Any,
     in_rank_order: Any,
     own_chunks: Any,
@@ -20,8 +22,12 @@ def check_options(
     """Raise ValueError for what `SequenceParallel` does not take."""
     if type(min_tokens) is not int or min_tokens < 1:
         raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
-    if quantize is not None and quantize not in QUANTIZED:
-        raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(QUANTIZED)}, or None")
+    if quantize is not None and quantize not in LARGEST:
+        raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(LARGEST)}, or None")
+    if scales is not None and quantize is None:
+        raise ValueError("scales are of what travels quantised: set quantize as well")
+    if scales is not None and not isinstance(scales, Calibration) and not _has_scales(scales):
+        raise ValueError(f"scales are what a Calibration gives, or that itself, not {type(scales).__name__}")
     if tokens is not None and not _is_range(tokens):
         raise ValueError(
             f"tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not {tokens!r}"
@@ -37,6 +43,12 @@ def check_options(
         )
     if not isinstance(norms, Sequence) or not all(isinstance(op, OpOverload) for op in norms):
         raise ValueError(f"norms is a list of ops, as [torch.ops.mine.norm.default], not {norms!r}")
+
+
+def _has_scales(scales: object) -> bool:
+    return isinstance(scales, Mapping) and all(
+        isinstance(place, str) and isinstance(scale, float) and 0 < scale < math.inf for place, scale in scales.items()
+    )
 
 
 def _is_range(tokens: object) -> bool:

@@ -24,14 +24,15 @@ GATHERED = (
 _NARROW = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"}
 
 
-def count_patterns(plan: Plan, quantize: str | None) -> Counter[str]:
+def count_patterns(plan: Plan, how: str | None) -> Counter[str]:
     """Matches by name. A collective that is followed by a norm on a shard is one match; where what is gathered after
-    the norm is narrow, the name ends with how: StaticINT8, DynamicINT8, StaticFP8, DynamicFP8."""
+    the norm is narrow, the name ends with how: StaticINT8, DynamicINT8, StaticFP8, DynamicFP8. how: what the plan
+    quantises."""
     found: Counter[str] = Counter()
     for source in plan.sources:
         norm = _first_norm(plan, source)
         if norm is not None:
-            found[_name(plan, source, norm) + _suffix(plan, norm, quantize)] += 1
+            found[_name(plan, source, norm) + _suffix(plan, norm, how)] += 1
     if plan.chunks:
         found[CHUNK] = len(plan.chunks)
     return found
@@ -81,11 +82,11 @@ def _terms(plan: Plan, total: Node, ends: set[Node]) -> list[Node]:
     return found
 
 
-def _suffix(plan: Plan, norm: Norm, quantize: str | None) -> str:
+def _suffix(plan: Plan, norm: Norm, how: str | None) -> str:
     gathered = [node for node in _after(plan, norm.node) if node in plan.gathered]
     values = [node.meta["val"] for node in gathered if isinstance(node.meta["val"], Tensor)]
     narrow = next((value for value in values if value.dtype in _NARROW), None)
     if narrow is None:
-        return f"Dynamic{quantize.upper()}" if quantize and plan.quantised & set(gathered) else ""
+        return how if how and plan.quantised & set(gathered) else ""
     scales = [value for value in values if value.dtype not in _NARROW and value.shape[-1] < narrow.shape[-1]]
     return ("Dynamic" if scales else "Static") + _NARROW[narrow.dtype]

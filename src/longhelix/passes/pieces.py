@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 _PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16
 
-_library = torch.library.Library("longhelix_passes", "DEF")
+_library = torch.library.Library("longhelix_passes", "FRAGMENT")
 # As torch's own, and not begun but done: of the same name in `_c10d_functional`, the latter with as many rows for all.
 _library.define("all_gather(Tensor x_LX, int ranks, str group) -> Tensor")
 _library.define("all_to_all(Tensor x_TX, int ranks, str group) -> Tensor")
@@ -60,8 +60,8 @@ def _pieces(x_LX: Tensor) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-_library.impl("all_gather", _all_gather, "CPU")
-_library.impl("all_to_all", _all_to_all, "CPU")
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+_library.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "longhelix_passes::all_gather",
     lambda x_LX, ranks, group: x_LX.new_empty((ranks * x_LX.shape[0], *x_LX.shape[1:])),

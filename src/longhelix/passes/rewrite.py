@@ -16,18 +16,19 @@ from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER,
 from longhelix.passes.plan import Plan
 from longhelix.passes.region import Gathered, Reduced
 from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
+from longhelix.passes.scales import LARGEST, OBSERVED, Quantisation
 from longhelix.passes.tokens import Tokens, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Size = int | Node
 
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Rewrite:
     """The new nodes of a plan. `in_rank_order`: sums are made of all ranks' parts in their order, on each rank for its
-    own rows. `in_pieces`: large messages may travel in pieces. `quantize`: how what the plan quantises travels."""
+    own rows. `in_pieces`: large messages may travel in pieces. `quantisation`: how what the plan quantises
+    travels."""
 
     def __init__(
         self,
@@ -36,14 +37,15 @@ class Rewrite:
         group: RankGroup,
         in_rank_order: bool,
         in_pieces: bool,
-        quantize: str | None,
+        quantisation: Quantisation | None,
     ) -> None:
         self._graph = graph
         self._plan = plan
         self._group = group
         self._in_rank_order = in_rank_order
         self._in_pieces = in_pieces
-        self._quantize = quantize
+        self._quantisation = quantisation
+        self._num_quantised = 0
         self._at: Node | None = None
         self._fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._added: list[Node] = []
@@ -189,13 +191,14 @@ class Rewrite:
         return self._shaped(self._gathered(shard, tokens), node)
 
     def _gather_quantised(self, shard: Node, tokens: Tokens) -> Node:
-        """All tokens of a shard, each row of which travels as narrow numbers and a scale."""
-        assert self._quantize is not None
-        dtype, largest, wide = _DTYPES[self._quantize], _LARGEST[self._quantize], torch.float32
+        """All tokens of a shard, each row of which travels as narrow numbers, with a scale unless that is static."""
+        assert self._quantisation is not None
+        name, static = self._quantisation.name, self._quantisation.scales
+        dtype, largest, wide = _DTYPES[name], LARGEST[name], torch.float32
         value = shard.meta["val"]
         rows = self._converted(shard, wide)
-        highest = self._add(aten.amax.default, self._add(aten.abs.default, rows), [-1], True)
-        scales = self._add(aten.div.Tensor, self._add(aten.clamp_min.default, highest, 1e-12), largest)
+        scales = self._scales_of(rows, largest) if static is None else static[self._num_quantised]
+        self._num_quantised += 1
         scaled = self._add(aten.div.Tensor, rows, scales)
         if dtype is torch.int8:
             scaled = self._add(aten.round.default, scaled)
@@ -206,8 +209,18 @@ class Rewrite:
         else:
             narrow = self._gathered(self._add(aten.view.dtype, narrow, torch.uint8), tokens)
             narrow = self._add(aten.view.dtype, narrow, dtype)
-        back = self._add(aten.mul.Tensor, self._converted(narrow, wide), self._gathered(scales, tokens))
+        if isinstance(scales, Node):
+            scales = self._gathered(scales, tokens)
+        back = self._add(aten.mul.Tensor, self._converted(narrow, wide), scales)
         return self._converted(back, value.dtype)
+
+    def _scales_of(self, rows: Node, largest: float) -> Node:
+        """Of each row."""
+        highest = self._add(aten.amax.default, self._add(aten.abs.default, rows), [-1], True)
+        assert self._quantisation is not None
+        if self._quantisation.noted is not None:
+            highest = self._add(OBSERVED, highest, self._quantisation.noted[self._num_quantised])
+        return self._add(aten.div.Tensor, self._add(aten.clamp_min.default, highest, 1e-12), largest)
 
     def _gathered(self, shard: Node, tokens: Tokens) -> Node:
         """All tokens of a shard, flattened, without padding."""

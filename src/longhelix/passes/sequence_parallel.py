@@ -21,6 +21,7 @@ from longhelix.passes.patterns import count_patterns
 from longhelix.passes.plan import Plan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
+from longhelix.passes.scales import Calibration, Quantisation, places
 from longhelix.passes.stage import refusal
 from longhelix.passes.tokens import any_number_of_tokens
 
@@ -39,13 +40,13 @@ class SequenceParallel(CustomGraphPass):
 
     group: the ranks whose functional collectives the graphs have; None: all. min_tokens: graphs for fewer tokens stay
     as they are; None: 1000. quantize: "int8" or "fp8": what is gathered travels as one byte a number with a scale for
-    each token, which rounds it. tokens: the least and the most tokens that graphs are for; None: what their shapes say.
-    in_rank_order: sums are made in the order of ranks, by an all-to-all, so that their bits depend on no other token;
-    None: where the group's backend is gloo, whose reduce-scatter sends as much as its all-reduce. own_chunks: the
-    module cuts its rank's rows out of values by itself, as experts on token shards do, on all ranks alike: such a value
-    is not gathered for it. token_wise: ops
-    beside torch's own of which each row of results depends on the same row of the operands named alone. norms: those of
-    them that are RMSNorms of their first operand.
+    each token, which rounds it; scales: those of a `Calibration` in place of them, or one that takes notes. tokens: the
+    least and the most tokens that graphs are for; None: what their shapes say. in_rank_order: sums are made in the
+    order of ranks, by an all-to-all, so that their bits depend on no other token; None: where the group's backend is
+    gloo, whose reduce-scatter sends as much as its all-reduce. own_chunks: the module cuts its rank's rows out of
+    values by itself, as experts on token shards do, on all ranks alike: such a value is not gathered for it.
+    token_wise: ops beside torch's own of which each row of results depends on the same row of the operands named alone.
+    norms: those of them that are RMSNorms of their first operand.
 
     All ranks run the same code: their graphs are alike but for weights of products, and each rank plans by its own.
     Inputs and numbers of the graph that meet all-reduced values are taken to be the same on all ranks (norms' weights
@@ -60,6 +61,7 @@ class SequenceParallel(CustomGraphPass):
         quantize: str | None = None,
         *,
         tokens: tuple[int, int | None] | None = None,
+        scales: Calibration | Mapping[str, float] | None = None,
         in_rank_order: bool | None = None,
         own_chunks: bool = False,
         token_wise: Mapping[OpOverload, Sequence[str]] | None = None,
@@ -67,7 +69,7 @@ class SequenceParallel(CustomGraphPass):
     ) -> None:
         if min_tokens is None:
             min_tokens = DEFAULT_MIN_TOKENS
-        check_options(min_tokens, quantize, tokens, in_rank_order, own_chunks, token_wise, norms)
+        check_options(min_tokens, quantize, scales, tokens, in_rank_order, own_chunks, token_wise, norms)
         if not dist.is_initialized():
             raise ValueError("there are no ranks yet: call torch.distributed.init_process_group before this")
         found = dist.group.WORLD if group is None else group
@@ -75,6 +77,7 @@ class SequenceParallel(CustomGraphPass):
             raise ValueError(f"group is a torch.distributed.ProcessGroup, not {type(group).__name__}")
         self.min_tokens = min_tokens
         self.quantize = quantize
+        self.scales = scales if scales is None or isinstance(scales, Calibration) else dict(scales)
         self.tokens = tokens
         self.own_chunks = own_chunks
         self.group = RankGroup(found.group_name, found.size(), found.rank())
@@ -99,13 +102,25 @@ class SequenceParallel(CustomGraphPass):
     @property
     def _in_words(self) -> str:
         """What ranks have to be told alike."""
-        own = f"min_tokens {self.min_tokens}, quantize {self.quantize}, tokens {self.tokens}"
+        own = f"min_tokens {self.min_tokens}, quantize {self.quantize}{self._of_scales}, tokens {self.tokens}"
         return f"{own}, in_rank_order {self.in_rank_order}, own_chunks {self.own_chunks}"
+
+    @property
+    def _of_scales(self) -> str:
+        if self.scales is None:
+            return ""
+        if isinstance(self.scales, Calibration):
+            return " noting scales"
+        digest = hashlib.sha256(repr(sorted(self.scales.items())).encode()).hexdigest()
+        return f" with {len(self.scales)} static scales {digest[:16]}"
 
     def _of_options(self) -> str:
         digest = hashlib.sha256(repr((torch.__version__, self.group, self.min_tokens, self.quantize)).encode())
         digest.update(repr((self.tokens, self.in_rank_order, self.in_pieces, self.own_chunks, self._norms)).encode())
         digest.update(repr(sorted((str(op), tuple(rows)) for op, rows in self._rules.rows.items())).encode())
+        digest.update(self._of_scales.encode())
+        if isinstance(self.scales, Calibration):
+            digest.update(str(self.scales.number).encode())
         digest.update(_sources())
         return digest.hexdigest()
 
@@ -168,7 +183,9 @@ class SequenceParallel(CustomGraphPass):
         return []
 
     def _carry_out(self, graph: Graph, plan: Plan) -> list[str]:
-        rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.in_pieces, self.quantize)
+        changed = list(agreement.lines(graph, plan))
+        quantisation = self._quantisation(places(graph, plan, changed))
+        rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.in_pieces, quantisation)
         try:
             rewrite.prepare()
             doubts = rewrite.doubts()
@@ -178,13 +195,27 @@ class SequenceParallel(CustomGraphPass):
             rewrite.abandon()
             self._leave(f"the graph stays as it is: {doubts[0]}")
             return []
-        for name, count in count_patterns(plan, self.quantize).items():
+        for name, count in count_patterns(plan, quantisation and quantisation.how).items():
             self._counts.add("patterns", name, count)
-        changed = list(agreement.lines(graph, plan))
         rewrite.finish()
         graph.lint()
         logger.debug("token shards:\n%s", "\n".join(changed))
         return changed
+
+    def _quantisation(self, of_graph: list[str]) -> Quantisation | None:
+        """Of what has these places in a graph."""
+        if self.quantize is None:
+            return None
+        if isinstance(self.scales, Calibration):
+            return Quantisation(self.quantize, noted=[f"{self.scales.number}/{place}" for place in of_graph])
+        if self.scales is None or not of_graph:
+            return Quantisation(self.quantize)
+        if not self.scales.keys() >= set(of_graph):
+            sentence = "no static scales are known for a graph, so that each token has its own: calibrate this module"
+            logger.warning(sentence)
+            self._counts.add("left_alone", sentence)
+            return Quantisation(self.quantize)
+        return Quantisation(self.quantize, [self.scales[place] for place in of_graph])
 
     def _leave(self, sentence: str) -> None:
         logger.warning("sequence parallelism is off for a graph: %s", sentence)

@@ -159,7 +159,7 @@ def _run(graph, arguments):
             known[node] = operator.attrgetter(node.target)(graph)
         elif node.op == "output":
             yield "output", args
-        elif getattr(node.target, "namespace", None) in ("_c10d_functional", "longhelix_passes"):
+        elif node.target in NAMES or node.target is functional.wait_tensor.default:
             known[node] = yield node.target, args
         else:
             known[node] = node.target(*args, **named)
