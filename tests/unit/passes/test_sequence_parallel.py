@@ -78,14 +78,19 @@ def check_chain(size, dynamic, how, tokens_of, layers=3):
             check_counts(outcome, size, tokens, layers + 1, how, layers if how else 0)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "dynamic"),
+    [
+        *[(2, False), (3, True), (4, True)],
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (3, False), (4, False))),
+    ],
+)
 def test_reduced_and_normed(size, dynamic):
     check_chain(size, dynamic, None, edges(size))
 
 
 @pytest.mark.parametrize("how", HOW[1:])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_quantised_before_the_gather(size, how):
     check_chain(size, True, how, (1, size + 1, 13))
 
