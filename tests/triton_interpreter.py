@@ -2,8 +2,9 @@
 
 Triton decides whether to interpret when a function is decorated; here its functions and ours are exchanged afterwards,
 so that no environment variable reaches other tests. The interpreter of Triton 3.6 truncates float32 to bfloat16, loses
-the carry of a rounding to 8 bits, takes bfloat16 for an integer in products and in casts from integers, and leaves
-triton.language changed where one function has called another: what follows mends these.
+the carry of a rounding to 8 bits, takes bfloat16 for an integer in products and in casts from integers, multiplies with
+whatever order of sums numpy has, and leaves triton.language changed where one function has called another: what follows
+mends these.
 """
 
 import numpy as np
@@ -46,6 +47,11 @@ def _cast_through_float32(self: InterpreterBuilder, value: TensorHandle, target:
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
     if a.dtype == tl.bfloat16:
         a, b = self.cast_impl(a, tl.float32), self.cast_impl(b, tl.float32)
+    if a.dtype == tl.float32:
+        # Some processors' products of float32 sum a row in an order that depends on its place in the tile.
+        total, *_ = rest
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(total.data.dtype)
+        return TensorHandle(product + total.data, total.dtype.scalar)
     return _create_dot(self, a, b, *rest)
 
 
