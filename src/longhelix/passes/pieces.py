@@ -35,6 +35,7 @@ def _all_gather(x_LX: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _all_to_all(x_TX: Tensor, ranks: int, group: str) -> Tensor:
+    x_TX = x_TX.contiguous()
     ranks_of, given_nLX = _resolve_process_group(group), x_TX.unflatten(0, (ranks, -1))
     received_nLX = torch.empty_like(given_nLX)
     pieces = _pieces(given_nLX[0])
@@ -68,7 +69,7 @@ torch.library.register_fake(
     lib=_library,
 )
 torch.library.register_fake(
-    "longhelix_passes::all_to_all", lambda x_TX, ranks, group: torch.empty_like(x_TX), lib=_library
+    "longhelix_passes::all_to_all", lambda x_TX, ranks, group: x_TX.new_empty(x_TX.shape), lib=_library
 )
 
 ALL_GATHER = torch.ops.longhelix_passes.all_gather.default
