@@ -189,6 +189,12 @@ class ModelRunner:
         states_X = torch.frombuffer(bytearray(states), dtype=self.model.dtype).to(self.device)
         self.images[digest] = states_X.view(1 + self.spec.vision.num_deepstack, num_tokens, self.spec.hidden_size)
 
+    def take_blank_image(self, digest: bytes, num_tokens: int) -> None:
+        """Keep an image of which nothing is seen."""
+        assert self.spec.vision is not None
+        shape = 1 + self.spec.vision.num_deepstack, num_tokens, self.spec.hidden_size
+        self.images[digest] = torch.zeros(1, dtype=self.model.dtype, device=self.device).expand(shape)
+
     def settle(self) -> None:
         """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""
         if self.handover is not None:

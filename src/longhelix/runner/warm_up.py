@@ -1,43 +1,70 @@
 """Steps that a rank runs before the first request, so that compiling and capturing are done by then."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import structs
 
 from longhelix.kv.blocks import Block
-from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, NewSequence, SamplingParams, Step, Work
+from longhelix.kv.splits import length_buckets
+from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, ImageSpan, NewSequence, SamplingParams, Step, Work
+from longhelix.runner.config import EngineConfig
 from longhelix.runner.graphed_layers import padded
+from longhelix.runner.runner import ModelRunner
 from longhelix.runner.token_ranges import ONE_RANGE, TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
 
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
 _SPREADS = {"striped": (True,), "local": (False,)}
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
+BLANK = bytes(32)  # the digest of an image that shows nothing, and has as many tokens as the longest chunk
 
 
-def warm_up_steps(config: SchedulerConfig, lengths: Iterable[int], ranges: TokenRanges = ONE_RANGE) -> list[Step]:
-    """Steps of single rows in all padded numbers, a chunk for each of `ranges`, a chunk of two prompts, and chunks
-    beside some single rows; each of them as for sequences of each of `lengths`. Where requests may keep their KV on one
-    rank, also of sequences that are dealt to the ranks in turn; of ranks with clocks of their own each has all of them
-    once.
+def warm_up(config: EngineConfig, runner: ModelRunner, on_done: Callable[[float], None]) -> None:
+    """Run the steps that must not wait for the first request. on_done: told of the share that is done, from 0 to 1."""
+    scheduler = config.scheduler
+    longest_tokens = scheduler.longest_local_tokens
+    lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
+    images = config.compile and config.spec.vision is not None
+    if images:
+        runner.take_blank_image(BLANK, scheduler.chunk_tokens)
+    steps = warm_up_steps(scheduler, lengths, config.token_ranges, images)
+    for done, step in enumerate(steps, start=1):
+        runner.expect(step)
+        runner.execute(step)
+        on_done(done / len(steps))
+    runner.settle()
+    runner.images.clear()
+    runner.model.forget_expert_rows()
+
+
+def warm_up_steps(
+    config: SchedulerConfig, lengths: Iterable[int], ranges: TokenRanges = ONE_RANGE, images: bool = False
+) -> list[Step]:
+    """Steps of single rows in all padded numbers, of each of `ranges` a chunk of one prompt and one of two, and chunks
+    beside some single rows; each of them as for sequences of each of `lengths`. images: also such chunks that show
+    `BLANK`, which the ranks have by then. Where requests may keep their KV on one rank, also of sequences that are
+    dealt to the ranks in turn; of ranks with clocks of their own each has all of them once.
 
     Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only
     into KV blocks that no request has used yet, and have all ended with the last step.
     """
     if config.own_clocks:
-        alone = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths, ranges)
+        alone = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths, ranges, images)
         return [_of_instance(step, instance, config.kvp) for step in alone for instance in range(config.kvp)]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0
     for spread in _SPREADS.get(config.placement, (True, False)) if config.kvp > 1 else (True,):
-        for rows in _batches(config, spread, ranges):
+        for rows, image in _batches(config, spread, ranges, images):
             for most_tokens in lengths:
                 ids = range(first, first + len(rows))
                 blocks = [_blocks(config, count, None if spread else at % config.kvp) for at, count in enumerate(rows)]
                 sequences = list(zip(ids, rows, blocks, strict=True))
-                new = tuple(_new(config, id, count, own, spread) for id, count, own in sequences)
+                shown = (ImageSpan(0, 1, rows[0], BLANK),) if image else ()
+                new = tuple(
+                    _new(config, *sequence, spread, shown if at == 0 else ()) for at, sequence in enumerate(sequences)
+                )
                 chunks = tuple(Chunk(id, bytes(TOKEN_BYTES * count), own, sample=True) for id, count, own in sequences)
                 work = sum((Work.chunk(count, 0) for count in rows), NO_WORK)
                 steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens, work=work))
@@ -63,24 +90,42 @@ def _of_instance(step: Step, instance: int, kvp: int) -> Step:
     return structs.replace(step, new=new, chunks=chunks, instances=(instance,))
 
 
-def _batches(config: SchedulerConfig, spread: bool, ranges: TokenRanges) -> list[tuple[int, ...]]:
-    """The rows of each sequence, for every batch."""
+def _batches(
+    config: SchedulerConfig, spread: bool, ranges: TokenRanges, images: bool
+) -> list[tuple[tuple[int, ...], bool]]:
+    """The rows of each sequence, for every batch, and whether an image fills those of the first one."""
     room_tokens = config.num_blocks * config.block_tokens * (config.kvp if spread else 1)
     chunk_tokens = min(config.chunk_tokens, config.max_model_len, room_tokens)
     most_running = min(config.max_running, config.num_blocks)
     batches = [
         (1,) * rows for rows in sorted({min(padded(count), most_running) for count in range(1, most_running + 1)})
     ]
-    batches += [(chunk_tokens,), (max(chunk_tokens - 1, 1), 1)]
-    batches += [(first - 1,) for first in ranges.splits if 1 < first <= chunk_tokens]  # the longest of each range
+    chunks = _chunks(chunk_tokens, most_running, ranges)
+    batches += chunks
     if not spread:  # each rank's prompts get an even share of the chunk
         batches.append((max(chunk_tokens // config.kvp, 1),) * config.kvp)
-    # Decodes take nothing of the chunk's budget.
     batches += [(chunk_tokens, *(1,) * decodes) for decodes in _BESIDE_A_CHUNK]
-    return [rows for rows in dict.fromkeys(batches) if len(rows) <= most_running]
+    kinds = [(rows, False) for rows in batches] + [(rows, True) for rows in chunks if images]
+    return [(rows, image) for rows, image in dict.fromkeys(kinds) if len(rows) <= most_running]
 
 
-def _new(config: SchedulerConfig, id: int, length: int, blocks: tuple[Block, ...], spread: bool) -> NewSequence:
+def _chunks(chunk_tokens: int, most_running: int, ranges: TokenRanges) -> list[tuple[int, ...]]:
+    """Of each range, the rows of one prompt's chunk, and those of two. Ranges beyond the longest chunk have it beside
+    decodes, which take nothing of a chunk's budget."""
+    longest = [chunk_tokens, *(first - 1 for first in ranges.splits if 1 < first <= chunk_tokens)]
+    beyond = [first - chunk_tokens for first in ranges.splits if 0 < first - chunk_tokens < most_running]
+    chunks = [rows for tokens in longest for rows in ((tokens,), (max(tokens - 1, 1), 1))]
+    return chunks + [(chunk_tokens, *(1,) * decodes) for decodes in beyond]
+
+
+def _new(
+    config: SchedulerConfig,
+    id: int,
+    length: int,
+    blocks: tuple[Block, ...],
+    spread: bool,
+    images: tuple[ImageSpan, ...],
+) -> NewSequence:
     return NewSequence(
         id,
         SamplingParams(),
@@ -88,6 +133,7 @@ def _new(config: SchedulerConfig, id: int, length: int, blocks: tuple[Block, ...
         capacity_tokens=length,
         blocks_per_rank=tuple(sum(block.owner == rank for block in blocks) for rank in range(config.kvp)),
         spread=spread,
+        images=images,
     )
 
 

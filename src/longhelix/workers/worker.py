@@ -8,14 +8,13 @@ from pathlib import Path
 
 from longhelix.cache.context_folder import disk_error
 from longhelix.errors import UserError
-from longhelix.kv.splits import length_buckets
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
 from longhelix.runner.rank import device_of, join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 from longhelix.runner.saved_blocks import SavedBlocks
 from longhelix.runner.tracer import Tracer
-from longhelix.runner.warm_up import warm_up_steps
+from longhelix.runner.warm_up import warm_up
 from longhelix.spans import UNTRACED, Spans
 from longhelix.workers.failure import failure
 from longhelix.workers.started_rank import StartedRank
@@ -159,15 +158,7 @@ def _load(
         _check_batch_invariant(runner)
     heart.progress = runner.progress
     if runner.execution.compiles:
-        longest_tokens = config.scheduler.longest_local_tokens
-        lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
-        steps = warm_up_steps(config.scheduler, lengths, config.token_ranges)
-        for done, step in enumerate(steps, start=1):
-            runner.expect(step)
-            runner.execute(step)
-            socket.send(Warmed(done / len(steps)))
-        runner.settle()
-        model.forget_expert_rows()
+        warm_up(config, runner, lambda share: socket.send(Warmed(share)))
     return runner
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from longhelix.runner.token_ranges import ONE_RANGE, TokenRanges
-from longhelix.runner.warm_up import warm_up_steps
+from longhelix.runner.warm_up import BLANK, warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 
 pytestmark = pytest.mark.unit
@@ -27,9 +27,24 @@ def test_a_step_is_sequence_parallel_where_its_range_is():
     assert not ONE_RANGE.shards(5000, decodes=False)
 
 
-def test_every_range_has_a_chunk_before_the_first_request():
-    config = SchedulerConfig(2, 1000, 10_000, chunk_tokens=64, max_running=4)
-    ranges = TokenRanges((1, 9, 30, 1000), 30)
-    steps = warm_up_steps(config, [4096], ranges)
-    warmed = {ranges.range_of(step.chunks[0].num_tokens) for step in steps if len(step.chunks) == 1}
-    assert warmed == {(1, 8), (9, 29), (30, 999)}
+@pytest.mark.parametrize("images", [False, True])
+def test_every_range_has_chunks_before_the_first_request(images):
+    """Of one prompt and of two, and of a range that no chunk reaches one beside decodes; if models read images, also
+    with one in each."""
+    config = SchedulerConfig(2, 1000, 10_000, chunk_tokens=64, max_running=8)
+    ranges = TokenRanges((1, 9, 30, 70, 10**9), 30)
+    steps = [step for step in warm_up_steps(config, [4096], ranges, images) if step.chunks]
+    for shown in (False, True):
+        rows = [
+            [chunk.num_tokens for chunk in step.chunks]
+            for step in steps
+            if any(new.images for new in step.new) == shown and max(chunk.num_tokens for chunk in step.chunks) > 1
+        ]
+        for least in (1, 9, 30):
+            of_range = {len(counts) for counts in rows if ranges.range_of(sum(counts))[0] == least}
+            assert of_range >= ({1, 2} if images or not shown else set())
+        beyond = {tuple(counts) for counts in rows if ranges.range_of(sum(counts))[0] == 70}
+        assert beyond == ({(64, 1, 1, 1, 1, 1, 1)} if images or not shown else set())
+    for new in (new for step in steps for new in step.new if new.images):
+        assert [image.num_tokens for image in new.images] == [new.capacity_tokens]
+        assert new.images[0].digest == BLANK
