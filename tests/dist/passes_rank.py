@@ -117,6 +117,24 @@ def calibrated(rank, size):
     assert sp.report()["collectives"]["after"]["all_gather"] == len(scales) + 1, sp.report()
 
 
+def noted(rank, size):
+    """What one rank's notes lack, or have beyond numbers, all ranks hear of, and none waits for another."""
+    for unlike, words in (
+        ({}, "seen nothing"),
+        ({"a": 1.0, "b": 2.0}, "other graphs on other ranks"),
+        ({"a": torch.nan}, "not finite"),
+    ):
+        for odd in range(size):
+            calibration = Calibration()
+            for place, highest in (unlike if rank == odd else {"a": 2.0}).items():
+                calibration.note(place, torch.tensor(highest))
+            with pytest.raises(ValueError, match=words):
+                calibration.scales("int8")
+    calibration = Calibration()
+    calibration.note("a", torch.tensor(448.0 * (rank + 1)))
+    assert calibration.scales("fp8") == {"fp8/a": float(size)}
+
+
 def cache(rank, size):
     """A graph that comes from torch's cache is counted as well, and one for another threshold is another one."""
     own, x = Chain(rank, size), rows(13)
@@ -290,6 +308,7 @@ CASES = {
         modules,
         large,
         calibrated,
+        noted,
         cache,
         differ,
         numbers,

@@ -167,18 +167,29 @@ def kill_once_apart(pid):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_an_end_of_the_command_leaves_nothing(toy, nothing_is_left, number):
     command = [sys.executable, "-m", "longhelix", "bench", "sp", "--model", toy, *SIZES, "--variants", "flash-comm-v1"]
-    process = subprocess.Popen([*command, "--repeats", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline_s = time.monotonic() + 100
-    while len(ranks := apart(process.pid)) < 2:
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
-    time.sleep(1)
-    process.send_signal(number)
-    process.communicate(timeout=60)
+    command += ["--repeats", "1000000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=interruptible
+    ) as process:
+        try:
+            deadline_s = time.monotonic() + 100
+            while len(ranks := apart(process.pid)) < 2:
+                assert time.monotonic() < deadline_s
+                assert process.poll() is None, process.stdout.read()
+                time.sleep(0.2)
+            time.sleep(1)
+            process.send_signal(number)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode != 0
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)], timeout=20)
     assert not alive
+
+
+def interruptible():
+    """In the new process: what runs in a shell's background is born without a Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_without_links_loopback_is_used_and_said(capfd, monkeypatch, toy):

@@ -28,7 +28,7 @@ def test_cache_of_graphs():
 
 
 @pytest.mark.parametrize(
-    "case", ["differ=more", "differ=all", "numbers", "options", "alone", "failed", "one_store", "half_cached"]
+    "case", ["differ=more", "differ=all", "numbers", "options", "alone", "failed", "one_store", "half_cached", "noted"]
 )
 def test_ranks_tell_each_other_what_they_do(case):
     run_ranks("passes_rank", [case], 2, TIMEOUT_S)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from longhelix.passes.scales import LARGEST, Calibration
+from longhelix.passes.scales import Calibration, check_quantize
 
 
 def check_options(
@@ -22,12 +22,12 @@ def check_options(
     """Raise ValueError for what `SequenceParallel` does not take."""
     if type(min_tokens) is not int or min_tokens < 1:
         raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
-    if quantize is not None and quantize not in LARGEST:
-        raise ValueError(f"quantize {quantize!r} is not known: use one of {', '.join(LARGEST)}, or None")
+    if quantize is not None:
+        check_quantize(quantize)
     if scales is not None and quantize is None:
         raise ValueError("scales are of what travels quantised: set quantize as well")
-    if scales is not None and not isinstance(scales, Calibration) and not _has_scales(scales):
-        raise ValueError(f"scales are what a Calibration gives, or that itself, not {type(scales).__name__}")
+    if scales is not None and not isinstance(scales, Calibration):
+        _check_scales(scales, quantize)
     if tokens is not None and not _is_range(tokens):
         raise ValueError(
             f"tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not {tokens!r}"
@@ -45,10 +45,17 @@ def check_options(
         raise ValueError(f"norms is a list of ops, as [torch.ops.mine.norm.default], not {norms!r}")
 
 
-def _has_scales(scales: object) -> bool:
-    return isinstance(scales, Mapping) and all(
-        isinstance(place, str) and isinstance(scale, float) and 0 < scale < math.inf for place, scale in scales.items()
-    )
+def _check_scales(scales: object, quantize: str) -> None:
+    """Raise ValueError unless these are static scales of that narrow type, by place."""
+    if not isinstance(scales, Mapping):
+        raise ValueError(f"scales are what a Calibration gives, or that itself, not {type(scales).__name__}")
+    for place, scale in scales.items():
+        if not isinstance(place, str) or not place.startswith(f"{quantize}/"):
+            raise ValueError(
+                f"scales has {place!r}, which is no place of {quantize}: give calibration.scales({quantize!r})"
+            )
+        if not isinstance(scale, float) or not 0 < scale < math.inf:
+            raise ValueError(f"the scale of {place} is {scale!r}: scales are floats above 0, and finite")
 
 
 def _is_range(tokens: object) -> bool:

@@ -7,9 +7,13 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import ir, lowering
+from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16
+# Of the same name as all_to_all_single's from torch 2.13 on, where the older one warns.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _library = torch.library.Library("longhelix_passes", "FRAGMENT")
 # As torch's own, and not begun but done: of the same name in `_c10d_functional`, the latter with as many rows for all.
@@ -21,12 +25,12 @@ def _all_gather(x_LX: Tensor, ranks: int, group: str) -> Tensor:
     ranks_of, whole_nLX = _resolve_process_group(group), x_LX.new_empty((ranks, *x_LX.shape))
     pieces = _pieces(x_LX)
     if len(pieces) == 1:
-        dist.all_gather_into_tensor(whole_nLX.flatten(0, 1), x_LX, ranks_of)
+        _gather(whole_nLX.flatten(0, 1), x_LX, ranks_of)
         return whole_nLX.flatten(0, 1)
     started = []
     for rows in pieces:
         piece_nlX = x_LX.new_empty((ranks, *x_LX[rows].shape))
-        work = dist.all_gather_into_tensor(piece_nlX.flatten(0, 1), x_LX[rows], ranks_of, async_op=True)
+        work = _gather(piece_nlX.flatten(0, 1), x_LX[rows], ranks_of, async_op=True)
         started.append((work, piece_nlX))
     for rows, (work, piece_nlX) in zip(pieces, started, strict=True):
         work.wait()
@@ -74,3 +78,16 @@ torch.library.register_fake(
 
 ALL_GATHER = torch.ops.longhelix_passes.all_gather.default
 ALL_TO_ALL = torch.ops.longhelix_passes.all_to_all.default
+
+
+def _lower_as_collective(op: OpOverload) -> None:
+    """Have the compiler keep it among a graph's collectives in their order, which is that of all ranks. Other ops it
+    orders by the memory that they need, and ranks differ in that."""
+    lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(op, type_promotion_kind=None)(
+        lambda *operands: ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, *operands))
+    )
+
+
+_lower_as_collective(ALL_GATHER)
+_lower_as_collective(ALL_TO_ALL)

@@ -184,20 +184,22 @@ class Rewrite:
         tokens, shard = self._plan.region.tokens[node], self._shards[node]
         value = node.meta["val"]
         if node in self._plan.quantised:
-            return self._shaped(self._gather_quantised(shard, tokens), node)
+            return self._shaped(self._gather_quantised(shard, node), node)
         if value.dtype.itemsize == 1 and value.dtype.is_floating_point:  # which not all backends send
             as_bytes = self._gathered(self._add(aten.view.dtype, shard, torch.uint8), tokens)
             return self._shaped(self._add(aten.view.dtype, as_bytes, value.dtype), node)
         return self._shaped(self._gathered(shard, tokens), node)
 
-    def _gather_quantised(self, shard: Node, tokens: Tokens) -> Node:
-        """All tokens of a shard, each row of which travels as narrow numbers, with a scale unless that is static."""
+    def _gather_quantised(self, shard: Node, node: Node) -> Node:
+        """All tokens of a node's shard, each row of which travels as narrow numbers, with a scale unless that is
+        static."""
         assert self._quantisation is not None
+        tokens = self._plan.region.tokens[node]
         name, static = self._quantisation.name, self._quantisation.scales
         dtype, largest, wide = _DTYPES[name], LARGEST[name], torch.float32
         value = shard.meta["val"]
         rows = self._converted(shard, wide)
-        scales = self._scales_of(rows, largest) if static is None else static[self._num_quantised]
+        scales = self._scales_of(rows, node, largest) if static is None else static[self._num_quantised]
         self._num_quantised += 1
         scaled = self._add(aten.div.Tensor, rows, scales)
         if dtype is torch.int8:
@@ -214,12 +216,13 @@ class Rewrite:
         back = self._add(aten.mul.Tensor, self._converted(narrow, wide), scales)
         return self._converted(back, value.dtype)
 
-    def _scales_of(self, rows: Node, largest: float) -> Node:
-        """Of each row."""
+    def _scales_of(self, rows: Node, node: Node, largest: float) -> Node:
+        """Of each row of the node's shard."""
         highest = self._add(aten.amax.default, self._add(aten.abs.default, rows), [-1], True)
         assert self._quantisation is not None
         if self._quantisation.noted is not None:
-            highest = self._add(OBSERVED, highest, self._quantisation.noted[self._num_quantised])
+            seen = self._without_padding(highest, node)
+            highest = self._add(OBSERVED, seen, self._quantisation.noted[self._num_quantised])
         return self._add(aten.div.Tensor, self._add(aten.clamp_min.default, highest, 1e-12), largest)
 
     def _gathered(self, shard: Node, tokens: Tokens) -> Node:

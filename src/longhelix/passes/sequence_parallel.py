@@ -21,7 +21,7 @@ from longhelix.passes.patterns import count_patterns
 from longhelix.passes.plan import Plan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
-from longhelix.passes.scales import Calibration, Quantisation, places
+from longhelix.passes.scales import Calibration, Quantisation, key_of, places
 from longhelix.passes.stage import refusal
 from longhelix.passes.tokens import any_number_of_tokens
 
@@ -210,12 +210,13 @@ class SequenceParallel(CustomGraphPass):
             return Quantisation(self.quantize, noted=[f"{self.scales.number}/{place}" for place in of_graph])
         if self.scales is None or not of_graph:
             return Quantisation(self.quantize)
-        if not self.scales.keys() >= set(of_graph):
+        keys = [key_of(self.quantize, place) for place in of_graph]
+        if not self.scales.keys() >= set(keys):
             sentence = "no static scales are known for a graph, so that each token has its own: calibrate this module"
             logger.warning(sentence)
             self._counts.add("left_alone", sentence)
             return Quantisation(self.quantize)
-        return Quantisation(self.quantize, [self.scales[place] for place in of_graph])
+        return Quantisation(self.quantize, [self.scales[key] for key in keys])
 
     def _leave(self, sentence: str) -> None:
         logger.warning("sequence parallelism is off for a graph: %s", sentence)

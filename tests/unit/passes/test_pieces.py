@@ -1,9 +1,12 @@
 """Over gloo large messages go in pieces: the same numbers, bytes and collectives."""
 
 import pytest
-from lockstep import Lockstep, group_of
-from modules import Chain, Experts, rows
+import torch
+from lockstep import Lockstep, group_of, pass_of
+from modules import Chain, Experts, H, rows, summed
 from test_sequence_parallel import same_numbers
+from torch._inductor import config as inductor
+from torch._inductor import ir, memory
 
 from longhelix.passes.pieces import _pieces
 
@@ -55,3 +58,51 @@ def test_pieces_have_all_rows():
         found = _pieces(x_LX)
         assert len(found) == count
         assert [row for piece in found for row in range(tokens)[piece]] == list(range(tokens))
+
+
+class EnoughError(Exception):
+    """The compiler has put a graph's ops in order, which is all that is asked of it."""
+
+
+class Ahead(torch.nn.Module):
+    """Layers beside a product of `columns`, a rank's own, that is there from the beginning and needed at the end: the
+    compiler orders ops by the memory that they take, and all that a layer adds to is returned as well."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(shape)) for shape in ((H, columns), (columns, H)))
+        self.chain = Chain(0, 2, 3)
+
+    def forward(self, x):
+        ahead, returned = x @ self.up, []
+        residual = summed(self.chain.embed(x), 2)
+        for norm, mixer in zip(self.chain.norms, self.chain.mixers, strict=True):
+            residual = residual + summed(mixer(norm(residual)), 2)
+            returned.append(residual)
+        return self.chain.last(residual + summed(ahead @ self.down, 2)), *returned
+
+
+@pytest.mark.parametrize("quantize", ["int8", None])
+def test_all_ranks_run_them_in_one_order(monkeypatch, quantize):
+    """However much memory a rank's own shares of other things take."""
+    orders = []
+
+    def scheduled(nodes, *arguments, **named):
+        ops = [part.node for node in reorder(nodes, *arguments, **named) for part in node.get_nodes()]
+        collectives = [op for op in ops if isinstance(op, ir.FallbackKernel) and "all_" in str(op.op_overload)]
+        orders.append([(str(op.op_overload), str(op.inputs[0].get_dtype())) for op in collectives])
+        raise EnoughError
+
+    reorder = memory.reorder_for_peak_memory
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", scheduled)
+    for columns in (2000, 1):
+        with group_of(2), torch.no_grad(), inductor.patch(force_disable_caches=True):
+            sp = pass_of(0, 2, in_pieces=True, min_tokens=1, quantize=quantize, in_rank_order=True)
+            module = torch.compile(
+                Ahead(columns), fullgraph=True, dynamic=False, options={"post_grad_custom_pre_pass": sp}
+            )
+            with pytest.raises(Exception, match="EnoughError"):
+                module(rows(64))
+    assert orders[0] == orders[1]
+    assert len(orders[0]) >= 5 + 5
+    assert all("longhelix_passes" in name for name, _ in orders[0])

@@ -1,5 +1,8 @@
 """Static scales of what is gathered, from a calibration run: constants of graphs for any number of tokens."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from lockstep import Lockstep, group_of
@@ -7,6 +10,7 @@ from modules import LARGEST, Chain, H, rows
 from test_sequence_parallel import found, near
 
 from longhelix.passes import Calibration
+from longhelix.passes.scales import OBSERVED
 
 LAYERS = 3
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -93,12 +97,40 @@ def test_numbers_beyond_what_was_seen_are_the_largest():
 
 def test_calibrations_that_have_seen_nothing_or_too_much():
     with group_of(2), torch.no_grad():
-        with pytest.raises(ValueError, match="has seen nothing: run a module"):
+        with pytest.raises(ValueError, match="has seen nothing, on this rank or another"):
             Calibration().scales("int8")
-        with pytest.raises(ValueError, match="quantize 'int4' is not known"):
-            Calibration().scales("int4")
-        calibration = Calibration()
-        ranks = Lockstep([Chain(rank, 2, 1) for rank in range(2)], min_tokens=1, quantize="int8", scales=calibration)
-        ranks(rows(13) * torch.inf)
-        with pytest.raises(ValueError, match="not finite: run it on other inputs"):
-            calibration.scales("int8")
+        for unknown in ("int4", ["int8"], None):
+            with pytest.raises(ValueError, match="is not known: use one of int8, fp8"):
+                Calibration().scales(unknown)
+        for number in (torch.inf, torch.nan):
+            calibration = Calibration()
+            noting = {"min_tokens": 1, "quantize": "int8", "scales": calibration}
+            Lockstep([Chain(rank, 2, 1) for rank in range(2)], **noting)(rows(13) * number)
+            with pytest.raises(ValueError, match="not finite: run it on other inputs"):
+                calibration.scales("int8")
+
+
+def test_rows_of_padding_are_not_noted():
+    """Zeros, of which a norm without eps makes no numbers."""
+    scales = []
+    for tokens in (13, 14):
+        with group_of(2), torch.no_grad():
+            calibration, modules = Calibration(), [Chain(rank, 2, 1, eps=(0.0,)) for rank in range(2)]
+            Lockstep(modules, min_tokens=1, quantize="int8", scales=calibration)(rows(14)[:tokens])
+            scales.append(calibration.scales("int8"))
+    assert scales[0].keys() == scales[1].keys()
+
+
+def test_notes_go_with_their_calibration():
+    """Graphs that note for it may live on."""
+    calibration = Calibration()
+    place = f"{calibration.number}/a"
+    OBSERVED(torch.tensor([[448.0], [896.0], [2.0]]), place)
+    OBSERVED(torch.tensor([[2.0]]), place)
+    with group_of(2):
+        assert calibration.scales("fp8") == {"fp8/a": 2.0}
+    gone = weakref.ref(calibration)
+    del calibration
+    gc.collect()
+    assert gone() is None
+    assert OBSERVED(torch.tensor([[5.0]]), place).item() == 5
