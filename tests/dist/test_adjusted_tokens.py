@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import FAMILIES, NEW_TOKENS, VOCAB, greedy_of, make_oracle, save_tokenizer_files
+from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, VOCAB, greedy_of, make_oracle, save_tokenizer_files
 from test_equality import first_difference, is_near_tie, make_case
 from transformers import AutoModelForCausalLM
 
@@ -43,14 +43,18 @@ def as_json(choices):
     return [choice | {"logit_bias": [*choice.get("logit_bias", {}).items()]} for choice in choices]
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory):
+def ending(config, folder):
     """Sequences end with EOS."""
-    config = copy.deepcopy(FAMILIES["llama"])
+    config = copy.deepcopy(config)
     config.eos_token_id = EOS
-    made = make_oracle(config, tmp_path_factory.mktemp("llama-eos"))
+    made = make_oracle(config, folder)
     save_tokenizer_files(made.path)
     return made
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    return ending(FAMILIES["llama"], tmp_path_factory.mktemp("llama-eos"))
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +109,9 @@ def test_tokens_are_those_of_adjusted_rows(worlds, oracle, model, layout):
 
 
 @pytest.fixture(scope="module")
-def llm(oracle):
-    with LLM(
-        str(oracle.path), Layout(kvp=2, tpa=2), batch_invariant=True, chunk_tokens=16, kv_cache_tokens=512
-    ) as started:
+def llm(tmp_path_factory):
+    path = ending(NATIVE_SIZES, tmp_path_factory.mktemp("sixteens-eos")).path
+    with LLM(str(path), Layout(kvp=2), batch_invariant=True, chunk_tokens=16, kv_cache_tokens=512) as started:
         yield started
 
 

@@ -172,7 +172,7 @@ def _parsed(name: str, text: str, example: str) -> dict[str, Any]:
     option = f"--{name.replace('_', '-')}"
     try:
         settings = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are other ValueErrors
         raise UserError(f"{option} is not JSON ({error}): give an object in quotes") from error
     if not isinstance(settings, dict):
         raise UserError(f"{option} must be a JSON object, such as {example}")
