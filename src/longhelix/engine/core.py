@@ -146,7 +146,8 @@ class TokenCore:
             beyond = next((token_id for token_id in asked if token_id >= vocab_size), None)
             if beyond is not None:
                 raise UserError(f"{name} id {beyond} is outside the model's vocabulary of {vocab_size}")
-        if sampling.min_tokens and {*sampling.stop_token_ids, *eos_token_ids}.issuperset(range(vocab_size)):
+        stops = {token_id for token_id in (*sampling.stop_token_ids, *eos_token_ids) if token_id < vocab_size}
+        if sampling.min_tokens and len(stops) == vocab_size:
             raise UserError(
                 "every token of the model's vocabulary is a stop token, and none is left for min_tokens: give fewer "
                 "stop_token_ids, or min_tokens 0"

@@ -30,7 +30,7 @@ class TokenCounts:
         """Subtract presence + frequency * count where the count is above 0, in place. logits_v: float32."""
         if not self._counts:
             return
-        # Both are read before this returns; the device is not waited for.
+        # What is in pageable memory is read before `to` returns, and may change from then on.
         counts_X, places_X = (
             torch.frombuffer(numbers, dtype=torch.int64).to(logits_v.device, non_blocking=True)
             for numbers in (self._counts, self._places)

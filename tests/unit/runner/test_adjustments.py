@@ -20,7 +20,16 @@ from longhelix.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.unit
 
-CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use is here"),
+        ],
+    ),
+]
 PENALTIES = {"presence_penalty": 1.3, "frequency_penalty": 0.6}
 BIASED = {"logit_bias": {0: 2.3, 5: -100, 10: 0.25}}
 FEW_BLOCKS = {"num_blocks": 4, "max_model_len": 64}
@@ -30,8 +39,9 @@ def new_sequence(prompt_tokens, sampling):
     return NewSequence(0, sampling, 0, prompt_tokens + sampling.max_new_tokens, (1,), False)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(30))
-def test_parts_of_the_vocabulary_are_adjusted_as_the_whole(seed):
+def test_parts_of_the_vocabulary_are_adjusted_as_the_whole(seed, device):
     """Parts may be empty, and all of one may be stop tokens. To the bit."""
     chance = random.Random(seed)
     size = chance.choice([5, 11, 300])
@@ -50,12 +60,12 @@ def test_parts_of_the_vocabulary_are_adjusted_as_the_whole(seed):
     found = []
     for rank in range(ranks):
         part = Layout(tpa=ranks).vocabulary(size, rank)
-        adjustments = Adjustments(new_sequence(prompt_tokens, params), part, eos, CPU)
+        adjustments = Adjustments(new_sequence(prompt_tokens, params), part, eos, torch.device(device))
         for token_id in generated if params.counts_tokens else ():
             adjustments.counts.add_one(token_id)
-        logits_v = logits_V[part.start : part.stop].clone()
+        logits_v = logits_V[part.start : part.stop].clone().to(device)
         adjustments.adjust(logits_v, prompt_tokens + len(generated))
-        found.append(logits_v)
+        found.append(logits_v.cpu())
     expected_V = adjusted(logits_V, params, generated, {*params.stop_token_ids, *eos})
     assert torch.cat(found).view(torch.int32).tolist() == expected_V.view(torch.int32).tolist()
     assert (adjustments.counts is not None) == (params.presence_penalty != 0 or params.frequency_penalty != 0)
