@@ -6,7 +6,7 @@ what the step says (Medha, section 5: replicated sequence state).
 
 from array import array
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import msgspec
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.values import flag, items, real, seconds, text, whole
+from longhelix.values import entries, flag, items, real, seconds, text, whole
 
 MAX_LOGPROBS = 100
 MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
@@ -25,6 +25,8 @@ _MOST_STOP_IDS = 1024
 # tokens are alike; a penalty likewise.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 1e6
+_MOST_BIASED = 1024  # token ids
+_MOST_BIAS, _MOST_SUBTRACTED = 100, 2  # of logits, as OpenAI has it
 MOST_PRIORITY = 1_000_000
 _LONGEST_NAME = 256  # characters
 # Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
@@ -39,9 +41,15 @@ Number = Any  # one, or an array of them
 class SamplingParams:
     """How to choose the new tokens of one request.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the filters off.
+    What is done to logits, in this order: logit_bias adds numbers to those of token ids; presence_penalty, and
+    frequency_penalty as often as the request has generated the token, are subtracted from those that it has generated
+    at all; repetition_penalty makes those that it has generated, or that are in its prompt, less likely; temperature
+    and filters follow. temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties
+    0 switch these off.
     Draws are keyed by (seed, position): the same seed gives the same tokens in any batch. `stop` strings end the
-    text before themselves. logprobs: the N best of the model's own distribution at each new token (None: none).
+    text before themselves. Among the first min_tokens new tokens is none that ends a text, whatever ignore_eos says,
+    and no stop string ends it within these. logprobs: the N best of the model's own distribution at each new token,
+    before all of this (None: none).
     Every value is checked for type and range, whoever makes it: Python, the command line, a message.
     """
 
@@ -51,16 +59,21 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can have; keeps plain Python values."""
+        max_new_tokens = whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         checked = {
-            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS),
+            "max_new_tokens": max_new_tokens,
             "temperature": real(
                 "temperature",
                 self.temperature,
@@ -76,6 +89,9 @@ class SamplingParams:
                 lambda value: 1 / _MOST_PENALTY <= value <= _MOST_PENALTY,
                 f"a number from {1 / _MOST_PENALTY} to {_MOST_PENALTY} (1 is off)",
             ),
+            "presence_penalty": _subtracted("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _subtracted("frequency_penalty", self.frequency_penalty),
+            "logit_bias": _logit_bias(self.logit_bias),
             "seed": None if self.seed is None else whole("seed", self.seed, 0, 2**63 - 1),
             "stop": tuple(_stop_string(string) for string in items("stop", self.stop, _MOST_STOPS, "strings")),
             "stop_token_ids": tuple(
@@ -83,10 +99,32 @@ class SamplingParams:
                 for token_id in items("stop_token_ids", self.stop_token_ids, _MOST_STOP_IDS, "token ids")
             ),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "min_tokens": whole("min_tokens", self.min_tokens, 0, max_new_tokens, " (max_new_tokens)"),
             "logprobs": None if self.logprobs is None else whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how often the request has generated each token."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _subtracted(name: str, value: object) -> float:
+    most = _MOST_SUBTRACTED
+    return real(name, value, lambda number: -most <= number <= most, f"a number from {-most} to {most} (0 is off)")
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    allowed = f"a number from {-_MOST_BIAS} to {_MOST_BIAS}"
+    found: dict[int, float] = {}
+    for key, bias in entries("logit_bias", value, _MOST_BIASED, "token ids to numbers"):
+        token_id = whole("a token id of logit_bias", key, 0, MOST_TOKENS)
+        found[token_id] = real(
+            f"the logit bias of token {token_id}", bias, lambda number: abs(number) <= _MOST_BIAS, allowed
+        )
+    return found
 
 
 def _stop_string(value: object) -> str:
@@ -203,9 +241,20 @@ class Request:
         """The tokens of the prompt that came with it."""
         return len(self.prompt_token_ids) - self.num_generated
 
+    @property
+    def generated_token_ids(self) -> bytes:
+        """`generated_token_ids` of the `NewSequence`."""
+        if not (self.num_generated and self.sampling.counts_tokens):
+            return b""
+        return self.prompt_token_ids[self.given_tokens : len(self.prompt_token_ids)].tobytes()
+
     def resumed(self, generated: "array[int]") -> "Request":
         """The request that goes on after `generated`, more of its tokens than it began with."""
-        left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(generated))
+        left = replace(
+            self.sampling,
+            max_new_tokens=self.sampling.max_new_tokens - len(generated),
+            min_tokens=max(self.sampling.min_tokens - len(generated), 0),
+        )
         tokens = self.prompt_token_ids + generated
         return replace(self, prompt_token_ids=tokens, sampling=left, num_generated=self.num_generated + len(generated))
 
@@ -283,6 +332,7 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     its chunks bring the rest of the prompt. It only writes to the last of these blocks, and only if that is not full.
     seen_token_ids: the different ones among the cached tokens, where a repetition penalty asks for them; int32 in this
     machine's byte order.
+    generated_token_ids: those that it had generated before it was preempted, where it matters how often; int32 as well.
     instances: where KVP instances have clocks of their own, those that take part in it from now on. The first one
     samples its tokens. last_token: the last one of its tokens that was sampled, where it has any.
     images: what its prompt shows, in order; ranks that need it have what their digests stand for.
@@ -297,6 +347,7 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     cached_blocks: tuple[Block, ...] = ()
     seen_token_ids: bytes = b""
+    generated_token_ids: bytes = b""
     instances: tuple[int, ...] = ()
     last_token: int | None = None
     images: tuple[ImageSpan, ...] = ()

@@ -105,3 +105,15 @@ def items(name: str, value: object, most: int, of: str, code: str = "invalid_arg
     except Exception as error:  # of whatever users make
         raise refused(name, value, f"a tuple of {of}", code) from error
     raise UserError(f"{name} has {len(value)} {of}: give at most {most}", code)
+
+
+def entries(name: str, value: object, most: int, of: str) -> tuple[tuple[object, object], ...]:
+    """The keys and values of a mapping, `most` at the most; `of` says what maps to what."""
+    if not isinstance(value, Mapping):
+        raise refused(name, value, f"a mapping of {of}")
+    try:
+        if len(value) <= most:
+            return tuple(value.items())
+    except Exception as error:  # of whatever users make
+        raise refused(name, value, f"a mapping of {of}") from error
+    raise UserError(f"{name} has {len(value)} entries: give at most {most}", "invalid_argument")

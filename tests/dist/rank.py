@@ -225,6 +225,11 @@ def run_again(call):
     return result, lambda: result.copy_(call())
 
 
+def params_of(max_new_tokens, logit_bias=(), **choice):
+    """logit_bias: pairs, because keys of JSON are strings."""
+    return SamplingParams(max_new_tokens, logit_bias=dict(logit_bias), **choice)
+
+
 def run(case, rank, meshes, direct_rows):
     config, runner = build(case, rank, meshes)
     direct_rows.count = 0
@@ -238,7 +243,7 @@ def run(case, rank, meshes, direct_rows):
     loop = Loop(scheduler, runner, lambda: 0.0, depth=case.get("depth", 1 if pp == 1 else most_in_flight(pp)))
     choices = case.get("sampling", [{}] * len(case["prompts"]))
     requests = [
-        Request(i, array("i", prompt), SamplingParams(case["max_new_tokens"], **choice), frozenset(), i, 0.0)
+        Request(i, array("i", prompt), params_of(case["max_new_tokens"], **choice), frozenset(), i, 0.0)
         for i, (prompt, choice) in enumerate(zip(case["prompts"], choices, strict=True))
     ]
     if "images" in case:

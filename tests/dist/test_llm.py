@@ -186,6 +186,18 @@ def test_stop_token_and_stop_string_end_before_themselves(llm):
     assert by_text.token_ids == free[: cut + 1]
 
 
+def test_stop_strings_are_not_looked_for_among_the_least_tokens(llm):
+    free = tokens_of(llm, PROMPT)
+    cut = next(i for i, token in enumerate(free) if token not in free[:i] and i > 2)
+    stop = f"w{free[cut]}"
+    for least in (cut, cut + 1, 12):
+        (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=12, stop=(stop,), min_tokens=least))
+        found = next((i for i in range(least, 12) if f"w{free[i]}".startswith(stop)), None)
+        assert result.finish_reason == ("length" if found is None else "stop")
+        assert result.token_ids == (free if found is None else free[: found + 1])
+        assert result.text.split() == [f"w{token}" for token in free[:found]]
+
+
 def test_streamed_text_is_the_result_text(llm):
     deltas = list(llm.stream(PROMPT, SamplingParams(max_new_tokens=12)))
     assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
@@ -362,6 +374,8 @@ def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_ne
         (5, {}, "a prompt is 5"),
         ("\ud800", {}, "half a surrogate pair"),
         (PROMPT, {"stop_token_ids": (10**6,)}, "stop token id 1000000 is outside the model's vocabulary"),
+        (PROMPT, {"logit_bias": {10**6: 1}}, "logit_bias: token id 1000000 is outside the model's vocabulary of 199"),
+        (PROMPT, {"stop_token_ids": tuple(range(199)), "min_tokens": 1}, "every token .* is a stop token"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_the_next_request_runs(llm, prompt, settings, words):

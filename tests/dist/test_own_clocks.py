@@ -197,6 +197,7 @@ def test_an_instance_that_had_nothing_to_do_is_not_blamed(oracles, slowed, monke
 
 
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.3, "logprobs": 3}
+SAMPLED |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {3: 1.5, 190: -100}}
 
 
 @pytest.mark.parametrize("execution", ["eager", "recorded", pytest.param("compiled", marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from array import array
+from collections import UserDict
 from fractions import Fraction
 
 import msgspec
@@ -29,6 +30,11 @@ class OddList(list):
         raise RuntimeError
 
 
+class OddMapping(UserDict):
+    def items(self):
+        raise RuntimeError
+
+
 def assert_sentence(error):
     """Short, and can be written."""
     assert 10 < len(str(error).encode()) < 400
@@ -42,10 +48,12 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         assert_sentence(refused)
         return
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
-    plain = {int, float, str, bool, tuple, type(None)}
+    plain = {int, float, str, bool, tuple, dict, type(None)}
     assert {type(getattr(params, name)) for name in FIELDS} <= plain
     assert {type(item) for item in params.stop} <= {str}
     assert {type(item) for item in params.stop_token_ids} <= {int}
+    assert {(type(key), type(bias)) for key, bias in params.logit_bias.items()} <= {(int, float)}
+    assert hash(params) == hash(SamplingParams(**settings))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,28 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("ignore_eos", 1, "ignore_eos is 1: set it to True or False"),
         ("seed", 1.5, "seed is 1.5"),
         ("logprobs", "all", "logprobs is 'all'"),
+        ("presence_penalty", 2.1, "presence_penalty is 2.1: set it to a number from -2 to 2 (0 is off)"),
+        ("presence_penalty", math.nan, "presence_penalty is nan"),
+        ("frequency_penalty", True, "frequency_penalty is True"),
+        ("frequency_penalty", "0.5", "frequency_penalty is '0.5': set it to a number from -2 to 2"),
+        ("frequency_penalty", -math.inf, "frequency_penalty is -inf"),
+        ("min_tokens", 129, "min_tokens is 129: set it to a whole number from 0 to 128 (max_new_tokens)"),
+        ("min_tokens", -1, "min_tokens is -1"),
+        ("min_tokens", 1.0, "min_tokens is 1.0: set it to a whole number"),
+        ("min_tokens", True, "min_tokens is True"),
+        ("logit_bias", None, "logit_bias is None: set it to a mapping of token ids to numbers"),
+        ("logit_bias", [(1, 2)], "logit_bias is [(1, 2)]: set it to a mapping of token ids to numbers"),
+        ("logit_bias", {1: 100.5}, "the logit bias of token 1 is 100.5: set it to a number from -100 to 100"),
+        ("logit_bias", {1: math.nan}, "the logit bias of token 1 is nan"),
+        ("logit_bias", {1: True}, "the logit bias of token 1 is True"),
+        ("logit_bias", {1: "5"}, "the logit bias of token 1 is '5'"),
+        ("logit_bias", {"1": 5}, "a token id of logit_bias is '1': set it to a whole number"),
+        ("logit_bias", {True: 5}, "a token id of logit_bias is True"),
+        ("logit_bias", {1.0: 5}, "a token id of logit_bias is 1.0"),
+        ("logit_bias", {-1: 5}, "a token id of logit_bias is -1: set it to a whole number from 0 to 2147483647"),
+        ("logit_bias", dict.fromkeys(range(1025), 1), "logit_bias has 1025 entries: give at most 1024"),
+        ("logit_bias", UserDict.fromkeys([10**5000], 1), "a token id of logit_bias is"),
+        ("logit_bias", OddMapping(), "set it to a mapping of token ids to numbers"),
     ],
 )
 def test_what_no_request_can_have_is_refused_in_words(name, value, words):
@@ -85,10 +115,12 @@ def test_numbers_of_numpy_are_welcome():
     params = SamplingParams(
         max_new_tokens=np.int32(7), top_k=np.uint8(5), temperature=np.float32(0.5), top_p=Fraction(1, 2),
         seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=np.array(["x"]), logprobs=np.int8(2),
+        min_tokens=np.int64(7), presence_penalty=np.float32(-2), logit_bias=UserDict({np.int32(4): np.int64(-100)}),
     )  # fmt: skip
     assert params == SamplingParams(
-        max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2
-    )
+        max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2,
+        min_tokens=7, presence_penalty=-2.0, logit_bias={4: -100.0},
+    )  # fmt: skip
     assert type(params.stop[0]) is str
     assert Layout(kvp=np.int64(2)) == Layout(kvp=2)
     assert type(SchedulerConfig(kvp=1, num_blocks=np.int64(4), max_model_len=9).num_blocks) is int

@@ -1,6 +1,7 @@
 """Options that verbs share, and what they make of them."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields, make_dataclass, replace
@@ -171,7 +172,7 @@ def _parsed(name: str, text: str, example: str) -> dict[str, Any]:
     option = f"--{name.replace('_', '-')}"
     try:
         settings = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are other ValueErrors
         raise UserError(f"{option} is not JSON ({error}): give an object in quotes") from error
     if not isinstance(settings, dict):
         raise UserError(f"{option} must be a JSON object, such as {example}")
@@ -195,6 +196,12 @@ class SamplingOptions:
     "Keep tokens at least this likely, relative to the likeliest."
     repetition_penalty: float = 1.0
     "Above 1 makes tokens that have occurred less likely."
+    presence_penalty: float = 0.0
+    "Subtracted from the logits of tokens that the answer has."
+    frequency_penalty: float = 0.0
+    "Subtracted from a token's logit as often as the answer has it."
+    logit_bias: str | None = None
+    """What is added to the logits of token ids, as a JSON object such as '{"42": -100}'."""
     seed: int | None = None
     "The same seed gives the same draws. [default: a new one each time]"
     stop: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
@@ -203,11 +210,21 @@ class SamplingOptions:
     "Token ids that end the answer."
     ignore_eos: Flag = False
     "Go on after the model's end-of-sequence token."
+    min_tokens: Size = 0
+    "Among so many tokens of the answer is none that ends it, and no stop text ends it there."
     logprobs: int | None = None
     "Also give the N likeliest tokens and their log-probabilities."
 
     def params(self) -> SamplingParams:
-        return SamplingParams(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        settings = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return SamplingParams(**settings | {"logit_bias": self._biases()})
+
+    def _biases(self) -> dict[int | str, Any]:
+        """Keys of JSON are strings: those that are whole numbers become some."""
+        if self.logit_bias is None:
+            return {}
+        parsed = _parsed("logit_bias", self.logit_bias, '{"42": -100}')
+        return {int(key) if re.fullmatch("[0-9]{1,10}", key) else key: bias for key, bias in parsed.items()}
 
 
 @Parameter(name="*", group="Answer")

@@ -122,10 +122,8 @@ class TokenCore:
         self.check_asked(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         self._check_images(prompt_ids, images)
-        vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
-        beyond = next((token_id for token_id in sampling.stop_token_ids if token_id >= vocab_size), None)
-        if beyond is not None:
-            raise UserError(f"stop token id {beyond} is outside the model's vocabulary of {vocab_size}")
+        eos_token_ids = self.config.spec.eos_token_ids
+        self._check_token_ids(sampling)
         request = Request(
             self._next_id,
             prompt_ids,
@@ -141,6 +139,19 @@ class TokenCore:
         if images:
             self._show(request, images)
         return request
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
+        for name, asked in (("stop token", sampling.stop_token_ids), ("logit_bias: token", sampling.logit_bias)):
+            beyond = next((token_id for token_id in asked if token_id >= vocab_size), None)
+            if beyond is not None:
+                raise UserError(f"{name} id {beyond} is outside the model's vocabulary of {vocab_size}")
+        stops = {token_id for token_id in (*sampling.stop_token_ids, *eos_token_ids) if token_id < vocab_size}
+        if sampling.min_tokens and len(stops) == vocab_size:
+            raise UserError(
+                "every token of the model's vocabulary is a stop token, and none is left for min_tokens: give fewer "
+                "stop_token_ids, or min_tokens 0"
+            )
 
     def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
         vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)

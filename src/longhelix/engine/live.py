@@ -33,8 +33,12 @@ class Live:
             self.times_s.append(now_s)
             if self.request.sampling.logprobs is not None:
                 self.logprobs.append(dict(event.sampled.logprobs))
-            text, stopped = self.stops.push(self.tokens.push(event.sampled.token_id))
+            text, stopped = self._cut(self.tokens.push(event.sampled.token_id))
         if event.finish_reason is not None and not stopped:
-            rest, stopped = self.stops.push(self.tokens.finish())
+            rest, stopped = self._cut(self.tokens.finish())
             text += rest if stopped else rest + self.stops.flush()
         return text, "stop" if stopped else event.finish_reason
+
+    def _cut(self, text: str) -> tuple[str, bool]:
+        """The text of the last token, as `StopStrings.push` gives it."""
+        return self.stops.push(text, exempt=len(self.token_ids) <= self.request.sampling.min_tokens)

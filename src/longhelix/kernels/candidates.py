@@ -19,8 +19,9 @@ _PIECE = 2**21  # logits
 class Candidates(NamedTuple):
     """Of S rows the K largest logits after the penalty, largest first, of equal ones that of the lowest id.
 
-    values_SK: float32; -inf where a row has fewer. ids_SK: int64; -1 there. sums_S: float64, over all logits of the
-    row, of exp((logit - largest) / temperature); 0 for temperature 0. If a row has a NaN, its first value is one.
+    values_SK: float32; -inf where a row has fewer. ids_SK: int64; -1 there, and perhaps for logits of -inf. sums_S:
+    float64, over all logits of the row, of exp((logit - largest) / temperature); 0 for temperature 0. If a row has a
+    NaN, its first value is one.
     """
 
     values_SK: Tensor

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longhelix.runner.adjustments import TokenCounts
+from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import SequenceState
 
 
@@ -35,7 +37,7 @@ class DecodeRows:
             self._forget()
 
     def _forget(self) -> None:
-        for name in ("sequences", "lines", "lines_address", "penalised", "frequencies"):
+        for name in ("sequences", "lines", "lines_address", "records", "frequencies"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -53,9 +55,9 @@ class DecodeRows:
         return self.lines.ctypes.data
 
     @cached_property
-    def penalised(self) -> tuple[SequenceState, ...]:
-        """Those of which the tokens that they have are kept."""
-        return tuple(seq for seq in self.sequences if seq.seen is not None)
+    def records(self) -> tuple[tuple[SequenceState, SeenTokens | TokenCounts], ...]:
+        """What is told of every token of a sequence, before its row."""
+        return tuple((seq, record) for seq in self.sequences for record in seq.records)
 
     @cached_property
     def frequencies(self) -> frozenset[Tensor]:

@@ -29,6 +29,7 @@ from longhelix.parallel.holders import Holders
 from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
+from longhelix.runner.adjustments import Adjustments
 from longhelix.runner.config import takes_images
 from longhelix.runner.copies import copy_blocks, swap_blocks
 from longhelix.runner.decode_rows import DecodeRows
@@ -221,7 +222,9 @@ class ModelRunner:
         for new in step.new:
             frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
             frequencies_R = self._frequencies(tuple(frequencies))
-            seq = SequenceState(new, frequencies_R, self._numbers, self.arena, self._seen(new))
+            seen = self._seen(new) if self._samples(new) else None
+            adjustments = self._adjustments(new) if self._samples(new) else None
+            seq = SequenceState(new, frequencies_R, self._numbers, self.arena, seen, adjustments)
             seq.begin(self.kvp_rank, self.block_tokens)
             self.sequences[new.id] = seq
         self.decoding = self._microbatches[step.microbatch]
@@ -230,13 +233,30 @@ class ModelRunner:
             seq.microbatch = step.microbatch
             self.decoding.join(seq)
 
+    def _samples(self, new: NewSequence) -> bool:
+        """Whether this rank has a share in the choice of its tokens."""
+        return self._is_last and (not new.instances or new.instances[0] == self.kvp_rank)
+
     def _seen(self, new: NewSequence) -> SeenTokens | None:
-        leads = not new.instances or new.instances[0] == self.kvp_rank
-        if new.sampling.repetition_penalty == 1 or not (self._is_last and leads):
+        if new.sampling.repetition_penalty == 1:
             return None
-        seen = SeenTokens(self.mesh.layout.vocabulary(self.spec.vocab_size, self.mesh.rank))
+        seen = SeenTokens(self._vocabulary)
         seen.add(_token_ids(new.seen_token_ids))
         return seen
+
+    def _adjustments(self, new: NewSequence) -> Adjustments | None:
+        params = new.sampling
+        if not (params.logit_bias or params.min_tokens or params.counts_tokens):
+            return None
+        adjustments = Adjustments(new, self._vocabulary, self.spec.eos_token_ids, self.device)
+        if adjustments.counts is not None:
+            for token_id in _token_ids(new.generated_token_ids).tolist():
+                adjustments.counts.add_one(token_id)
+        return adjustments
+
+    @property
+    def _vocabulary(self) -> range:
+        return self.mesh.layout.vocabulary(self.spec.vocab_size, self.mesh.rank)
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
@@ -307,8 +327,8 @@ class ModelRunner:
     def _batch(self, step: Step) -> Batch:
         for sequence_id, block in step.grown:
             self.sequences[sequence_id].add_blocks((block,), self.kvp_rank)
-        for seq in self.decoding.penalised:
-            seq.seen.add_one(seq.last_token)
+        for seq, record in self.decoding.records:
+            record.add_one(seq.last_token)
         num_held, everywhere = self._rows.advance(self.decoding)
         if step.chunks:
             return self._mixed_batch(step, self._rows.arrays(len(self.decoding), num_held))

@@ -34,10 +34,18 @@ class _Settings:
         self.weighing = _weighing(sequences)
         self.greedy = not self.weighing.temperatures_S.any()
         self.count = 1 if self.greedy else CANDIDATES
+        self._adjusted = [
+            (row, seq.line, seq.adjustments) for row, seq in enumerate(sequences) if seq.adjustments is not None
+        ]
         self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
         self.found = Candidates.new(len(sequences), self.count, device)
         self.memory_X = self.found.memory()
         self.tokens_S = torch.empty(len(sequences), dtype=torch.int64)
+
+    def adjust(self, logits_Sv: Tensor) -> None:
+        """What requests want to be done to their logits, in place."""
+        for row, line, adjustments in self._adjusted:
+            adjustments.adjust(logits_Sv[row], self.numbers.values.item(line, LENGTH))
 
     def draw_keys(self) -> list[tuple[int, int]]:
         """What draws are keyed by."""
@@ -77,6 +85,7 @@ class Sampling:
         """
         settings = self._settings(sequences)
         asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
+        settings.adjust(logits_Sv)
         self._choose(logits_Sv, settings, together)
         self._hear(settings.tokens_S, together)
         token_ids, errors = settings.tokens_S.tolist(), {}

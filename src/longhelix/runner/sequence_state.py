@@ -12,6 +12,7 @@ from longhelix.kv.blocks import Block
 from longhelix.models.image_positions import shift
 from longhelix.parallel.pipeline import Travelling
 from longhelix.request import NewSequence, Widened
+from longhelix.runner.adjustments import Adjustments, TokenCounts
 from longhelix.runner.seen_tokens import SeenTokens
 
 # The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
@@ -51,8 +52,8 @@ class SequenceState:
 
     length: tokens that have KV. local_length: those of them that have it on this rank. last_owner: of the last KV
     block. last_token: that was sampled, on every rank of the last stage and of the first one. seen: which tokens the
-    sequence has, in this rank's part of the vocabulary, where a repetition penalty needs them. instances: see
-    `NewSequence`; more may come.
+    sequence has, in this rank's part of the vocabulary, where a repetition penalty needs them. adjustments: what comes
+    before that penalty there, where anything does. instances: see `NewSequence`; more may come.
     """
 
     length = _Number(LENGTH)
@@ -61,11 +62,18 @@ class SequenceState:
     last_token = _Number(LAST_TOKEN)
 
     def __init__(
-        self, new: NewSequence, frequencies_R: Tensor, numbers: Lines, arena: BlockArena, seen: SeenTokens | None = None
+        self,
+        new: NewSequence,
+        frequencies_R: Tensor,
+        numbers: Lines,
+        arena: BlockArena,
+        seen: SeenTokens | None = None,
+        adjustments: Adjustments | None = None,
     ) -> None:
         self.new = new
         self.frequencies_R = frequencies_R
         self.seen = seen
+        self.adjustments = adjustments
         self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way
         self.microbatch = 0
         self.instances = new.instances
@@ -79,6 +87,12 @@ class SequenceState:
     def holders(self) -> set[int]:
         """The KVP ranks that take part: all, or the owners so far."""
         return set(self.numbers.values[self.line, HELD:].nonzero()[0].tolist())
+
+    @property
+    def records(self) -> tuple[SeenTokens | TokenCounts, ...]:
+        """What is kept of its tokens."""
+        counts = None if self.adjustments is None else self.adjustments.counts
+        return tuple(record for record in (self.seen, counts) if record is not None)
 
     def begin(self, kvp_rank: int, block_tokens: int) -> None:
         """Take over the cached tokens. Their blocks are full, except perhaps the last one."""

@@ -157,6 +157,7 @@ class Admission:
             prefix.num_tokens,
             blocks,
             prefix.seen_token_ids(request),
+            request.generated_token_ids,
             images=request.images,
         )
         return Begun(seq, new, copies)

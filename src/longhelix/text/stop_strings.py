@@ -9,17 +9,22 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
         self._held = ""
+        self._exempt = 0  # characters of what is held, in which no stop string ends
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that no stop string can claim any more, and whether one is complete."""
+    def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
+        """The text that no stop string can claim any more, and whether one is complete. exempt: none ends in `text`,
+        but one that begins there may end in what follows."""
         text = self._held + text
+        if exempt:
+            self._exempt = len(text)
         # By end, then by start: the cut does not depend on how the text was split into pushes.
-        matches = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
+        begun = [(s, max(self._exempt + 1 - len(s), 0)) for s in self._strings]
+        matches = [(at + len(s), at) for s, start in begun if (at := text.find(s, start)) >= 0]
         if matches:
             self._held = ""
             return text[: min(matches)[1]], True
         safe = len(text) - max((_overlap(text, s) for s in self._strings), default=0)
-        self._held = text[safe:]
+        self._held, self._exempt = text[safe:], max(self._exempt - safe, 0)
         return text[:safe], False
 
     def flush(self) -> str:

@@ -134,6 +134,14 @@ def test_an_answer_that_is_cut_by_its_limit_names_it(capsys):
     assert talk.say("hello") == ("1 2 3 4 5 \n", "[The answer was cut at --max-new-tokens 5.]\n")
 
 
+def test_the_least_tokens_of_an_answer_are_no_more_than_there_is_room_for(capsys):
+    talk = Talk(capsys, CountingEngine(answer_tokens=None), min_tokens=CONTEXT)
+    answer, note = talk.say("hello")
+    assert len(answer.split()) == CONTEXT - 2
+    assert talk.engine._params.min_tokens == CONTEXT - 2
+    assert "context" in note
+
+
 def test_an_interrupt_keeps_what_was_answered(capsys):
     talk = Talk(capsys, CountingEngine(answer_tokens=None))
     talk.engine.interrupt_at = 4

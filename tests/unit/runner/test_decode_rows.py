@@ -208,4 +208,4 @@ def test_what_is_kept_of_the_same_sequences_is_the_same():
     schedule.join(second, 0)
     assert [seq.new.id for seq in decoding.sequences] == [first, second]
     assert decoding.frequencies == {seq.frequencies_R for seq in decoding.sequences}
-    assert decoding.penalised == ()
+    assert decoding.records == ()

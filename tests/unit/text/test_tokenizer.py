@@ -632,6 +632,32 @@ def test_stop_strings_do_not_depend_on_the_pushes(stops, parts):
     assert cut(stops, parts) == expected
 
 
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    exempt=st.lists(st.text("abc", max_size=3), max_size=4),
+    parts=st.lists(st.text("abc", max_size=3), max_size=4),
+)
+def test_no_stop_string_ends_in_text_that_is_exempt(stops, exempt, parts):
+    """One that begins there and ends behind it cuts the text where it begins."""
+    text, least = "".join(exempt + parts), len("".join(exempt))
+    ends = [end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    expected = text, False
+    if ends:
+        first = text[: ends[0]]
+        expected = first.removesuffix(max((stop for stop in stops if first.endswith(stop)), key=len)), True
+    stop, shown, stopped = StopStrings(stops), "", False
+    for part in exempt:
+        given, stopped = stop.push(part, exempt=True)
+        assert not stopped
+        shown += given
+    for part in parts:
+        given, stopped = stop.push(part)
+        shown += given
+        if stopped:
+            break
+    assert (shown if stopped else shown + stop.flush(), stopped) == expected
+
+
 def test_stop_strings_hold_back_no_more_than_needed():
     stop = StopStrings(["</end>"])
     assert stop.push("a < b <") == ("a < b ", False)

@@ -37,7 +37,8 @@ class Dialogue:
         """
         prompt_ids = self.conversation.prompt(text)
         room = self.conversation.context_tokens - len(prompt_ids)
-        params = replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
+        most = min(self._params.max_new_tokens, room)
+        params = replace(self._params, max_new_tokens=most, min_tokens=min(self._params.min_tokens, most))
         result = self._run(prompt_ids, params, interrupts)
         if result.error is not None:
             raise RequestError(f"the answer failed: {result.error}")
