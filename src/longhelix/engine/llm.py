@@ -348,27 +348,26 @@ class LLM:
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
-            return self._ended(live, "", "error", event.usage, event.sampled.error)
+            return Delta(event.request_id, "", self._ended(live, "error", event.usage, event.sampled.error))
+        result = None
         try:
             text, finish_reason = live.take(event, now_s)
         except Exception as error:
             usage = event.usage or self._core.abort(event.request_id)
-            return self._ended(live, "", "error", usage, f"{type(error).__name__}: {error}")
-        live.text += text
-        if finish_reason is None:
-            return Delta(event.request_id, text, None)
-        return self._ended(live, text, finish_reason, event.usage or self._core.abort(event.request_id))
+            text, result = "", self._ended(live, "error", usage, f"{type(error).__name__}: {error}")
+        else:
+            live.text += text
+            if finish_reason is not None:
+                result = self._ended(live, finish_reason, event.usage or self._core.abort(event.request_id))
+        if event.sampled is None:
+            return Delta(event.request_id, text, result)
+        logprobs = live.logprobs[-1] if live.request.sampling.logprobs is not None else None
+        return Delta(event.request_id, text, result, event.sampled.token_id, logprobs)
 
-    def _ended(
-        self,
-        live: Live,
-        text: str,
-        finish_reason: FinishReason,
-        usage: Usage | None,
-        error: str | None = None,
-    ) -> Delta:
+    def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
+        """The result of a request that is over."""
         del self._live[live.request.id]
-        return Delta(live.request.id, text, self._result(live, finish_reason, usage, error))
+        return self._result(live, finish_reason, usage, error)
 
     def _result(
         self,

@@ -44,8 +44,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step gave one request: new text (may be empty), and its result if it ended."""
+    """What a step gave one request: new text (may be empty), and its result if it ended.
+
+    token_id: the new token, whose text may come with a later one; None where there is none, as after an abort or a stop
+    token. Those of all deltas are the result's `token_ids`. logprobs: the token's entry of the result's `logprobs`.
+    """
 
     request_id: int
     text: str
     result: Result | None
+    token_id: int | None = None
+    logprobs: dict[int, float] | None = None
