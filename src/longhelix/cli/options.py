@@ -205,6 +205,8 @@ class SamplingOptions:
     "Go on after the model's end-of-sequence token."
     logprobs: int | None = None
     "Also give the N likeliest tokens and their log-probabilities."
+    prompt_logprobs: int | None = None
+    "The same for each token of the prompt, which is computed whole for it; --max-new-tokens may then be 0."
 
     def params(self) -> SamplingParams:
         return SamplingParams(**{name: getattr(self, name) for name in self.__dataclass_fields__})

@@ -249,8 +249,11 @@ class LLM:
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
         for event in events:
-            if event.request_id in self._live:
-                self._live[event.request_id].deltas.append(self._delivered(event, now_s))
+            live = self._live.get(event.request_id)
+            if live is not None and event.prompt_logprobs:
+                live.prompt_logprobs += map(dict, event.prompt_logprobs)
+            elif live is not None:
+                live.deltas.append(self._delivered(event, now_s))
             else:  # whoever added it was interrupted before it was known here
                 self._core.abort(event.request_id)
 
@@ -398,4 +401,5 @@ class LLM:
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
             error=error,
+            prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
         )

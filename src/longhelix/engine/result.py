@@ -18,7 +18,9 @@ class Result:
     one had no room left, each time; moved_bytes: what that was over all ranks; moved_s: how long steps took for it.
     exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of prompt and output that ran.
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
-    for). error: why the request failed, where finish_reason is "error": this request alone.
+    for); prompt_logprobs: the same per token of the prompt, None for the first one, which nothing comes before, without
+    those that an abort or an error came before. error: why the request failed, where finish_reason is "error": this
+    request alone.
     """
 
     text: str
@@ -40,6 +42,7 @@ class Result:
     hop_b: HopB
     logprobs: list[dict[int, float]] | None
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
