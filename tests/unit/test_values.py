@@ -73,6 +73,9 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("ignore_eos", 1, "ignore_eos is 1: set it to True or False"),
         ("seed", 1.5, "seed is 1.5"),
         ("logprobs", "all", "logprobs is 'all'"),
+        ("prompt_logprobs", 1.5, "prompt_logprobs is 1.5: set it to a whole number from 0 to 100"),
+        ("prompt_logprobs", True, "prompt_logprobs is True"),
+        ("max_new_tokens", 0, "set it to a whole number from 1 to 2147483647 (0 needs prompt_logprobs)"),
     ],
 )
 def test_what_no_request_can_have_is_refused_in_words(name, value, words):
@@ -85,9 +88,18 @@ def test_numbers_of_numpy_are_welcome():
     params = SamplingParams(
         max_new_tokens=np.int32(7), top_k=np.uint8(5), temperature=np.float32(0.5), top_p=Fraction(1, 2),
         seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=np.array(["x"]), logprobs=np.int8(2),
+        prompt_logprobs=np.int64(3),
     )  # fmt: skip
     assert params == SamplingParams(
-        max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2
+        max_new_tokens=7,
+        top_k=5,
+        temperature=0.5,
+        top_p=0.5,
+        seed=3,
+        stop_token_ids=(4, 5),
+        stop=("x",),
+        logprobs=2,
+        prompt_logprobs=3,
     )
     assert type(params.stop[0]) is str
     assert Layout(kvp=np.int64(2)) == Layout(kvp=2)
