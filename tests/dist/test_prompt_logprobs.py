@@ -31,6 +31,7 @@ LAYOUTS = {
         Layout(kvp=2, tpa=2, tpf=2, ffn_replicas=2),
         {"placement": "growing", "growth_limit_tokens": 12},
     ),
+    "token shards": (Layout(tpa=2), {"flash_comm_v1": True, "sp_min_token_num": 4}),
     "tied, pp 2": (Layout(kvp=2, pp=2, ffn_replicas=2), {}),
 }
 
@@ -113,6 +114,18 @@ def test_beside_requests_that_do_not_ask(llm, oracle):
     assert [other.token_ids for other in others] == oracle.tokens
     assert [other.prompt_logprobs for other in others] == [None] * len(LENGTHS)
     assert others[-1].cached_tokens == 40
+
+
+def test_what_was_saved_is_computed_again(oracle, tmp_path):
+    """A context's rows are scored as those of the prompt behind it."""
+    prompt = oracle.prompts[-1]
+    with LLM(str(oracle.path), Layout(kvp=2), **SETTINGS, contexts_dir=tmp_path) as llm:
+        llm.save_context("begin", prompt[:30])
+        (result,) = llm.generate([prompt[30:]], asked(2), context="begin")
+        (plain,) = llm.generate([prompt[30:]], SamplingParams(max_new_tokens=4, ignore_eos=True), context="begin")
+    assert_of(result.prompt_logprobs, prompt, oracle.logits[-1], 2)
+    assert (result.cached_tokens, plain.cached_tokens) == (0, 40)
+    assert result.token_ids == plain.token_ids == oracle.tokens[-1][:4]
 
 
 def test_no_new_token_is_given_where_none_is_wanted(llm, oracle):

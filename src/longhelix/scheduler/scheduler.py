@@ -368,7 +368,7 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         start, client = seq.length, seq.request.service.client
         token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
-        scored = _scored(seq, num_tokens) if seq.is_scored else None
+        scored = _scored_rows(seq, num_tokens) if seq.is_scored else None
         seq.length += num_tokens
         self._shares.charge(client, self._times.between(start, seq.length, seq.placement.alone_tokens))
         ends = not seq.prompt_left
@@ -396,7 +396,7 @@ class Scheduler:
         if self.cost is not None and not step.moved:  # moves take time that no cost knows of
             self.cost.observe(step.work, result.taken_s)
         running = self._running
-        events = [self._scored(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
+        events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
         for sampled in result.sampled:
             seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
@@ -413,7 +413,7 @@ class Scheduler:
         """Whether a request that was in a step has not ended."""
         return request_id in self._running or request_id in self._preempted
 
-    def _scored(self, found: PromptLogprobs) -> TokenEvent:
+    def _prompt_event(self, found: PromptLogprobs) -> TokenEvent:
         id = found.sequence_id
         if found.error:
             return TokenEvent(id, SampledToken(id, 0, error=found.error), "error", self.end(id))
@@ -454,8 +454,8 @@ class Scheduler:
         return None if job is None else _usage(job, (0,) * self.config.kvp)
 
 
-def _scored(seq: Sequence, num_tokens: int) -> Scored | None:
-    """What a sequence's next chunk says of the rows that are scored, which it is asked for with it."""
+def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
+    """Those of a sequence's next chunk, which are not asked for again."""
     rows = seq.scored(num_tokens)
     if not rows:
         return None
