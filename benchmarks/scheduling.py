@@ -145,7 +145,7 @@ def chunk_us(prompts: int) -> float:
     setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
     rule = AdaptiveChunks(StepCost(setting, Layout(kvp=4, tpa=2)), 2048)
     waiting = [
-        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None, even=True)
+        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None, even=True, is_scored=False)
         for index in range(prompts)
     ]
     besides = [_decoding(100_000 + step) for step in range(STEPS)]

@@ -49,7 +49,8 @@ class SamplingParams:
     Draws are keyed by (seed, position): the same seed gives the same tokens in any batch. `stop` strings end the
     text before themselves. Among the first min_tokens new tokens is none that ends a text, whatever ignore_eos says,
     and no stop string ends it within these. logprobs: the N best of the model's own distribution at each new token,
-    before all of this (None: none).
+    before all of this (None: none); prompt_logprobs: the same at each token of the prompt, all of which is computed for
+    it, whatever is cached. With it max_new_tokens may be 0.
     Every value is checked for type and range, whoever makes it: Python, the command line, a message.
     """
 
@@ -68,10 +69,12 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can have; keeps plain Python values."""
-        max_new_tokens = whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
+        least, note = (1, " (0 needs prompt_logprobs)") if self.prompt_logprobs is None else (0, "")
+        max_new_tokens = whole("max_new_tokens", self.max_new_tokens, least, MOST_TOKENS, note)
         checked = {
             "max_new_tokens": max_new_tokens,
             "temperature": real(
@@ -101,9 +104,17 @@ class SamplingParams:
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "min_tokens": whole("min_tokens", self.min_tokens, 0, max_new_tokens, " (max_new_tokens)"),
             "logprobs": None if self.logprobs is None else whole("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": None
+            if self.prompt_logprobs is None
+            else whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def most_sampled(self) -> int:
+        """The tokens that are sampled at most. One ends a request that wants none, and is dropped."""
+        return max(self.max_new_tokens, 1)
 
     @property
     def counts_tokens(self) -> bool:
@@ -234,7 +245,7 @@ class Request:
     @property
     def capacity_tokens(self) -> int:
         """The most tokens it can ever hold: prompt and new ones."""
-        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+        return len(self.prompt_token_ids) + self.sampling.most_sampled
 
     @property
     def given_tokens(self) -> int:
@@ -353,17 +364,27 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     images: tuple[ImageSpan, ...] = ()
 
 
+class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rows of a chunk after which log-probabilities of the prompt's next token are wanted: from the chunk's row `first`
+    on, one for each of `targets`, which are these tokens; int32 in this machine's byte order. The last of them may be
+    the first one of the next chunk."""
+
+    first: int
+    targets: bytes
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The next tokens of a sequence's prompt, the KV blocks that they newly need, and whether to sample after them.
 
-    token_ids: int32 in this machine's byte order.
+    token_ids: int32 in this machine's byte order. scored: where the request asks for `prompt_logprobs`.
     """
 
     id: int
     token_ids: bytes
     new_blocks: tuple[Block, ...]
     sample: bool
+    scored: Scored | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -466,6 +487,15 @@ class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a sequence's prompt, for each token that a chunk asks for in `Chunk.scored`: token ids to natural logs of the
+    model's own distribution before it. error: why there are none; the request ends, and others go on."""
+
+    sequence_id: int
+    logprobs: tuple[Mapping[int, float], ...]
+    error: str = ""
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step gave: sampled tokens in the order of its work, rows that ran, bytes that ranks sent in the exchange.
 
@@ -473,6 +503,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
     fingerprint: of the collectives that the rank ran for it, the same on all ranks. taken_s: seconds that the step
     took, of all ranks the longest; 0 where nobody measured. moved_s: those of them in which blocks moved between ranks.
+    prompt_logprobs: in the order of its chunks.
     """
 
     step_id: int
@@ -484,3 +515,4 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     fingerprint: int = 0
     taken_s: float = 0.0
     moved_s: float = 0.0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -80,6 +80,21 @@ def test_json_has_the_documented_fields_and_nothing_else_on_stdout(capfd, oracle
     assert "KV cache holds" in err
 
 
+def test_json_has_log_probabilities_of_the_prompt_where_asked_for(capfd, oracle):
+    asked = ["generate", "--model", oracle.path, "--prompt", PROMPT, "--max-new-tokens", 0]
+    status, out, _ = run(capfd, *asked, "--prompt-logprobs", 2, "--json")
+    result = json.loads(out)
+    assert (status, result["token_ids"], result["finish_reason"]) == (0, [], "length")
+    first, *rest = result["prompt_logprobs"]
+    assert (first, len(rest)) == (None, result["prompt_tokens"] - 1)
+    assert all(len(entry) in (2, 3) for entry in rest)
+    assert "logprobs" not in result
+    status, out, err = run(capfd, *asked, "--prompt-logprobs", 2)
+    assert (status, out.strip()) == (0, "")
+    assert "0 (length)" in err
+    assert "max_new_tokens is 0" in refusal(capfd, *asked)
+
+
 def test_a_trace_is_written_beside_the_answer(capfd, oracle, tmp_path):
     status, out, err = run(capfd, *generate(oracle.path, "--kvp", 2, "--json", "--trace", tmp_path / "t.json"))
     assert status == 0

@@ -31,6 +31,7 @@ SOUND = st.fixed_dictionaries(
         "stop": st.lists(st.text(min_size=1, max_size=3), max_size=3),
         "stop_token_ids": st.lists(st.integers(0, 120), max_size=3),
         "logprobs": st.sampled_from([0, 1, 100]),
+        "prompt_logprobs": st.sampled_from([0, 1, 100]),
     },
 )
 ODD = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=2)

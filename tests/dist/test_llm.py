@@ -204,6 +204,40 @@ def test_streamed_text_is_the_result_text(llm):
     assert [delta.result is None for delta in deltas] == [True] * 11 + [False]
 
 
+def joined(deltas):
+    """The token ids and logprobs of deltas, as a result has them."""
+    tokens = [delta for delta in deltas if delta.token_id is not None]
+    return [delta.token_id for delta in tokens], [delta.logprobs for delta in tokens]
+
+
+@pytest.mark.parametrize("end", ["length", "stop token", "stop string"])
+def test_deltas_say_which_tokens_and_logprobs_of_the_result_they_are_of(llm, end):
+    """What ends an answer is no token of it, but the one that completes a stop string is."""
+    free = tokens_of(llm, PROMPT)
+    cut = next(i for i, token in enumerate(free) if token not in free[:i] and i > 2)
+    stop = {"stop token": {"stop_token_ids": (free[cut],)}, "stop string": {"stop": (f"w{free[cut]}",)}}.get(end, {})
+    *begin, last = llm.stream(PROMPT, SamplingParams(max_new_tokens=12, logprobs=2, **stop))
+    assert (last.token_id is None) == (end == "stop token")
+    assert len(last.result.token_ids) == {"length": 12, "stop token": cut, "stop string": cut + 1}[end]
+    assert joined([*begin, last]) == (last.result.token_ids, last.result.logprobs)
+    assert all(delta.token_id in delta.logprobs for delta in begin)
+
+
+def test_deltas_have_no_logprobs_where_nobody_asked(llm):
+    deltas = list(llm.stream(PROMPT, SamplingParams(max_new_tokens=4)))
+    assert joined(deltas) == (deltas[-1].result.token_ids, [None] * 4)
+
+
+def test_the_end_after_an_abort_has_no_token(llm):
+    stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=12, logprobs=0))
+    deltas = [next(stream), next(stream)]
+    llm.abort(deltas[0].request_id)
+    deltas += stream
+    assert (deltas[-1].token_id, deltas[-1].logprobs) == (None, None)
+    assert joined(deltas) == (deltas[-1].result.token_ids, deltas[-1].result.logprobs)
+    run_all(llm)
+
+
 def test_streams_are_read_in_any_order_beside_other_requests(llm, oracle):
     """Each gets its own deltas, whoever runs the engine meanwhile."""
     sampling = SamplingParams(max_new_tokens=32)
@@ -360,8 +394,9 @@ def test_text_that_fails_ends_its_request_alone(llm, oracle, monkeypatch, max_ne
     monkeypatch.setattr(llm.tokenizer, "stream", BrokenText)
     broken = llm.stream(PROMPT, SamplingParams(max_new_tokens=max_new_tokens))
     monkeypatch.undo()
-    *_, last = broken
+    *begin, last = broken
     assert (last.result.finish_reason, last.result.error) == ("error", f"ValueError: {words}")
+    assert joined([*begin, last])[0] == last.result.token_ids
     assert [list(stream)[-1].result.token_ids for stream in others] == oracle.tokens
     run_all(llm)
     assert [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators] == free

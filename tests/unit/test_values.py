@@ -103,6 +103,9 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("logit_bias", dict.fromkeys(range(1025), 1), "logit_bias has 1025 entries: give at most 1024"),
         ("logit_bias", UserDict.fromkeys([10**5000], 1), "a token id of logit_bias is"),
         ("logit_bias", OddMapping(), "set it to a mapping of token ids to numbers"),
+        ("prompt_logprobs", 1.5, "prompt_logprobs is 1.5: set it to a whole number from 0 to 100"),
+        ("prompt_logprobs", True, "prompt_logprobs is True"),
+        ("max_new_tokens", 0, "set it to a whole number from 1 to 2147483647 (0 needs prompt_logprobs)"),
     ],
 )
 def test_what_no_request_can_have_is_refused_in_words(name, value, words):
@@ -116,10 +119,11 @@ def test_numbers_of_numpy_are_welcome():
         max_new_tokens=np.int32(7), top_k=np.uint8(5), temperature=np.float32(0.5), top_p=Fraction(1, 2),
         seed=np.int64(3), stop_token_ids=np.array([4, 5]), stop=np.array(["x"]), logprobs=np.int8(2),
         min_tokens=np.int64(7), presence_penalty=np.float32(-2), logit_bias=UserDict({np.int32(4): np.int64(-100)}),
+        prompt_logprobs=np.int64(3),
     )  # fmt: skip
     assert params == SamplingParams(
         max_new_tokens=7, top_k=5, temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(4, 5), stop=("x",), logprobs=2,
-        min_tokens=7, presence_penalty=-2.0, logit_bias={4: -100.0},
+        min_tokens=7, presence_penalty=-2.0, logit_bias={4: -100.0}, prompt_logprobs=3,
     )  # fmt: skip
     assert type(params.stop[0]) is str
     assert Layout(kvp=np.int64(2)) == Layout(kvp=2)

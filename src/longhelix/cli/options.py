@@ -214,6 +214,8 @@ class SamplingOptions:
     "Among so many tokens of the answer is none that ends it, and no stop text ends it there."
     logprobs: int | None = None
     "Also give the N likeliest tokens and their log-probabilities."
+    prompt_logprobs: int | None = None
+    "The same for each token of the prompt, which is computed whole for it; --max-new-tokens may then be 0."
 
     def params(self) -> SamplingParams:
         settings = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -122,7 +122,7 @@ class Contexts:
         most = self._config.scheduler.max_model_len
         given = loaded.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
         # Refuses keys that are rotated by other angles than the request's.
-        loaded.saved.check(self._origin(len(given) + sampling.max_new_tokens))
+        loaded.saved.check(self._origin(len(given) + sampling.most_sampled))
         return given
 
     def _check_cache(self) -> None:

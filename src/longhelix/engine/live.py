@@ -24,6 +24,7 @@ class Live:
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
 
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
         """The text that a token completes, and why the request ends, if it does."""

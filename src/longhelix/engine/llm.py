@@ -249,8 +249,11 @@ class LLM:
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
         for event in events:
-            if event.request_id in self._live:
-                self._live[event.request_id].deltas.append(self._delivered(event, now_s))
+            live = self._live.get(event.request_id)
+            if live is not None and event.prompt_logprobs:
+                live.prompt_logprobs += map(dict, event.prompt_logprobs)
+            elif live is not None:
+                live.deltas.append(self._delivered(event, now_s))
             else:  # whoever added it was interrupted before it was known here
                 self._core.abort(event.request_id)
 
@@ -348,27 +351,26 @@ class LLM:
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
-            return self._ended(live, "", "error", event.usage, event.sampled.error)
+            return Delta(event.request_id, "", self._ended(live, "error", event.usage, event.sampled.error))
+        result = None
         try:
             text, finish_reason = live.take(event, now_s)
         except Exception as error:
             usage = event.usage or self._core.abort(event.request_id)
-            return self._ended(live, "", "error", usage, f"{type(error).__name__}: {error}")
-        live.text += text
-        if finish_reason is None:
-            return Delta(event.request_id, text, None)
-        return self._ended(live, text, finish_reason, event.usage or self._core.abort(event.request_id))
+            text, result = "", self._ended(live, "error", usage, f"{type(error).__name__}: {error}")
+        else:
+            live.text += text
+            if finish_reason is not None:
+                result = self._ended(live, finish_reason, event.usage or self._core.abort(event.request_id))
+        if event.sampled is None:
+            return Delta(event.request_id, text, result)
+        logprobs = live.logprobs[-1] if live.request.sampling.logprobs is not None else None
+        return Delta(event.request_id, text, result, event.sampled.token_id, logprobs)
 
-    def _ended(
-        self,
-        live: Live,
-        text: str,
-        finish_reason: FinishReason,
-        usage: Usage | None,
-        error: str | None = None,
-    ) -> Delta:
+    def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
+        """The result of a request that is over."""
         del self._live[live.request.id]
-        return Delta(live.request.id, text, self._result(live, finish_reason, usage, error))
+        return self._result(live, finish_reason, usage, error)
 
     def _result(
         self,
@@ -399,4 +401,5 @@ class LLM:
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
             error=error,
+            prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
         )

@@ -18,7 +18,9 @@ class Result:
     one had no room left, each time; moved_bytes: what that was over all ranks; moved_s: how long steps took for it.
     exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of prompt and output that ran.
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
-    for). error: why the request failed, where finish_reason is "error": this request alone.
+    for); prompt_logprobs: the same per token of the prompt, None for the first one, which nothing comes before, without
+    those that an abort or an error came before. error: why the request failed, where finish_reason is "error": this
+    request alone.
     """
 
     text: str
@@ -40,12 +42,19 @@ class Result:
     hop_b: HopB
     logprobs: list[dict[int, float]] | None
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step gave one request: new text (may be empty), and its result if it ended."""
+    """What a step gave one request: new text (may be empty), and its result if it ended.
+
+    token_id: the new token, whose text may come with a later one; None where there is none, as after an abort or a stop
+    token. Those of all deltas are the result's `token_ids`. logprobs: the token's entry of the result's `logprobs`.
+    """
 
     request_id: int
     text: str
     result: Result | None
+    token_id: int | None = None
+    logprobs: dict[int, float] | None = None

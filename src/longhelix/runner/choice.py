@@ -5,7 +5,7 @@ seen, and where so little decides that the rounding of sums does.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -23,6 +23,16 @@ class Shard(NamedTuple):
     values_SK: np.ndarray  # float32
     ids_SK: np.ndarray  # int64
     sums_S: np.ndarray  # float64
+
+    @classmethod
+    def of(cls, words_X: np.ndarray, rows: int, count: int, first_id: int) -> Self:
+        """What `Candidates.memory` has, of `count` for each row, where the part begins at `first_id`."""
+        ids = rows * count
+        ids_SK = words_X[:ids].reshape(rows, count)
+        if first_id:
+            ids_SK = np.where(ids_SK < 0, ids_SK, ids_SK + first_id)
+        values_SK = words_X[ids + rows :].view(np.float32)[:ids].reshape(rows, count)
+        return cls(values_SK, ids_SK, words_X[ids : ids + rows].view(np.float64))
 
 
 def merge(shards: Sequence[Shard], temperatures_S: np.ndarray) -> Shard:

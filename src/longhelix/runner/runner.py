@@ -25,10 +25,11 @@ from longhelix.models.decoder import Decoder
 from longhelix.models.image_positions import positions as image_positions
 from longhelix.models.rope import inverse_frequencies
 from longhelix.models.token_shards import TokenShards
+from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Chunk, NewSequence, SampledToken, Step, StepResult
+from longhelix.request import Chunk, NewSequence, PromptLogprobs, SampledToken, Step, StepResult
 from longhelix.runner.adjustments import Adjustments
 from longhelix.runner.config import takes_images
 from longhelix.runner.copies import copy_blocks, swap_blocks
@@ -39,6 +40,7 @@ from longhelix.runner.layers import make_layers
 from longhelix.runner.progress import Progress
 from longhelix.runner.row_memory import RowMemory, RowParts, RowTensors
 from longhelix.runner.sampling import Sampling
+from longhelix.runner.scoring import Scoring
 from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import HELD, SequenceState, sequence_numbers
 from longhelix.spans import UNTRACED, Spans
@@ -79,6 +81,7 @@ class ModelRunner:
         self.execution = execution
         self.layers = make_layers(execution, model, pool, page_lists, spans)
         self.sampling = Sampling(mesh, spec.vocab_size, pool.device, spans)
+        self._scoring = Scoring(mesh, spec.vocab_size, pool.device)
         self.pool = pool
         self.swap_space = swap_space
         self.block_tokens = pool.block_tokens
@@ -123,6 +126,7 @@ class ModelRunner:
         sent_before, waited_before_s = self.mesh.exchanged_bytes, self.mesh.waited_s
         num_rows = self._num_rows(step)
         sampled: tuple[SampledToken, ...] = ()
+        scored: tuple[PromptLogprobs, ...] = ()
         if self.decoding or step.chunks:
             whole = self._spans.begin(f"step {step.id}", "step")
             hidden_TH = self.forward(step)
@@ -130,6 +134,8 @@ class ModelRunner:
                 sampled = self.sample(step, hidden_TH)
             if self.handover is not None:
                 self._hand_over(self.handover, step, hidden_TH)
+            if self._is_last:
+                scored = self._score(step, hidden_TH)
             self._spans.end(whole)
         self._step_id = 0
         sent, waited_s = self.mesh.exchanged_bytes - sent_before, self.mesh.waited_s - waited_before_s
@@ -139,7 +145,8 @@ class ModelRunner:
             # A step that sampled nothing has not waited for it. Not the device: that may hang on other stages.
             torch.cuda.current_stream(self.device).synchronize()
         taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
-        return StepResult(step.id, sampled, num_rows, sent, step.work.parts, exposed_s, fingerprint, taken_s, moved_s)
+        parts = step.work.parts
+        return StepResult(step.id, sampled, num_rows, sent, parts, exposed_s, fingerprint, taken_s, moved_s, scored)
 
     def _num_rows(self, step: Step) -> int:
         """The rows of the step that no other instance counts."""
@@ -290,11 +297,33 @@ class ModelRunner:
             logits_Sv = self.model.logits(hidden_TH if whole else self._last_rows(step, hidden_TH))
             self._spans.end(span)
             span = self._spans.begin("sampling", "host")
-            sampled = self.sampling(logits_Sv, sequences, self.mesh.ffn if step.instances else self.mesh.stage)
+            sampled = self.sampling(logits_Sv, sequences, self._together(step))
             self._spans.end(span)
         if step.instances:
             self._hear_tokens(sampling)
         return sampled
+
+    def _together(self, step: Step) -> RankGroup:
+        """The ranks that sample together, of which the first returns what was found."""
+        return self.mesh.ffn if step.instances else self.mesh.stage
+
+    def _score(self, step: Step, hidden_TH: Tensor) -> tuple[PromptLogprobs, ...]:
+        """Log-probabilities of prompts' tokens, where they were asked for; returned as sampled tokens are."""
+        found: list[PromptLogprobs] = []
+        starts = accumulate((chunk.num_tokens for chunk in step.chunks), initial=len(self.decoding))
+        for start, chunk in zip(starts, step.chunks, strict=False):
+            seq = self.sequences[chunk.id]
+            if chunk.scored is None or not self._leads(seq):
+                continue
+            targets_T, first = _token_ids(chunk.scored.targets), start + chunk.scored.first
+            count, rows_TH = seq.new.sampling.prompt_logprobs, hidden_TH[first : first + len(targets_T)]
+            assert count is not None, "it asks for them"
+            span = self._spans.begin("scoring", "host")
+            one = self._scoring(chunk.id, rows_TH, targets_T, count, self.model.logits, self._together(step))
+            self._spans.end(span)
+            if one is not None:
+                found.append(one)
+        return tuple(found)
 
     def _last_rows(self, step: Step, hidden_TH: Tensor) -> Tensor:
         """hidden_SH: after which is sampled here."""

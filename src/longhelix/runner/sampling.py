@@ -54,13 +54,7 @@ class _Settings:
 
     def shard(self, memory_X: Tensor, first_id: int) -> choice.Shard:
         """What lies in such memory, of a part of the vocabulary that begins at `first_id`."""
-        rows, ids = len(self.ids), len(self.ids) * self.count
-        words_X = memory_X.numpy()
-        ids_SK = words_X[:ids].reshape(rows, self.count)
-        if first_id:
-            ids_SK = np.where(ids_SK < 0, ids_SK, ids_SK + first_id)
-        values_SK = words_X[ids + rows :].view(np.float32)[:ids].reshape(rows, self.count)
-        return choice.Shard(values_SK, ids_SK, words_X[ids : ids + rows].view(np.float64))
+        return choice.Shard.of(memory_X.numpy(), len(self.ids), self.count, first_id)
 
 
 class Sampling:

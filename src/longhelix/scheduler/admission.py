@@ -51,7 +51,7 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """Raise UserError if a request could never run."""
-        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
+        prompt, new = len(request.prompt_token_ids), request.sampling.most_sampled
         if prompt == 0:
             raise UserError("the prompt is empty: give at least one token", "empty_prompt")
         if prompt + new > self._config.max_model_len:
@@ -127,7 +127,7 @@ class Admission:
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
         request = job.request
-        placement, prefix = self._placed(request)
+        placement, prefix = self._placed(job)
         room, promised = self._room(job, placement, prefix)
         if not self._pool.fits(room, promised, prefix.kept, alone=alone):
             # A block that is copied takes the room of two, which a request that fills the pool does not have.
@@ -185,18 +185,22 @@ class Admission:
         placement = self._placement(request, owners)
         return Continued(placement, owners) if owners else placement
 
-    def _placed(self, request: Request) -> tuple[Placement, Prefix]:
+    def _placed(self, job: Job) -> tuple[Placement, Prefix]:
         """A request's placement, and the prefix that it begins with.
 
         There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
-        depend on who has computed it.
+        depend on who has computed it, nor of what rows have yet to be computed for, because they are scored.
         """
+        request = job.request
         placement = self._placement(request)
         if self._prefixes is None:
             return placement, NO_PREFIX
         block_tokens = self._config.block_tokens
         # One token is left, because its logits are wanted.
-        prefix = self._prefixes.find(request).cut(len(request.prompt_token_ids) - 1, block_tokens)
+        most_tokens = len(request.prompt_token_ids) - 1
+        if request.sampling.prompt_logprobs is not None and job.scored_tokens < request.given_tokens - 1:
+            most_tokens = job.scored_tokens
+        prefix = self._prefixes.find(request).cut(most_tokens, block_tokens)
         if not prefix.blocks:
             return placement, NO_PREFIX
         continued = self._placement_behind(prefix, request)

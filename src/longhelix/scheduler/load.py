@@ -77,6 +77,8 @@ class Load:
         """The next tokens of a prompt, which need not have KV blocks yet."""
         self.chunk_rows += num_tokens
         self._sampled_rows += num_tokens == seq.prompt_left
+        if seq.is_scored:
+            self._sampled_rows += len(seq.scored(num_tokens))
         if seq.even:
             self._chunk_kv_tokens += seq.length + num_tokens
             self._pairs += num_tokens * (seq.length + (num_tokens + 1) / 2)

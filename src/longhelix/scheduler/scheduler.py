@@ -5,7 +5,7 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 import math
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from longhelix.kv.blocks import Block
-from longhelix.request import Chunk, Cost, Request, SampledToken, Step, StepResult
+from longhelix.request import Chunk, Cost, PromptLogprobs, Request, SampledToken, Scored, Step, StepResult
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
@@ -58,6 +58,8 @@ class Usage(NamedTuple):
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A request's new token (None where a stop token ended it), and why the request ended, if it did.
 
+    prompt_logprobs: of the prompt's next tokens, the second one first, where they were asked for; in events without a
+    new token, before all others.
     `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
     request; `usage` says what it held.
     """
@@ -66,6 +68,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     sampled: SampledToken | None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class Scheduler:
@@ -365,6 +368,7 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         start, client = seq.length, seq.request.service.client
         token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
+        scored = _scored_rows(seq, num_tokens) if seq.is_scored else None
         seq.length += num_tokens
         self._shares.charge(client, self._times.between(start, seq.length, seq.placement.alone_tokens))
         ends = not seq.prompt_left
@@ -377,7 +381,7 @@ class Scheduler:
         if self._cache is not None:
             self.pool.name(*self._cache.named(seq))
             self._waiting.try_again()
-        return Chunk(seq.id, token_ids, new_blocks, sample=ends)
+        return Chunk(seq.id, token_ids, new_blocks, sample=ends, scored=scored)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
@@ -391,7 +395,8 @@ class Scheduler:
                 seq.job.moved_s += result.moved_s
         if self.cost is not None and not step.moved:  # moves take time that no cost knows of
             self.cost.observe(step.work, result.taken_s)
-        events, running = [], self._running
+        running = self._running
+        events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
         for sampled in result.sampled:
             seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
@@ -404,6 +409,16 @@ class Scheduler:
                 events.append(TokenEvent(seq.id, sampled))
         return events
 
+    def _has(self, request_id: int) -> bool:
+        """Whether a request that was in a step has not ended."""
+        return request_id in self._running or request_id in self._preempted
+
+    def _prompt_event(self, found: PromptLogprobs) -> TokenEvent:
+        id = found.sequence_id
+        if found.error:
+            return TokenEvent(id, SampledToken(id, 0, error=found.error), "error", self.end(id))
+        return TokenEvent(id, None, prompt_logprobs=found.logprobs)
+
     def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
         """The event of a token after which a block is full, or the request ends."""
         num_output = len(seq.output)
@@ -415,6 +430,8 @@ class Scheduler:
             seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
+        if not seq.request.sampling.max_new_tokens:
+            return TokenEvent(seq.id, None, "length", self.end(seq.id))
         if sampled.token_id in seq.stop_token_ids:
             return TokenEvent(seq.id, None, "stop", self.end(seq.id))
         if num_output == seq.max_output:
@@ -435,6 +452,15 @@ class Scheduler:
         preempted = self._preempted.pop(request_id, None)
         job = self._waiting.cancel(request_id) if preempted is None else preempted.job
         return None if job is None else _usage(job, (0,) * self.config.kvp)
+
+
+def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
+    """Those of a sequence's next chunk, which are not asked for again."""
+    rows = seq.scored(num_tokens)
+    if not rows:
+        return None
+    seq.job.scored_tokens = rows.stop
+    return Scored(rows.start - seq.length, seq.request.prompt_token_ids[rows.start + 1 : rows.stop + 1].tobytes())
 
 
 def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:

@@ -18,7 +18,8 @@ class Job:
     those whose KV was swapped and came back when it began, all times. overtaken: requests that were admitted before it,
     although it came first, because they fit and it did not. tried_at: how many chances there had been to fit when it
     last did not: to look for its prefix takes long. moved_tokens: those whose KV moved between KVP ranks while
-    it ran, all times; moved_s: how long the steps that moved them were busy with that.
+    it ran, all times; moved_s: how long the steps that moved them were busy with that. scored_tokens: of its prompt's
+    first ones, those after whose rows steps were asked for log-probabilities, which are not asked for again.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class Job:
     tried_at: int = -1
     moved_tokens: int = 0
     moved_s: float = 0.0
+    scored_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +44,8 @@ class Sequence:
     room: how many KV blocks each KVP rank may come to have of it. promised: those that are promised to it and that it
     does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
-    num_rows: of its prompt and its answer; the last token has none. max_output: the most tokens that may come back.
+    num_rows: of its prompt and its answer; the last token has none. is_scored: whether log-probabilities of its prompt
+    are asked for. max_output: the most tokens that may come back.
     next_look: after so many of them there is more to do than to pass one on.
     microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, and counted_on: the KVP
     rank for which it counts the sequence's next tokens; it alone uses them.
@@ -61,6 +64,7 @@ class Sequence:
     num_rows: int = field(init=False)
     max_output: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    is_scored: bool = field(init=False)
     output: "array[int]" = field(default_factory=lambda: array("i"))
     next_look: int = 1
     length: int = 0
@@ -82,12 +86,19 @@ class Sequence:
         self.id = self.request.id
         self.num_prompt = len(self.request.prompt_token_ids)
         self.num_rows = self.request.capacity_tokens - 1
-        self.max_output = self.request.sampling.max_new_tokens
+        self.max_output = self.request.sampling.most_sampled
+        self.is_scored = self.request.sampling.prompt_logprobs is not None
         self.stop_token_ids = self.request.stop_token_ids
 
     @property
     def prompt_left(self) -> int:
         return max(self.num_prompt - self.length, 0)
+
+    def scored(self, num_tokens: int) -> range:
+        """Of its next tokens those after whose rows log-probabilities of the prompt's next ones are wanted. What it has
+        generated before a preemption is not asked about, and neither is its first new token."""
+        stop = min(self.length + num_tokens, self.request.given_tokens - 1) if self.is_scored else 0
+        return range(max(self.length, self.job.scored_tokens), stop)
 
     @property
     def home(self) -> int | None:

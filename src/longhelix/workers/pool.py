@@ -326,6 +326,7 @@ class _InFlight:
         return msgspec.structs.replace(
             first,
             sampled=sum((other.sampled for other in others), first.sampled),
+            prompt_logprobs=sum((other.prompt_logprobs for other in others), first.prompt_logprobs),
             num_tokens=sum((other.num_tokens for other in others), first.num_tokens),
             exchanged_bytes=sum(result.exchanged_bytes for result in self.results.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),

@@ -124,7 +124,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """Worker: a step's result; the stage's first rank adds the logprobs."""
+    """Worker: a step's result; the stage's first rank adds the log-probabilities."""
 
     result: StepResult
 

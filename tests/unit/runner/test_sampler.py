@@ -301,6 +301,8 @@ def test_logprobs_of_the_whole_vocabulary_sum_to_one():
         ("seed", 2**63),
         ("logprobs", -1),
         ("logprobs", 101),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 101),
     ],
 )
 def test_sampling_settings_out_of_range_are_refused_by_name(name, value):

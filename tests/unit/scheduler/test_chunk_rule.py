@@ -32,7 +32,7 @@ TARGET_S = 0.02
 
 
 def prompt(left, length=0, home=None):
-    return SimpleNamespace(prompt_left=left, length=length, home=home, even=True)
+    return SimpleNamespace(prompt_left=left, length=length, home=home, even=True, is_scored=False)
 
 
 def work(prompts, sizes, beside):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_scheduler import VOCAB, Engine, FakeRunner, expected_output
+from msgspec.structs import replace
+from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expected_output
 
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import Request, SamplingParams, ServiceLevel, Work
@@ -49,6 +50,7 @@ class Pressed(Engine):
         for event in stepped[1]:
             outcome = self.outcomes[event.request_id]
             assert outcome.finish_reason is None
+            outcome.prompt_logprobs += event.prompt_logprobs
             if event.sampled is not None:
                 outcome.token_ids.append(event.sampled.token_id)
             if event.finish_reason is not None:
@@ -71,8 +73,8 @@ def config(**more):
     )
 
 
-def request(id, tokens, new_tokens, stop=(), arrival_s=0.0, **service):
-    params = SamplingParams(max_new_tokens=new_tokens)
+def request(id, tokens, new_tokens, stop=(), arrival_s=0.0, prompt_logprobs=None, **service):
+    params = SamplingParams(max_new_tokens=new_tokens, prompt_logprobs=prompt_logprobs)
     return Request(id, array("i", tokens), params, frozenset(stop), 0, arrival_s, ServiceLevel(**service))
 
 
@@ -179,7 +181,8 @@ class Traffic(RuleBasedStateMachine):
     def add(self, data, copies):
         draw = data.draw
         tokens = LONG[: draw(st.integers(1, 40))] + draw(st.lists(st.integers(0, 2), max_size=4))
-        new_tokens = draw(st.integers(1, 64 - len(tokens)))
+        prompt_logprobs = draw(st.sampled_from([None, None, 0]))
+        new_tokens = draw(st.integers(int(prompt_logprobs is None), 64 - len(tokens)))
         stop = draw(st.sets(st.integers(0, VOCAB - 1), max_size=1))
         service = {
             "ttft_slo_s": draw(st.sampled_from([None, 0.01, 1.0])),
@@ -187,10 +190,10 @@ class Traffic(RuleBasedStateMachine):
             "priority": draw(st.integers(0, 1)),
             "client": draw(st.sampled_from(["", "a"])),
             "cache_salt": draw(st.sampled_from(["", "salt"])),
-            "growth_limit_tokens": draw(self.limits(len(tokens) + new_tokens)),
+            "growth_limit_tokens": draw(self.limits(len(tokens) + max(new_tokens, 1))),
         }
         for _ in range(copies):
-            one = request(len(self.asked), tokens, new_tokens, stop, self.engine.now_s, **service)
+            one = request(len(self.asked), tokens, new_tokens, stop, self.engine.now_s, prompt_logprobs, **service)
             self.asked.append(one)
             self.engine.add(one)
 
@@ -228,6 +231,8 @@ class Traffic(RuleBasedStateMachine):
             outcome, expected = outcomes[one.id], expected_output(one)
             ended_early = outcome.finish_reason == "abort"
             assert outcome.token_ids == (expected[: len(outcome.token_ids)] if ended_early else expected)
+            found, expected = outcome.prompt_logprobs, expected_logprobs(one)
+            assert found == (expected[: len(found)] if ended_early else expected)
         assert all(usage.preemptions <= MOST_PREEMPTIONS for usage in self.engine.usages.values())
         moved = self.engine.runner.moved_blocks
         block_tokens = self.engine.scheduler.config.block_tokens
@@ -280,6 +285,70 @@ def test_the_request_that_loses_least_is_preempted_and_ends_with_its_own_tokens(
     assert len(again) == 2
     assert engine.usages[1].recomputed_tokens + again[1][0].cached_tokens >= 16
     assert (again[1][0].cached_tokens > 0) == prefix_cache
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 512])
+def test_a_prompt_that_is_preempted_is_scored_once(chunk_tokens, depth, prefix_cache):
+    """In the middle of it or behind it, because one of a higher priority grows. What has not been scored is not taken
+    from another request, which has computed all of it."""
+    engine = Pressed(config(kvp=1, num_blocks=16, chunk_tokens=chunk_tokens, prefix_cache=prefix_cache), depth)
+    engine.add(request(0, LONG[40:70], 1))
+    engine.drain()
+    engine.add(request(1, LONG[:24], 36, priority=1))
+    while len(engine.outcomes[1].token_ids) < 6 - depth:
+        engine.step()
+    asked = request(2, LONG[40:70], 20, prompt_logprobs=0)
+    engine.add(asked)
+    engine.drain()
+    assert engine.usages[2].preemptions == 1
+    assert engine.outcomes[2].prompt_logprobs == expected_logprobs(asked)
+    assert engine.outcomes[2].token_ids == expected_output(asked)
+    begun = [step.id for step in engine.runner.steps for new in step.new if new.id == 2]
+    assert len(begun) == 2
+    scored = Counter()
+    for step in engine.runner.steps:
+        scored[step.id >= begun[1]] += sum(len(c.scored.targets) // 4 for c in step.chunks if c.scored)
+    assert sum(scored.values()) == 29
+    assert (scored[False] < 29) == (chunk_tokens < 512)
+    cached = [new.cached_tokens for step in engine.runner.steps for new in step.new if new.id == 2]
+    assert cached[0] == 0
+    assert cached[1] <= scored[False] or not scored[True]
+
+
+def test_what_is_cached_is_computed_again_where_it_is_scored_and_serves_others():
+    engine = Pressed(config(kvp=1, num_blocks=32, chunk_tokens=8))
+    for id, scored in enumerate((None, 0, None)):
+        engine.add(request(id, LONG[:40], 2, prompt_logprobs=scored))
+        engine.drain()
+    assert [engine.usages[id].cached_tokens for id in range(3)] == [0, 0, 39]
+    assert engine.outcomes[1].prompt_logprobs == expected_logprobs(request(1, LONG[:40], 2, prompt_logprobs=0))
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9])
+def test_a_request_for_no_new_token_ends_with_its_prompt_whatever_is_sampled(length):
+    one = request(0, LONG[:length], 1, prompt_logprobs=0)
+    engine = Pressed(config(chunk_tokens=4))
+    engine.add(request(0, LONG[:length], 0, stop=expected_output(one), prompt_logprobs=0))
+    outcome = engine.drain()[0]
+    assert (outcome.token_ids, outcome.finish_reason) == ([], "length")
+    assert outcome.prompt_logprobs == expected_logprobs(one)
+
+
+def test_an_error_in_scoring_ends_its_request_alone():
+    engine = Pressed(config(chunk_tokens=64))
+    score = engine.runner.score
+
+    def broken(chunk):
+        return replace(score(chunk), logprobs=(), error="ValueError: no") if chunk.id == 0 else score(chunk)
+
+    engine.runner.score = broken
+    asked = [request(id, LONG[id : id + 5], 3, prompt_logprobs=0) for id in range(2)]
+    engine.add(*asked)
+    outcomes = engine.drain()
+    assert (outcomes[0].finish_reason, outcomes[0].prompt_logprobs) == ("error", [])
+    assert (outcomes[1].finish_reason, outcomes[1].prompt_logprobs) == ("length", expected_logprobs(asked[1]))
 
 
 def test_a_request_is_preempted_twice_at_most():

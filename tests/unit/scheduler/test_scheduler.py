@@ -14,7 +14,17 @@ from msgspec import structs
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import NO_WORK, NewSequence, Request, SampledToken, SamplingParams, StepResult, Work
+from longhelix.request import (
+    NO_WORK,
+    Chunk,
+    NewSequence,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    SamplingParams,
+    StepResult,
+    Work,
+)
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
@@ -33,6 +43,8 @@ def next_token(token_ids) -> int:
 
 def expected_output(request: Request) -> list[int]:
     """What one request alone gives: new tokens without the one that stopped it."""
+    if not request.sampling.max_new_tokens:
+        return []
     token_ids = list(request.prompt_token_ids)
     while len(token_ids) < request.capacity_tokens:
         token = next_token(token_ids)
@@ -40,6 +52,14 @@ def expected_output(request: Request) -> list[int]:
             break
         token_ids.append(token)
     return token_ids[len(request.prompt_token_ids) :]
+
+
+def expected_logprobs(request: Request) -> list[dict[int, float]]:
+    """What is said of its prompt's tokens, from the second one on: each by all tokens before it."""
+    if request.sampling.prompt_logprobs is None:
+        return []
+    prompt = list(request.prompt_token_ids)
+    return [{prompt[place]: float(next_token(prompt[:place]))} for place in range(1, len(prompt))]
 
 
 @dataclass
@@ -67,7 +87,7 @@ class Replica:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.new.capacity_tokens - self.new.sampling.max_new_tokens
+        return self.new.capacity_tokens - self.new.sampling.most_sampled
 
     @property
     def wants_decode(self) -> bool:
@@ -151,7 +171,20 @@ class FakeRunner:
                 assert seq.length == len(seq.token_ids)
                 seq.token_ids.append(next_token(self.read(sequence_id)))
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
-        return StepResult(step.id, tuple(sampled), len(self.decoding) + sum(c.num_tokens for c in step.chunks), 0)
+        num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
+        found = tuple(self.score(chunk) for chunk in step.chunks if chunk.scored is not None)
+        return StepResult(step.id, tuple(sampled), num_rows, 0, prompt_logprobs=found)
+
+    def score(self, chunk: Chunk) -> PromptLogprobs:
+        """Of each target what all tokens before it say, of which the last one is the row's."""
+        assert chunk.scored.targets
+        token_ids, targets = self.read(chunk.id), array("i", chunk.scored.targets)
+        first = len(token_ids) - chunk.num_tokens + chunk.scored.first
+        assert first + len(targets) <= len(token_ids)
+        logprobs = [
+            {target: float(next_token(token_ids[:place]))} for place, target in enumerate(targets, start=first + 1)
+        ]
+        return PromptLogprobs(chunk.id, tuple(logprobs))
 
     def swap(self, step) -> None:
         """Before copies: out to slots that the step does not read, then in to blocks that nobody has."""
@@ -243,6 +276,7 @@ class FakeRunner:
         even, own = NO_WORK, [NO_WORK] * kvp
         ran = [(seq, 1, True) for seq in self.decoding.values()]
         ran += [(self.replicas[chunk.id], chunk.num_tokens, False) for chunk in step.chunks]
+        even += Work(sampled_rows=sum(len(chunk.scored.targets) // 4 for chunk in step.chunks if chunk.scored))
         for seq, rows, decodes in ran:
             before, owners = seq.length - rows, [block.owner for block in seq.blocks]
             if decodes:
@@ -339,6 +373,7 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     kv_tokens_per_rank: tuple[int, ...] = ()
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 def request(request_id: int, prompt_tokens: int, max_new_tokens: int = 4, stop=(), first: int = 0) -> Request:
@@ -369,6 +404,7 @@ class Engine:
         for event in events:
             outcome = self.outcomes[event.request_id]
             assert outcome.finish_reason is None
+            outcome.prompt_logprobs += event.prompt_logprobs
             if event.sampled is not None:
                 outcome.token_ids.append(event.sampled.token_id)
             if event.finish_reason is not None:
