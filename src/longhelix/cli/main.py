@@ -21,6 +21,7 @@ app = App(
 # Named, not imported: a verb loads when it is called.
 app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
 app.command("longhelix.cli.chat.verb:chat", name="chat", help="Talk with a model.")
+app.command("longhelix.cli.serve:serve", name="serve", help="Serve a model over HTTP, as OpenAI's interface has it.")
 app.command("longhelix.cli.context:app", name="context", help="Keep the KV of long prompts: save, list, load, rm.")
 app.command("longhelix.cli.plan:plan", name="plan", help="Search layouts: frontier, best layout, reasons.")
 app.command("longhelix.cli.estimate:estimate", name="estimate", help="Take one configuration's step apart.")

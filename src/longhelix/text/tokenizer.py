@@ -68,6 +68,14 @@ class Tokenizer:
         """The text of the ids, special tokens left out."""
         return self._backend.decode(list(token_ids))
 
+    def spell(self, token_ids: Iterable[int]) -> str:
+        """The text of the ids, special tokens included."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def piece(self, token_id: int) -> str:
+        """What one token stands for inside of a text: decoders drop the space that begins one."""
+        return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
+
     def stream(self) -> TextStream:
         """A decoder for ids that come one by one."""
         return TextStream(self._backend)

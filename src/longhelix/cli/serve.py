@@ -1,0 +1,93 @@
+"""`longhelix serve`: a model for many clients, in OpenAI's HTTP interface."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from longhelix.cli.options import EngineFlags, ModelOptions, given
+from longhelix.cli.text_file import read_text
+from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.errors import UserError
+from longhelix.values import seconds, whole
+
+_KEY_VARIABLE = "LONGHELIX_API_KEY"
+# What one prompt wants and what many want differ.
+_DEFAULTS = {"policy": "lars", "placement": "auto"}
+
+
+def serve(
+    model: ModelOptions,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    api_key_file: Path | None = None,
+    allow_without_key: Flag = False,
+    max_waiting_requests: int = 1024,
+    max_waiting_tokens: Size = 64_000_000,
+    max_body_bytes: Size = 256_000_000,
+    drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
+) -> None:
+    """Serve a model over HTTP until SIGTERM or Ctrl-C.
+
+    Parameters
+    ----------
+    host
+        The address to listen at. One that others can reach wants API keys.
+    port
+        0: any that is free.
+    served_model_name
+        What clients call the model. [default: the end of --model]
+    api_key_file
+        A file of keys, a line each; clients send one as `Authorization: Bearer KEY`. The variable LONGHELIX_API_KEY has
+        one more.
+    allow_without_key
+        Let others than this machine come without a key.
+    max_waiting_requests
+        So many requests may wait for their first token; more get status 429.
+    max_waiting_tokens
+        So many prompt tokens may wait, all requests together.
+    max_body_bytes
+        The largest body of a request.
+    drain
+        How long requests may take to end once the server is told to. [default: 60 s]
+    """
+    from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
+    from longhelix.serve.gate import Admission
+    from longhelix.serve.server import Address, run
+    from longhelix.serve.serving import Serving
+
+    keys = _keys(api_key_file)
+    address = Address(host, whole("port", port, 0, 65535), seconds("drain", drain))
+    address.check(bool(keys), allow_without_key)
+    limits = Limits(
+        whole("max_waiting_requests", max_waiting_requests, 1, 2**31 - 1),
+        whole("max_waiting_tokens", max_waiting_tokens, 1, 2**62),
+    )
+    admission = Admission(keys, whole("max_body_bytes", max_body_bytes, 1024, 2**40))
+    settings = given(engine)
+    name = served_model_name or Path(model.model).name
+    with model.start(_with_defaults(engine, settings)) as llm:
+        serving = Serving(llm, Driver(llm, limits), name, int(time.time()))
+        run(serving, admission, address, lambda url: print(f"serving {name} at {url}", file=sys.stderr, flush=True))
+
+
+def _with_defaults(engine: EngineFlags, settings: dict[str, object]) -> EngineFlags:
+    left_open = {setting: value for setting, value in _DEFAULTS.items() if setting not in settings}
+    return EngineFlags(**vars(engine) | left_open)
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    lines = read_text(path).splitlines() if path is not None else []
+    keys = [line.strip() for line in (*lines, os.environ.get(_KEY_VARIABLE, "")) if line.strip()]
+    if path is not None and not keys:
+        raise UserError(f"{path} has no key: write one to a line, or leave out --api-key-file")
+    wrong = next((key for key in keys if not key.isascii() or " " in key), None)
+    if wrong is not None:
+        raise UserError("an API key has a space or a character that is not ASCII: headers cannot carry it")
+    return tuple(keys)

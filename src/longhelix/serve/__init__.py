@@ -1,0 +1,1 @@
+"""The server: HTTP in OpenAI's form over the engine."""

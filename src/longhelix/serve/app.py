@@ -1,0 +1,30 @@
+"""The server as an ASGI application."""
+
+import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from longhelix.serve import chat, completions, errors, state
+from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.serving import Serving
+
+
+def build(serving: Serving, admission: Admission) -> FastAPI:
+    """Its lifetime is that of the engine, which ends with it."""
+
+    @asynccontextmanager
+    async def lifetime(app: FastAPI) -> AsyncIterator[None]:
+        serving.driver.start()
+        try:
+            yield
+        finally:
+            await serving.driver.close()
+
+    app = FastAPI(title="longhelix", version=importlib.metadata.version("longhelix"), lifespan=lifetime)
+    errors.install(app)
+    for room in (completions, chat, state):
+        app.include_router(room.routes(serving))
+    app.add_middleware(Gate, admission=admission)
+    return app

@@ -1,0 +1,80 @@
+"""/v1/completions: what comes after text or token ids."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from longhelix.engine.result import Delta, Result
+from longhelix.serve import answers as forms
+from longhelix.serve.bodies import CompletionBody
+from longhelix.serve.errors import statuses
+from longhelix.serve.form import Form
+from longhelix.serve.serving import Serving
+from longhelix.serve.streams import collect, stream
+from longhelix.serve.token_logprobs import completion_logprobs
+
+_DEFAULT_TOKENS = 16  # as OpenAI has it
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=forms.Completion, responses=statuses(404, 429, 500, 503))
+    async def complete(body: CompletionBody, request: Request) -> Any:
+        serving.check_model(body.model)
+        encode = serving.llm.tokenizer.encode
+        prompts = [
+            await serving.token_ids(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()
+        ]
+        most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        asked = serving.requests(body, prompts, most_tokens, body.logprobs)
+        form, answers = _Form(serving, body, asked), serving.ask(asked)
+        return stream(answers, form) if body.stream else form.whole(await collect(answers, request))
+
+    return router
+
+
+class _Form(Form):
+    prefix, kind = "cmpl", "text_completion"
+
+    body: CompletionBody
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
+
+    def whole(self, results: list[Result]) -> forms.Completion:
+        choices = [
+            forms.CompletionChoice(
+                index=place,
+                text=result.text,
+                logprobs=self._logprobs(result.token_ids, result.logprobs, 0),
+                finish_reason=forms.finish_reason(result),
+            )
+            for place, result in enumerate(results)
+        ]
+        return forms.Completion(**self.head, choices=choices, usage=forms.usage(results, self.body.choices))
+
+    def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
+        reason = None if delta.result is None else forms.finish_reason(delta.result)
+        logprobs = None
+        if delta.token_id is not None and delta.logprobs is not None:
+            written = self._written.get(place, 0)
+            logprobs = self._logprobs([delta.token_id], [delta.logprobs], written)
+            self._written[place] = written + len(self.tokenizer.piece(delta.token_id))
+        if delta.text or reason is not None or logprobs is not None:
+            yield {
+                "index": place,
+                "text": delta.text,
+                "logprobs": None if logprobs is None else logprobs.model_dump(),
+                "finish_reason": reason,
+            }
+
+    def _logprobs(
+        self, token_ids: list[int], logprobs: list[dict[int, float]] | None, offset: int
+    ) -> forms.CompletionLogprobs | None:
+        num_best = self.body.logprobs
+        if num_best is None or logprobs is None:
+            return None
+        return completion_logprobs(self.tokenizer, token_ids, logprobs, num_best, offset)

@@ -1,0 +1,272 @@
+"""The engine on a thread of its own, for callers on an event loop."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from longhelix.engine.llm import LLM
+from longhelix.engine.prompt import Prompt
+from longhelix.engine.result import Delta
+from longhelix.errors import EngineError
+from longhelix.request import SamplingParams, ServiceLevel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much may wait for its first token. requests; prompt_tokens: of all of them together."""
+
+    requests: int
+    prompt_tokens: int
+
+
+class OverloadedError(RuntimeError):
+    """So much waits that no more is taken now."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many tokens of a prompt the ranks have been given."""
+
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for the engine. num_tokens: of the prompt. watched: its progress is told before its first token."""
+
+    prompt: Prompt
+    num_tokens: int
+    sampling: SamplingParams
+    service: ServiceLevel
+    context: str | None = None
+    watched: bool = False
+
+
+class Answer:
+    """One request on its way, which waits until it has its first token."""
+
+    def __init__(self, asked: Asked, give: Callable[["Got"], None]) -> None:
+        self.asked, self.give = asked, give
+        self.waits = True
+        self.request_id: int | None = None  # the engine thread's alone
+
+
+Got = Delta | Progress | Exception
+
+
+class Answers:
+    """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results.
+    The error of one is raised. Leaving the `async with` aborts those that have not ended."""
+
+    def __init__(self, driver: "Driver") -> None:
+        self._driver = driver
+        self._open: dict[int, Answer] = {}
+        self._got: asyncio.Queue[tuple[int, Got]] = asyncio.Queue()
+
+    def ask(self, requests: Sequence[Asked]) -> None:
+        """Queue all of them, or none: raises OverloadedError, or EngineError once the engine has failed."""
+        self._driver.check_room(requests)
+        for place, asked in enumerate(requests):
+            self._open[place] = self._driver.add(asked, lambda got, place=place: self._got.put_nowait((place, got)))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta | Progress]:
+        if not self._open:
+            raise StopAsyncIteration
+        place, got = await self._got.get()
+        if isinstance(got, Exception):
+            del self._open[place]
+            raise got
+        if isinstance(got, Delta) and got.result is not None:
+            del self._open[place]
+        return place, got
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for answer in self._open.values():
+            self._driver.abort(answer)
+        self._open.clear()
+
+
+class Driver:
+    """Runs an LLM. Its thread alone calls the LLM; what requests get goes to the event loop that `start` is called on,
+    and all methods are called there.
+
+    An engine that fails ends all requests with the reason, and takes no more: `failure` says why.
+    """
+
+    def __init__(self, llm: LLM, limits: Limits) -> None:
+        self.failure = ""
+        self.steps = 0
+        self.last_step_s = time.monotonic()
+        self._llm, self._limits = llm, limits
+        self._answers: dict[int, Answer] = {}
+        self._asked: set[Answer] = set()  # those that the engine does not know yet
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End what runs, and the engine."""
+        self._closing = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._llm.close)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until no request is left, but no longer than that."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    @property
+    def running(self) -> int:
+        """Requests that have their first token."""
+        return sum(not answer.waits for answer in self._answers.values())
+
+    @property
+    def waiting(self) -> list[Asked]:
+        """Requests without a first token."""
+        return [answer.asked for answer in (*self._asked, *self._answers.values()) if answer.waits]
+
+    def check_room(self, requests: Sequence[Asked]) -> None:
+        """Raise OverloadedError if so many more may not wait, EngineError once the engine has failed. One request alone
+        may be of any length."""
+        if self.failure:
+            raise EngineError(self.failure)
+        waiting = self.waiting
+        before, more = (sum(asked.num_tokens for asked in some) for some in (waiting, requests))
+        beyond = len(waiting) + len(requests) > max(self._limits.requests, len(requests))
+        if beyond or (waiting and before + more > self._limits.prompt_tokens):
+            raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
+
+    def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
+        """Queue a request. A refusal is what its answer gets."""
+        answer = Answer(asked, give)
+        self._asked.add(answer)
+        self._idle.clear()
+        self._commands.put(lambda: self._add(answer))
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """End a request in any phase."""
+        self._commands.put(lambda: self._abort(answer))
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._obey()
+                if self._closing:
+                    return
+                if self._llm.has_work:
+                    deltas = self._llm.step()
+                    progress = self._progress(deltas)
+                    self._tell(lambda deltas=deltas, progress=progress: self._stepped(deltas, progress))
+        except Exception as error:
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._tell(lambda: self._failed(reason))
+
+    def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
+        """How far watched prompts have come in this step."""
+        for delta in deltas:
+            self._watched.pop(delta.request_id, None)
+        now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in self._watched}
+        come = {request_id: Progress(count) for request_id, count in now.items() if count > self._watched[request_id]}
+        self._watched = now
+        return come
+
+    def _obey(self) -> None:
+        """Do what was asked for; wait for something if there is nothing else to do."""
+        if not self._llm.has_work:
+            self._commands.get()()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _add(self, answer: Answer) -> None:
+        asked = answer.asked
+        try:
+            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
+        except EngineError:
+            raise
+        except Exception as error:
+            refusal = error
+            self._tell(lambda: self._refused(answer, refusal))
+            return
+        answer.request_id = request_id
+        if asked.watched:
+            self._watched[request_id] = 0
+        self._tell(lambda: self._accepted(answer, request_id))
+
+    def _abort(self, answer: Answer) -> None:
+        request_id = answer.request_id
+        if request_id is not None:
+            self._watched.pop(request_id, None)
+            self._llm.abort(request_id)
+            self._tell(lambda: self._gone(request_id))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+            self._loop.call_soon_threadsafe(call)
+
+    # On the event loop, in the order of the engine's thread.
+
+    def _accepted(self, answer: Answer, request_id: int) -> None:
+        self._asked.discard(answer)
+        self._answers[request_id] = answer
+
+    def _refused(self, answer: Answer, error: Exception) -> None:
+        self._asked.discard(answer)
+        answer.give(error)
+        self._look_for_idleness()
+
+    def _gone(self, request_id: int) -> None:
+        self._answers.pop(request_id, None)
+        self._look_for_idleness()
+
+    def _stepped(self, deltas: list[Delta], progress: dict[int, Progress]) -> None:
+        self.steps += 1
+        self.last_step_s = time.monotonic()
+        for request_id, come in progress.items():
+            if request_id in self._answers:  # or it was aborted meanwhile
+                self._answers[request_id].give(come)
+        for delta in deltas:
+            answer = self._answers.get(delta.request_id)
+            if answer is None:
+                continue
+            answer.waits = False
+            answer.give(delta)
+            if delta.result is not None:
+                self._gone(delta.request_id)
+
+    def _failed(self, reason: str) -> None:
+        self.failure = reason
+        for answer in [*self._asked, *self._answers.values()]:
+            answer.give(EngineError(reason))
+        self._asked.clear()
+        self._answers.clear()
+        self._look_for_idleness()
+
+    def _look_for_idleness(self) -> None:
+        if not self._asked and not self._answers:
+            self._idle.set()

@@ -1,0 +1,66 @@
+"""What answers to one call have in common, whole or event by event."""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from longhelix.engine.result import Delta, Result
+from longhelix.serve import answers
+from longhelix.serve.bodies import Sampled
+from longhelix.serve.driver import Asked
+from longhelix.serve.serving import Serving
+
+Events = Iterator[Mapping[str, Any]]
+
+
+class Form:
+    """kind: of its events."""
+
+    prefix: str
+    kind: str
+
+    def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked]) -> None:
+        self.tokenizer = serving.llm.tokenizer
+        self.body = body
+        self.head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": serving.model,
+        }
+        self._prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
+        self._completion_tokens = 0
+        self._results: dict[int, Result] = {}
+
+    def first(self) -> Events:
+        """Before anything has come."""
+        return iter(())
+
+    def events(self, place: int, delta: Delta) -> Events:
+        """Those of what a request got."""
+        self._completion_tokens += delta.token_id is not None
+        if delta.result is not None:
+            self._results[place] = delta.result
+        for choice in self.choices(place, delta):
+            yield self.event([choice])
+
+    def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
+        """The same, without what all events have."""
+        raise NotImplementedError
+
+    def event(self, choices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        found = self.head | {"object": self.kind, "choices": choices}
+        if self.body.asks_for("continuous_usage_stats"):
+            found["usage"] = {
+                "prompt_tokens": self._prompt_tokens,
+                "completion_tokens": self._completion_tokens,
+                "total_tokens": self._prompt_tokens + self._completion_tokens,
+            }
+        return found
+
+    def last(self) -> Events:
+        """After all results."""
+        if self.body.asks_for("include_usage"):
+            results = [self._results[place] for place in sorted(self._results)]
+            usage = answers.usage(results, self.body.choices).model_dump()
+            yield self.head | {"object": self.kind, "choices": [], "usage": usage}

@@ -1,0 +1,90 @@
+"""The server as a process: it listens, says where, and ends when it is told to."""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from longhelix.errors import UserError
+from longhelix.serve.app import build
+from longhelix.serve.gate import Admission
+from longhelix.serve.serving import Serving
+
+_KEEP_ALIVE_S = 75  # between two requests of a client
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen. port 0: any that is free. drain_s: how long requests may take to end once no more are taken."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 60.0
+
+    def check(self, has_keys: bool, without_key: bool) -> None:
+        """Raise UserError for an address that others can reach, unless they need a key or may come without one."""
+        if has_keys or without_key or _is_loopback(self.host):
+            return
+        raise UserError(
+            f"others can reach the server at {self.host}: give --api-key-file, or --allow-without-key, or leave out "
+            "--host"
+        )
+
+
+def run(serving: Serving, admission: Admission, address: Address, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; then take no more requests and let those that run end. on_ready: is told the URL
+    once requests are taken. Raises UserError where the address cannot be had."""
+    listening = _listen(address)
+    with listening:
+        config = uvicorn.Config(
+            build(serving, admission),
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(address.drain_s),
+        )
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        _Server(config, serving, lambda: on_ready(f"http://{shown}:{port}")).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._serving, self._on_ready = serving, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._serving.is_draining = True
+        await super().shutdown(sockets)
+        self._captured_signals.clear()  # or it would raise again what it was told to end by
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address.host, address.port))
+        listening.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"the server cannot listen at {address.host} port {address.port} ({error}): set --host or --port to others"
+        ) from error
+    return listening
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

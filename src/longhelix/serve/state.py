@@ -1,0 +1,72 @@
+"""What the server is and how it does: models, health, readiness, version; and tokens of text."""
+
+import importlib.metadata
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from longhelix.errors import UserError
+from longhelix.serve import answers as forms
+from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
+from longhelix.serve.errors import statuses
+from longhelix.serve.serving import Serving
+
+
+def routes(serving: Serving) -> APIRouter:
+    router = APIRouter()
+    tokenizer = serving.llm.tokenizer
+    model = forms.Model(id=serving.model, created=serving.created_s, max_model_len=serving.max_model_len)
+
+    @router.get("/v1/models", responses=statuses())
+    async def models() -> forms.Models:
+        return forms.Models(data=[model])
+
+    @router.get("/v1/models/{name:path}", responses=statuses(404))
+    async def one_model(name: str) -> forms.Model:
+        serving.check_model(name)
+        return model
+
+    @router.get("/health", responses={503: {"model": forms.Health}})
+    async def health(response: Response) -> forms.Health:
+        """Whether the engine gets on."""
+        driver = serving.driver
+        status = "failed" if driver.failure else "draining" if serving.is_draining else "ok"
+        response.status_code = 503 if driver.failure else 200
+        return forms.Health(
+            status=status,
+            steps=driver.steps,
+            idle_s=round(time.monotonic() - driver.last_step_s, 3),
+            running=driver.running,
+            waiting=len(driver.waiting),
+        )
+
+    @router.get("/ready", responses=statuses(503))
+    async def ready(response: Response) -> forms.Health:
+        """Whether requests are taken."""
+        found = await health(response)
+        response.status_code = 200 if found.status == "ok" else 503
+        return found
+
+    @router.get("/version", responses=statuses())
+    async def version() -> forms.Version:
+        return forms.Version(version=importlib.metadata.version("longhelix"))
+
+    @router.post("/tokenize", responses=statuses(404))
+    async def tokenize(body: TokenizeBody) -> forms.Tokens:
+        serving.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise UserError("give one of prompt and messages")
+        if body.messages is not None:
+            ids = await serving.token_ids(tokenizer.encode_chat, [each.for_template() for each in body.messages])
+        else:
+            encode: Any = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
+            ids = await serving.token_ids(encode, body.prompt)
+        return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
+
+    @router.post("/detokenize", responses=statuses(404))
+    async def detokenize(body: DetokenizeBody) -> forms.Text:
+        serving.check_model(body.model)
+        return forms.Text(prompt=await serving.text(body.tokens))
+
+    return router

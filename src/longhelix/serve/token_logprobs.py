@@ -1,0 +1,48 @@
+"""Log-probabilities of tokens, as OpenAI's two forms have them."""
+
+from collections.abc import Mapping
+
+from longhelix.serve.answers import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
+from longhelix.text.tokenizer import Tokenizer
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[dict[int, float]], num_best: int
+) -> ChatLogprobs:
+    """logprobs: of each token the `num_best` likeliest ones and itself."""
+    return ChatLogprobs(
+        content=[
+            ChosenToken(
+                **_likely(tokenizer, token_id, found[token_id]),
+                top_logprobs=[
+                    LikelyToken(**_likely(tokenizer, other, logprob)) for other, logprob in _best(found, num_best)
+                ],
+            )
+            for token_id, found in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[dict[int, float]], num_best: int, offset: int = 0
+) -> CompletionLogprobs:
+    """offset: where the text of the first token begins."""
+    texts = [tokenizer.piece(token_id) for token_id in token_ids]
+    starts = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
+    return CompletionLogprobs(
+        tokens=texts,
+        token_logprobs=[found[token_id] for token_id, found in zip(token_ids, logprobs, strict=True)],
+        top_logprobs=[
+            {tokenizer.piece(other): logprob for other, logprob in _best(found, num_best)} for found in logprobs
+        ],
+        text_offset=starts,
+    )
+
+
+def _best(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
+    return sorted(found.items(), key=lambda item: -item[1])[:count]
+
+
+def _likely(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict:
+    text = tokenizer.piece(token_id)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -1,0 +1,330 @@
+"""The server over a real engine of two ranks: OpenAI's forms, streams, errors, clients that go away, keys, bounds."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from longhelix import LLM, Layout, SamplingParams
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.gate import Admission
+from longhelix.serve.server import Address, _Server, run
+from longhelix.serve.serving import Serving
+
+pytestmark = pytest.mark.dist
+
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_tokens": 12}
+MOST_BODY_BYTES = 1_000_000
+
+
+@contextlib.contextmanager
+def served(limits=Limits(64, 1_000_000), keys=(), **settings):  # noqa: B008 - frozen
+    """A client of a server in this process, and the engine behind it."""
+    with LLM("builtin", Layout(kvp=2), kv_cache_tokens=8192, max_model_len=2048, **settings) as llm:
+        found, servers = [], []
+        ready = threading.Event()
+
+        def on_ready(url):
+            found.append(url)
+            ready.set()
+
+        serving = Serving(llm, Driver(llm, limits), "small", 0)
+        started = _Server.startup
+
+        async def startup(self, sockets=None):
+            servers.append(self)
+            await started(self, sockets)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Server, "startup", startup)
+            address = Address("127.0.0.1", 0, drain_s=5)
+            thread = threading.Thread(target=run, args=(serving, Admission(keys, MOST_BODY_BYTES), address, on_ready))
+            thread.start()
+            assert ready.wait(60)
+        try:
+            with httpx.Client(base_url=found[0], timeout=60) as client:
+                yield client, llm
+        finally:
+            servers[0].should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as both:
+        yield both
+
+
+def events(response):
+    """What a stream has, [DONE] included."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def settled(client, llm):
+    """Nothing runs, and all KV blocks are free on every rank."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = client.get("/health").json()
+        if found["running"] == found["waiting"] == 0 and not llm.has_work:
+            pool = llm._core._scheduler.pool
+            return [allocator.available for allocator in pool.allocators] == [llm.config.scheduler.num_blocks] * 2
+        time.sleep(0.05)
+    return False
+
+
+def test_completions_are_what_the_engine_says(server):
+    client, _ = server
+    prompts = [PROMPT, "One, two, three,"]
+    with LLM("builtin", Layout(kvp=2), kv_cache_tokens=8192, max_model_len=2048) as llm:
+        expected = llm.generate(prompts, SamplingParams(max_new_tokens=12, logprobs=3))
+        ids = llm.tokenizer.encode(PROMPT)
+    answer = client.post("/v1/completions", json={"prompt": prompts, "logprobs": 3, **GREEDY}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [result.text for result in expected]
+    assert answer["usage"]["prompt_tokens"] == sum(result.prompt_tokens for result in expected)
+    assert answer["usage"]["completion_tokens"] == 24
+    for choice, result in zip(answer["choices"], expected, strict=True):
+        chosen = [found[token] for token, found in zip(result.token_ids, result.logprobs, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-3)
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["finish_reason"] == result.finish_reason
+    as_ids = client.post("/v1/completions", json={"prompt": ids, **GREEDY}).json()
+    assert as_ids["choices"][0]["text"] == expected[0].text
+
+
+def test_streams_say_the_same(server):
+    client, _ = server
+    body = {"messages": [{"role": "user", "content": "Count to five."}], "logprobs": True, "top_logprobs": 2, **GREEDY}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True, "stream_options": options}) as got:
+        assert got.headers["content-type"].startswith("text/event-stream")
+        first, *come, last = events(got)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    choices = [event["choices"][0] for event in come]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert text == whole["choices"][0]["message"]["content"]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert reasons == [whole["choices"][0]["finish_reason"]]
+    logprobs = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+    assert [token["token"] for token in logprobs] == [
+        token["token"] for token in whole["choices"][0]["logprobs"]["content"]
+    ]
+    assert all(len(token["top_logprobs"]) == 2 for token in logprobs)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == len(logprobs)
+    used = [event["usage"]["completion_tokens"] for event in come]
+    assert used == sorted(used)
+    assert used[-1] == len(logprobs)
+
+
+def test_choices_have_draws_of_their_own(server):
+    client, _ = server
+    body = {"prompt": PROMPT, "n": 3, "max_tokens": 12, "temperature": 1.2, "seed": 5}
+    one, again = (client.post("/v1/completions", json=body).json() for _ in range(2))
+    texts = [choice["text"] for choice in one["choices"]]
+    assert texts == [choice["text"] for choice in again["choices"]]
+    assert len(set(texts)) == 3
+    assert one["usage"]["prompt_tokens"] == 5
+    second = client.post("/v1/completions", json=body | {"n": 1, "seed": 6}).json()
+    assert second["choices"][0]["text"] == texts[1]
+
+
+def test_a_long_prompt_tells_how_far_it_is(server):
+    client, _ = server
+    options = {"include_progress": True}
+    body = {"prompt": [7] * 1500, "max_tokens": 1, "stream": True, "stream_options": options, "cache_salt": "progress"}
+    with client.stream("POST", "/v1/completions", json=body) as got:
+        lines = list(got.iter_lines())
+    told = [json.loads(lines[at + 1][6:]) for at, line in enumerate(lines) if line == "event: progress"]
+    counts = [each["prefilled_tokens"] for each in told]
+    assert counts == sorted(set(counts))
+    assert all(0 < count <= 1500 for count in counts)
+
+
+@pytest.mark.parametrize("when", ["at once", "prefill", "decode"])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks(server, when, streams):
+    client, llm = server
+    prompt = [11] * 1900 if when != "decode" else [11] * 40
+
+    async def leave():
+        body = {"prompt": prompt, "n": 2, "max_tokens": 100, "ignore_eos": True, "stream": streams}
+        async with httpx.AsyncClient(base_url=client.base_url) as other:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout({"at once": 0.02, "prefill": 0.5, "decode": 1.0}[when]):
+                    async with other.stream("POST", "/v1/completions", json=body) as got:
+                        await got.aread()
+
+    asyncio.run(leave())
+    assert settled(client, llm)
+    assert client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY}).status_code == 200
+
+
+def test_tokens_and_text(server):
+    client, llm = server
+    found = client.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert found == {"tokens": llm.tokenizer.encode(PROMPT), "count": 5, "max_model_len": 2048}
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": PROMPT}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"].endswith("assistant\n")
+
+
+def test_what_the_server_is(server):
+    client, _ = server
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 2048
+    assert client.get("/v1/models/small").json()["id"] == "small"
+    assert client.get("/version").json()["version"]
+    assert client.get("/ready").status_code == 200
+    assert {"/v1/completions", "/v1/chat/completions"} <= client.get("/openapi.json").json()["paths"].keys()
+
+
+ANY = {"prompt": "x", "max_tokens": 1}
+WRONG = [
+    ("max_tokens", [0, -1, 2**40, 1.5, "3", True, [], {}]),
+    ("temperature", [-1, 1e31, "1", True, []]),
+    ("top_p", [0, 1.1, "x"]),
+    ("top_k", [-2, 2**31, 0.5]),
+    ("min_p", [-0.1, 2]),
+    ("n", [0, 65, "2"]),
+    ("logprobs", [-1, 101, "x"]),
+    ("presence_penalty", [2.1, "x"]),
+    ("frequency_penalty", [-2.1, []]),
+    ("repetition_penalty", [0, -1]),
+    ("logit_bias", [{"1": 101}, {"x": 1}, {"-1": 1}, {"99999999": 1}, [], {str(token): 1 for token in range(1025)}]),
+    ("stop", ["", ["x"] * 65, [""], 3, "x" * 1001]),
+    ("stop_token_ids", [[-1], [2**31], ["x"], [10**6], list(range(1025))]),
+    ("min_tokens", [-1, 5]),
+    ("seed", [-1, 2**63, "x"]),
+    ("stream", ["yes", 1]),
+    ("priority", [10**7, "x"]),
+    ("client", ["x" * 257, 3]),
+    ("ttft_slo_s", [0, -1, "x"]),
+    ("prompt", [None, [], "", [[]], [[1], "x"], [-1], [10**6], [1.5], {"a": 1}, ["x"] * 1025, [True]]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
+def test_what_is_wrong_is_said(server, field, value):
+    client, _ = server
+    answer = client.post("/v1/completions", json=ANY | {field: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["code"]
+
+
+def test_bodies_that_are_none(server):
+    client, llm = server
+    head = {"content-type": "application/json"}
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "\\ud800", "max_tokens": 1}',
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+    ):
+        answer = client.post("/v1/completions", content=body, headers=head)
+        assert answer.status_code == 400, (body[:40], answer.text)
+        assert answer.json()["error"]["message"]
+    answer = client.post("/v1/completions", content=b"x" * (MOST_BODY_BYTES + 1), headers=head)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    def pieces():
+        for _ in range(30):
+            yield b" " * 50_000
+
+    answer = client.post("/v1/completions", content=pieces(), headers=head)
+    assert answer.status_code == 413
+    assert client.post("/v1/completions", json={"prompt": [5] * 2048, "max_tokens": 1}).json()["error"]["code"] == (
+        "context_length_exceeded"
+    )
+    assert client.post("/v1/completions", json=ANY | {"model": "other"}).status_code == 404
+    assert client.post("/v1/completions", json=ANY | {"never_heard_of": {"a": 1}}).status_code == 200
+    assert client.get("/nowhere").json()["error"]["code"] == "not_found"
+    assert client.get("/v1/completions").json()["error"]["code"] == "method_not_allowed"
+    assert settled(client, llm)
+
+
+def test_keys_and_bounds():
+    with served(Limits(1, 1000), keys=("first", "second")) as (client, _):
+        assert client.get("/health").status_code == 200
+        for path in ("/v1/models", "/ready", "/openapi.json", "/nowhere"):
+            assert client.get(path).status_code == 401
+        for header in ("Bearer third", "first", "Basic first", "Bearer firstsecond", "Bearer"):
+            assert client.get("/v1/models", headers={"authorization": header}).status_code == 401
+        client.headers["authorization"] = "Bearer second"
+        assert client.get("/v1/models").status_code == 200
+        long = {"prompt": [9] * 1900, "max_tokens": 2}
+        threads = [threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": long})]
+        threads[0].start()
+        while client.get("/health").json()["waiting"] == 0:
+            time.sleep(0.01)
+        answer = client.post("/v1/completions", json=ANY)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "overloaded"
+        threads[0].join()
+        assert client.post("/v1/completions", json=ANY).status_code == 200
+
+
+def test_an_engine_that_fails_tells_every_client():
+    with served() as (client, llm):
+        body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2}
+        with client.stream("POST", "/v1/completions", json=body) as got:
+            lines = got.iter_lines()
+            next(lines)
+            os.kill(llm.process_ids[1], signal.SIGKILL)
+            come = [line for line in lines if line]
+        assert come[-1] == "data: [DONE]"
+        assert "rank 1" in json.loads(come[-2].removeprefix("data: "))["error"]["message"]
+        assert client.get("/health").json()["status"] == "failed"
+        assert client.get("/health").status_code == client.get("/ready").status_code == 503
+        assert client.post("/v1/completions", json=ANY).status_code == 503
+
+
+def test_the_command_ends_when_it_is_told_to(tmp_path):
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
+            with httpx.Client(base_url=url, timeout=60) as client:
+                body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": True}
+                with client.stream("POST", "/v1/completions", json=body) as got:
+                    lines = got.iter_lines()
+                    next(lines)
+                    process.send_signal(signal.SIGTERM)
+                    come = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert come[-1]["choices"][0]["finish_reason"] == "length"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "others can reach the server at 0.0.0.0: give --api-key-file"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-waiting-requests", "0"], "max_waiting_requests is 0"),
+    ],
+)
+def test_what_cannot_be_served_is_said(capsys, arguments, words):
+    from longhelix.cli.main import main
+
+    assert main(["serve", "--model", "builtin", *arguments]) == 2
+    assert words in capsys.readouterr().err
