@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from world import run_ranks
 
-TIMEOUT_S = 400
+TIMEOUT_S = 600
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 60)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

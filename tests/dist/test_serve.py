@@ -102,6 +102,38 @@ def test_completions_are_what_the_engine_says(server):
     assert as_ids["choices"][0]["text"] == expected[0].text
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_has_the_prompts_logprobs(server, max_tokens):
+    """As programs that compare models ask for them."""
+    client, llm = server
+    ids = llm.tokenizer.encode(PROMPT)
+    body = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": max_tokens}
+    answer, again = (client.post("/v1/completions", json=body | {"prompt": given}).json() for given in (PROMPT, ids))
+    assert answer["choices"] == again["choices"]
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(PROMPT)
+    assert "".join(found["tokens"]) == choice["text"]
+    assert len(found["tokens"]) == len(ids) + max_tokens
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    for at, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert choice["text"][at:].startswith(token)
+    for at in range(1, len(ids)):
+        # What comes after the tokens before it, asked for as an answer.
+        asked = {"prompt": ids[:at], "temperature": 0, "max_tokens": 1, "logprobs": 2}
+        other = client.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        mine = found["top_logprobs"][at]
+        assert mine == {token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()}
+        assert found["token_logprobs"][at] <= max(mine.values())
+    plain = client.post("/v1/completions", json={"prompt": PROMPT, "echo": True, **GREEDY}).json()["choices"][0]
+    assert plain["text"].startswith(PROMPT + " Paris")
+    with client.stream(
+        "POST", "/v1/completions", json={"prompt": PROMPT, "echo": True, "stream": True, **GREEDY}
+    ) as got:
+        assert "".join(event["choices"][0]["text"] for event in events(got)) == plain["text"]
+    assert client.post("/v1/completions", json=body | {"prompt": "x", "stream": True}).status_code == 400
+
+
 def test_streams_say_the_same(server):
     client, _ = server
     body = {"messages": [{"role": "user", "content": "Count to five."}], "logprobs": True, "top_logprobs": 2, **GREEDY}
@@ -191,7 +223,7 @@ def test_what_the_server_is(server):
 
 ANY = {"prompt": "x", "max_tokens": 1}
 WRONG = [
-    ("max_tokens", [0, -1, 2**40, 1.5, "3", True, [], {}]),
+    ("max_tokens", [-1, 0, 2**40, 1.5, "3", True, [], {}]),
     ("temperature", [-1, 1e31, "1", True, []]),
     ("top_p", [0, 1.1, "x"]),
     ("top_k", [-2, 2**31, 0.5]),
@@ -202,7 +234,11 @@ WRONG = [
     ("frequency_penalty", [-2.1, []]),
     ("repetition_penalty", [0, -1]),
     ("logit_bias", [{"1": 101}, {"x": 1}, {"-1": 1}, {"99999999": 1}, [], {str(token): 1 for token in range(1025)}]),
-    ("stop", ["", ["x"] * 65, [""], 3, "x" * 1001]),
+    ("stop", ["", ["x"] * 65, [""], 3, "x" * 1001, ["x" * 900] * 3]),
+    ("tools", [[{"type": "function"}]]),
+    ("response_format", [{"type": "json_object"}]),
+    ("suffix", ["x"]),
+    ("context", ["saved"]),
     ("stop_token_ids", [[-1], [2**31], ["x"], [10**6], list(range(1025))]),
     ("min_tokens", [-1, 5]),
     ("seed", [-1, 2**63, "x"]),
@@ -210,14 +246,34 @@ WRONG = [
     ("priority", [10**7, "x"]),
     ("client", ["x" * 257, 3]),
     ("ttft_slo_s", [0, -1, "x"]),
-    ("prompt", [None, [], "", [[]], [[1], "x"], [-1], [10**6], [1.5], {"a": 1}, ["x"] * 1025, [True]]),
+    (
+        "prompt",
+        [
+            None,
+            [],
+            "",
+            [[]],
+            [[1], "x"],
+            [-1],
+            [10**6],
+            [1.5],
+            {"a": 1},
+            ["x"] * 1025,
+            [True],
+            [1, True],
+            ["x", 1],
+            "x" * 200_000,
+        ],
+    ),
 ]
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
-def test_what_is_wrong_is_said(server, field, value):
+def test_what_is_wrong_is_said(server, field, value, streams):
+    """Before anything is streamed."""
     client, _ = server
-    answer = client.post("/v1/completions", json=ANY | {field: value})
+    answer = client.post("/v1/completions", json=ANY | {"stream": streams} | {field: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -258,6 +314,34 @@ def test_bodies_that_are_none(server):
     assert client.get("/nowhere").json()["error"]["code"] == "not_found"
     assert client.get("/v1/completions").json()["error"]["code"] == "method_not_allowed"
     assert settled(client, llm)
+
+
+def test_a_wrong_list_is_looked_at_once(server):
+    """Its length costs no more than reading it."""
+    client, _ = server
+    answer = client.post("/v1/completions", json={"prompt": [-1] * 200_000, "stop_token_ids": [-1] * 1000})
+    assert answer.status_code == 400
+    assert len(answer.content) < 500
+
+
+def test_a_stop_ends_those_that_do_not_end():
+    """With an error as the last event, in the time that they have."""
+    with served() as (client, _):
+        body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+        come = []
+
+        def ask(url):
+            asked = {"json": body | {"stream": True}}
+            with httpx.Client(base_url=url, timeout=60) as own, own.stream("POST", "/v1/completions", **asked) as got:
+                come.extend(line for line in got.iter_lines() if line)
+
+        asking = threading.Thread(target=ask, args=(client.base_url,))
+        asking.start()
+        while len(come) < 2:
+            time.sleep(0.01)
+    asking.join()
+    assert json.loads(come[-2][6:])["error"]["code"] == "shutting_down"
+    assert come[-1] == "data: [DONE]"
 
 
 def test_keys_and_bounds():

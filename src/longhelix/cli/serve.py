@@ -30,7 +30,7 @@ def serve(
     allow_without_key: Flag = False,
     max_waiting_requests: int = 1024,
     max_waiting_tokens: Size = 64_000_000,
-    max_body_bytes: Size = 256_000_000,
+    max_body_bytes: Size | None = None,
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
@@ -53,7 +53,7 @@ def serve(
     max_waiting_tokens
         So many prompt tokens may wait, all requests together.
     max_body_bytes
-        The largest body of a request.
+        The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len]
     drain
         How long requests may take to end once the server is told to. [default: 60 s]
     """
@@ -69,12 +69,19 @@ def serve(
         whole("max_waiting_requests", max_waiting_requests, 1, 2**31 - 1),
         whole("max_waiting_tokens", max_waiting_tokens, 1, 2**62),
     )
-    admission = Admission(keys, whole("max_body_bytes", max_body_bytes, 1024, 2**40))
+    if max_body_bytes is not None:
+        max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
     settings = given(engine)
     name = served_model_name or Path(model.model).name
     with model.start(_with_defaults(engine, settings)) as llm:
+        most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len
         serving = Serving(llm, Driver(llm, limits), name, int(time.time()))
-        run(serving, admission, address, lambda url: print(f"serving {name} at {url}", file=sys.stderr, flush=True))
+        run(
+            serving,
+            Admission(keys, most_bytes),
+            address,
+            lambda url: print(f"serving {name} at {url}", file=sys.stderr, flush=True),
+        )
 
 
 def _with_defaults(engine: EngineFlags, settings: dict[str, object]) -> EngineFlags:

@@ -1,18 +1,49 @@
-"""What clients send: OpenAI's fields, vLLM's, and our own, each with its bounds. Fields that are not known pass."""
+"""What clients send: OpenAI's fields, vLLM's, and our own, each with its bounds. Fields that nobody knows pass; those
+that others serve, and that change an answer, are refused unless they ask for what is done anyway."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from longhelix.errors import UserError
 from longhelix.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 
-MOST_CHOICES, _MOST_PROMPTS, _MOST_MESSAGES = 64, 1024, 100_000
+MOST_CHOICES, _MOST_PROMPTS, _MOST_MESSAGES, _MOST_PARTS = 64, 1024, 100_000, 10_000
 _MOST_TOP_LOGPROBS = 20
-Strings = Annotated[list[str], Field(max_length=64)]
+_MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is looked at for all of them
+Strings = Annotated[list[str], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Not served, by what asks for nothing.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "suffix": ("",),
+    "best_of": (1,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "prompt_logprobs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "context": (),
+}
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 
@@ -44,7 +75,7 @@ class Sampled(Body):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | Strings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
@@ -52,8 +83,19 @@ class Sampled(Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     ttft_slo_s: Seconds | None = None
     tbt_slo_s: Seconds | None = None
-    context: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     user: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOT_HERE and value is not None and value not in _NOT_HERE[name]:
+                raise ValueError(f"{name} is not served here: leave it out")
+        stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
+        if sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop has more than {_MOST_STOP_CHARACTERS} characters in all: give fewer or shorter ones"
+            )
+        return self
 
     def asks_for(self, option: str) -> bool:
         """Whether this is a stream with that option."""
@@ -62,6 +104,10 @@ class Sampled(Body):
     @property
     def choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return None
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None) -> SamplingParams:
         """Of one of several choices, each of which has draws of its own. Raises UserError."""
@@ -83,6 +129,7 @@ class Sampled(Body):
             max_new_tokens=max_new_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             **{name: value for name, value in given.items() if value is not None},
         )
 
@@ -97,15 +144,55 @@ class Sampled(Body):
         )
 
 
-class CompletionBody(Sampled):
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+def _prompts(given: object) -> list[str | list[int]]:
+    """One prompt or several, of text or token ids. By hand: a union of lists has an error for each item of each."""
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
+    if len(prompts) > _MOST_PROMPTS:
+        raise ValueError(f"there are {len(prompts)} prompts: give at most {_MOST_PROMPTS}")
+    if len(set(map(type, prompts))) > 1:
+        raise ValueError("prompts are all text, or all token ids")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_text(prompt)
+        elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
+            raise ValueError("give text, token ids, or a list of either, none of them empty")
+        elif not 0 <= min(prompt) <= max(prompt) <= MOST_TOKENS:
+            raise ValueError(f"token ids are whole numbers from 0 to {MOST_TOKENS}")
+    if "" in prompts:
+        raise ValueError("a prompt is empty: give at least one character")
+    return prompts
 
-    def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a prompt has half a surrogate pair at character {error.start}") from error
+
+
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}}
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+_SEVERAL = {"type": "array", "minItems": 1, "maxItems": _MOST_PROMPTS}
+_PROMPT_SCHEMA = {
+    "anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA, _SEVERAL | {"items": _TEXT_SCHEMA}, _SEVERAL | {"items": _IDS_SCHEMA}]
+}
+
+
+class CompletionBody(Sampled):
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Those of the prompt's tokens go with its echo. Raises UserError where they would have to come in a stream,
+        whose prompt is there before they are."""
+        if not self.echo or self.logprobs is None:
+            return None
+        if self.stream:
+            raise UserError("echo with logprobs does not stream: leave out one of the three")
+        return self.logprobs
 
 
 class Part(Body):
@@ -115,7 +202,7 @@ class Part(Body):
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(max_length=_MOST_PARTS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it: text in one piece."""
@@ -126,7 +213,7 @@ class Message(Body):
 
 
 class ChatBody(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     logprobs: bool | None = None
@@ -146,13 +233,13 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -1,5 +1,6 @@
 """/v1/chat/completions: the next message of a conversation."""
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,8 +25,10 @@ def routes(serving: Serving) -> APIRouter:
         messages = [message.for_template() for message in body.messages]
         prompt = await serving.token_ids(serving.llm.tokenizer.encode_chat, messages)
         asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs)
-        form, answers = _Form(serving, body, asked), serving.ask(asked)
-        return stream(answers, form) if body.stream else form.whole(await collect(answers, request))
+        form, answers = _Form(serving, body, asked), await serving.ask(asked)
+        if body.stream:
+            return stream(answers, form)
+        return await asyncio.to_thread(form.whole, await collect(answers, request))
 
     return router
 

@@ -1,6 +1,7 @@
 """/v1/completions: what comes after text or token ids."""
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,7 +10,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import CompletionBody
 from longhelix.serve.errors import statuses
-from longhelix.serve.form import Form
+from longhelix.serve.form import Events, Form
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import collect, stream
 from longhelix.serve.token_logprobs import completion_logprobs
@@ -25,12 +26,14 @@ def routes(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         encode = serving.llm.tokenizer.encode
         prompts = [
-            await serving.token_ids(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()
+            await serving.token_ids(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
         ]
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         asked = serving.requests(body, prompts, most_tokens, body.logprobs)
-        form, answers = _Form(serving, body, asked), serving.ask(asked)
-        return stream(answers, form) if body.stream else form.whole(await collect(answers, request))
+        form, answers = _Form(serving, body, asked), await serving.ask(asked)
+        if body.stream:
+            return stream(answers, form)
+        return await asyncio.to_thread(form.whole, await collect(answers, request))
 
     return router
 
@@ -44,16 +47,29 @@ class _Form(Form):
         super().__init__(*arguments)
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
+    def first(self) -> Events:
+        if self.body.echo:
+            for place in range(len(self.asked)):
+                text = self._prompt_text(place)
+                yield self.event([{"index": place, "text": text, "logprobs": None, "finish_reason": None}])
+
     def whole(self, results: list[Result]) -> forms.Completion:
-        choices = [
-            forms.CompletionChoice(
-                index=place,
-                text=result.text,
-                logprobs=self._logprobs(result.token_ids, result.logprobs, 0),
-                finish_reason=forms.finish_reason(result),
+        choices = []
+        for place, result in enumerate(results):
+            text, token_ids, logprobs = result.text, result.token_ids, result.logprobs
+            if self.body.echo:
+                text = self._prompt_text(place) + text
+            if result.prompt_logprobs is not None and logprobs is not None:
+                token_ids = [*self.asked[place].prompt, *token_ids]
+                logprobs = [*result.prompt_logprobs, *logprobs]
+            choices.append(
+                forms.CompletionChoice(
+                    index=place,
+                    text=text,
+                    logprobs=self._logprobs(token_ids, logprobs, 0),
+                    finish_reason=forms.finish_reason(result),
+                )
             )
-            for place, result in enumerate(results)
-        ]
         return forms.Completion(**self.head, choices=choices, usage=forms.usage(results, self.body.choices))
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
@@ -71,8 +87,12 @@ class _Form(Form):
                 "finish_reason": reason,
             }
 
+    def _prompt_text(self, place: int) -> str:
+        given = self.body.prompt[place // self.body.choices]
+        return given if isinstance(given, str) else self.tokenizer.spell(given)
+
     def _logprobs(
-        self, token_ids: list[int], logprobs: list[dict[int, float]] | None, offset: int
+        self, token_ids: list[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int
     ) -> forms.CompletionLogprobs | None:
         num_best = self.body.logprobs
         if num_best is None or logprobs is None:

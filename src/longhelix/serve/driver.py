@@ -28,6 +28,13 @@ class OverloadedError(RuntimeError):
     """So much waits that no more is taken now."""
 
 
+class ShuttingDownError(RuntimeError):
+    """The server ends."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
 @dataclass(frozen=True)
 class Progress:
     """How many tokens of a prompt the ranks have been given."""
@@ -43,16 +50,17 @@ class Asked:
     num_tokens: int
     sampling: SamplingParams
     service: ServiceLevel
-    context: str | None = None
     watched: bool = False
 
 
 class Answer:
-    """One request on its way, which waits until it has its first token."""
+    """One request on its way, which waits until it has its first token. taken: is done once the engine has taken it, or
+    has the refusal."""
 
     def __init__(self, asked: Asked, give: Callable[["Got"], None]) -> None:
         self.asked, self.give = asked, give
         self.waits = True
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.request_id: int | None = None  # the engine thread's alone
 
 
@@ -68,11 +76,18 @@ class Answers:
         self._open: dict[int, Answer] = {}
         self._got: asyncio.Queue[tuple[int, Got]] = asyncio.Queue()
 
-    def ask(self, requests: Sequence[Asked]) -> None:
-        """Queue all of them, or none: raises OverloadedError, or EngineError once the engine has failed."""
+    async def ask(self, requests: Sequence[Asked]) -> None:
+        """Queue all of them, or none. Returns once the engine has taken them. Raises OverloadedError, EngineError once
+        the engine has failed, or the UserError of a request that can never run."""
         self._driver.check_room(requests)
         for place, asked in enumerate(requests):
             self._open[place] = self._driver.add(asked, lambda got, place=place: self._got.put_nowait((place, got)))
+        try:
+            for answer in list(self._open.values()):
+                await answer.taken
+        except BaseException:
+            self.end()
+            raise
 
     def __aiter__(self) -> Self:
         return self
@@ -92,6 +107,10 @@ class Answers:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Abort what has not ended."""
         for answer in self._open.values():
             self._driver.abort(answer)
         self._open.clear()
@@ -114,8 +133,6 @@ class Driver:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
         self._closing = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -129,10 +146,23 @@ class Driver:
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._llm.close)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until no request is left, but no longer than that."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._asked and not self._answers
+
+    def end_all(self, error: Exception) -> None:
+        """Abort all requests, which get this error."""
+        for answer in (*self._asked, *self._answers.values()):
+            self._end(answer, error)
+            self.abort(answer)
+        self._asked.clear()
+        self._answers.clear()
+
+    @property
+    def most_requests(self) -> int:
+        """That may wait."""
+        return self._limits.requests
 
     @property
     def running(self) -> int:
@@ -151,15 +181,15 @@ class Driver:
             raise EngineError(self.failure)
         waiting = self.waiting
         before, more = (sum(asked.num_tokens for asked in some) for some in (waiting, requests))
-        beyond = len(waiting) + len(requests) > max(self._limits.requests, len(requests))
-        if beyond or (waiting and before + more > self._limits.prompt_tokens):
+        alone = not waiting and len(requests) == 1
+        tokens_beyond = not alone and before + more > self._limits.prompt_tokens
+        if len(waiting) + len(requests) > self._limits.requests or tokens_beyond:
             raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
 
     def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
         """Queue a request. A refusal is what its answer gets."""
         answer = Answer(asked, give)
         self._asked.add(answer)
-        self._idle.clear()
         self._commands.put(lambda: self._add(answer))
         return answer
 
@@ -189,7 +219,8 @@ class Driver:
             self._watched.pop(delta.request_id, None)
         now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in self._watched}
         come = {request_id: Progress(count) for request_id, count in now.items() if count > self._watched[request_id]}
-        self._watched = now
+        # A preempted prompt begins again.
+        self._watched = {request_id: max(count, self._watched[request_id]) for request_id, count in now.items()}
         return come
 
     def _obey(self) -> None:
@@ -206,7 +237,7 @@ class Driver:
     def _add(self, answer: Answer) -> None:
         asked = answer.asked
         try:
-            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
+            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service)
         except EngineError:
             raise
         except Exception as error:
@@ -232,17 +263,17 @@ class Driver:
     # On the event loop, in the order of the engine's thread.
 
     def _accepted(self, answer: Answer, request_id: int) -> None:
-        self._asked.discard(answer)
-        self._answers[request_id] = answer
+        if answer in self._asked:  # or all have been ended
+            self._asked.remove(answer)
+            self._answers[request_id] = answer
+            _settle(answer.taken)
 
     def _refused(self, answer: Answer, error: Exception) -> None:
         self._asked.discard(answer)
-        answer.give(error)
-        self._look_for_idleness()
+        _settle(answer.taken, error)
 
     def _gone(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
-        self._look_for_idleness()
 
     def _stepped(self, deltas: list[Delta], progress: dict[int, Progress]) -> None:
         self.steps += 1
@@ -261,12 +292,20 @@ class Driver:
 
     def _failed(self, reason: str) -> None:
         self.failure = reason
-        for answer in [*self._asked, *self._answers.values()]:
-            answer.give(EngineError(reason))
-        self._asked.clear()
-        self._answers.clear()
-        self._look_for_idleness()
+        self.end_all(EngineError(reason))
 
-    def _look_for_idleness(self) -> None:
-        if not self._asked and not self._answers:
-            self._idle.set()
+    def _end(self, answer: Answer, error: Exception) -> None:
+        if answer in self._asked:
+            _settle(answer.taken, error)
+        else:
+            answer.give(error)
+
+
+def _settle(taken: asyncio.Future[None], error: Exception | None = None) -> None:
+    """Unless whoever waited for it has gone."""
+    if taken.done():
+        return
+    if error is None:
+        taken.set_result(None)
+    else:
+        taken.set_exception(error)

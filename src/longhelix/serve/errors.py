@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, RequestError, UserError
-from longhelix.serve.driver import OverloadedError
+from longhelix.serve.driver import OverloadedError, ShuttingDownError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -40,6 +40,8 @@ class Refusal(BaseModel):
 
 def refusal(status: int, message: str, code: str = "", param: str | None = None) -> JSONResponse:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # Half a surrogate pair, which a message may quote, is no UTF-8.
+    message = message.encode(errors="replace").decode()
     problem = Problem(message=message, type=kind, param=param, code=code or _CODES.get(status, "invalid_argument"))
     # A client that cannot be served now may come again.
     headers = {"Retry-After": "1"} if status in (429, 503) else None
@@ -54,6 +56,8 @@ def of_error(error: Exception) -> JSONResponse:
             return refusal(status, str(error), error.code)
         case OverloadedError():
             return refusal(429, str(error), "overloaded")
+        case ShuttingDownError():
+            return refusal(503, str(error), "shutting_down")
         case EngineError():
             return refusal(503, f"the engine has failed: {error}", error.code)
         case DisconnectedError():
@@ -82,7 +86,15 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return refusal(error.status_code, str(error.detail))
 
-    for kind in (UserError, OverloadedError, EngineError, RequestError, DisconnectedError, Exception):
+    for kind in (
+        UserError,
+        OverloadedError,
+        ShuttingDownError,
+        EngineError,
+        RequestError,
+        DisconnectedError,
+        Exception,
+    ):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, by_status)
@@ -94,5 +106,5 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
     names = [str(name) for name in found["loc"][1:] if not str(name).startswith(("function-", "constrained-"))]
-    field = ".".join(names) or "the body"
-    return f"{field[:_LONGEST_QUOTE]}: {found['msg'][:_LONGEST_QUOTE]}", "invalid_argument", names[0] if names else None
+    field, said = ".".join(names) or "the body", found["msg"].removeprefix("Value error, ")
+    return f"{field[:_LONGEST_QUOTE]}: {said[:_LONGEST_QUOTE]}", "invalid_argument", names[0] if names else None

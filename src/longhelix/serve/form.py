@@ -22,7 +22,7 @@ class Form:
 
     def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked]) -> None:
         self.tokenizer = serving.llm.tokenizer
-        self.body = body
+        self.body, self.asked = body, asked
         self.head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),

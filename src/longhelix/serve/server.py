@@ -1,7 +1,9 @@
 """The server as a process: it listens, says where, and ends when it is told to."""
 
+import asyncio
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,11 +11,14 @@ import uvicorn
 
 from longhelix.errors import UserError
 from longhelix.serve.app import build
+from longhelix.serve.driver import ShuttingDownError
 from longhelix.serve.gate import Admission
 from longhelix.serve.serving import Serving
 
 _KEEP_ALIVE_S = 75  # between two requests of a client
 _BACKLOG = 2048
+_LOOK_S = 0.05  # how often it looks whether all requests have ended
+_FLUSH_S = 5  # for last words to those whose requests were ended
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,17 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(address.drain_s),
+            timeout_graceful_shutdown=_FLUSH_S,
         )
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        _Server(config, serving, lambda: on_ready(f"http://{shown}:{port}")).run(sockets=[listening])
+        _Server(config, serving, address.drain_s, lambda: on_ready(f"http://{shown}:{port}")).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, serving: Serving, drain_s: float, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._serving, self._on_ready = serving, on_ready
+        self._serving, self._drain_s, self._on_ready = serving, drain_s, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -65,7 +70,12 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._serving.is_draining = True
+        driver, deadline_s = self._serving.driver, time.monotonic() + self._drain_s
+        while not (driver.is_idle or self.force_exit) and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        driver.end_all(ShuttingDownError())
         await super().shutdown(sockets)
+        await driver.close()  # which does not happen above when it was told twice
         self._captured_signals.clear()  # or it would raise again what it was told to end by
 
 

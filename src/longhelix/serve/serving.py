@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from longhelix.engine.llm import LLM
-from longhelix.errors import EngineError, UserError
+from longhelix.errors import UserError
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Sampled
-from longhelix.serve.driver import Answers, Asked, Driver
+from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 
 
 @dataclass
@@ -38,17 +38,27 @@ class Serving:
             raise UserError(f"token {beyond} is outside the model's vocabulary of {self.llm.config.spec.vocab_size}")
         return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
 
-    def ask(self, asked: Sequence[Asked]) -> Answers:
-        """Queue requests together: all of them, or none. Raises OverloadedError or EngineError."""
+    async def ask(self, asked: Sequence[Asked]) -> Answers:
+        """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or
+        ShuttingDownError."""
         if self.is_draining:
-            raise EngineError("the server is shutting down and takes no more requests")
+            raise ShuttingDownError
         answers = Answers(self.driver)
-        answers.ask(asked)
+        await answers.ask(asked)
         return answers
 
-    async def token_ids(self, encode: Callable[..., list[int]], *given: Any) -> list[int]:
-        """What a tokenizer or a chat template makes of text, off the event loop."""
-        return await asyncio.to_thread(encode, *given)
+    async def token_ids(self, encode: Callable[..., list[int]], given: Any) -> list[int]:
+        """What a tokenizer or a chat template makes of text, off the event loop. Raises UserError for text that is too
+        long, before anything is made of it."""
+        length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+        most = self.max_model_len * self.llm.tokenizer.longest_token
+        if length > most:
+            raise UserError(
+                f"the text has {length} characters, and {self.max_model_len} tokens, which the model's context has, "
+                f"cannot be more than {most}: shorten it",
+                "context_length_exceeded",
+            )
+        return await asyncio.to_thread(encode, given)
 
     def requests(
         self,
@@ -59,7 +69,13 @@ class Serving:
     ) -> list[Asked]:
         """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
         Raises UserError for what can never run."""
-        asked, watched = [], body.asks_for("include_progress")
+        if len(prompts) * body.choices > self.driver.most_requests:
+            raise UserError(
+                f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
+                f"{self.driver.most_requests} may wait here: send fewer"
+            )
+        asked, watched, service = [], body.asks_for("include_progress"), body.service()
+        samplings: dict[int, list[SamplingParams]] = {}
         for prompt in prompts:
             left = self.max_model_len - len(prompt)
             if left < 1 or (most_tokens is not None and most_tokens > left):
@@ -69,7 +85,8 @@ class Serving:
                     f"model's context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
                     "context_length_exceeded",
                 )
-            for choice in range(body.choices):
-                sampling: SamplingParams = body.sampling(most_tokens or left, choice, logprobs)
-                asked.append(Asked(prompt, len(prompt), sampling, body.service(), body.context, watched))
+            most_new = left if most_tokens is None else most_tokens
+            if most_new not in samplings:
+                samplings[most_new] = [body.sampling(most_new, choice, logprobs) for choice in range(body.choices)]
+            asked += [Asked(prompt, len(prompt), sampling, service, watched) for sampling in samplings[most_new]]
         return asked

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import time
-from typing import Any
 
 from fastapi import APIRouter, Response
 
@@ -41,7 +40,7 @@ def routes(serving: Serving) -> APIRouter:
             waiting=len(driver.waiting),
         )
 
-    @router.get("/ready", responses=statuses(503))
+    @router.get("/ready", responses=statuses() | {503: {"model": forms.Health}})
     async def ready(response: Response) -> forms.Health:
         """Whether requests are taken."""
         found = await health(response)
@@ -60,7 +59,7 @@ def routes(serving: Serving) -> APIRouter:
         if body.messages is not None:
             ids = await serving.token_ids(tokenizer.encode_chat, [each.for_template() for each in body.messages])
         else:
-            encode: Any = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
+            encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
             ids = await serving.token_ids(encode, body.prompt)
         return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
@@ -18,38 +19,49 @@ KEEP_ALIVE_S = 10.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
+class _Stream(StreamingResponse):
+    """Ends its answers however it ends itself, even before it has begun."""
+
+    def __init__(self, answers: Answers, lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._answers:
+            await super().__call__(scope, receive, send)
+
+
 def stream(answers: Answers, form: Form) -> StreamingResponse:
     """Events of JSON as they come, and [DONE]. An error of a request is an event too, the last one. Comments keep the
     connection alive while a prompt is long; prompts that are watched have an event of their progress. A client that
     goes away aborts all."""
 
     async def lines() -> AsyncIterator[str]:
-        async with answers:
+        try:
             for event in form.first():
                 yield _line(event)
-            try:
-                while True:
-                    try:
-                        async with asyncio.timeout(KEEP_ALIVE_S):
-                            place, got = await anext(answers)
-                    except TimeoutError:
-                        yield ": the prompt is being read\n\n"
-                        continue
-                    except StopAsyncIteration:
-                        break
-                    if isinstance(got, Progress):
-                        yield "event: progress\n" + _line({"index": place, "prefilled_tokens": got.prefilled_tokens})
-                        continue
-                    check(got.result)
-                    for event in form.events(place, got):
-                        yield _line(event)
-                for event in form.last():
+            while True:
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        place, got = await anext(answers)
+                except TimeoutError:
+                    yield ": the prompt is being read\n\n"
+                    continue
+                except StopAsyncIteration:
+                    break
+                if isinstance(got, Progress):
+                    yield "event: progress\n" + _line({"index": place, "prefilled_tokens": got.prefilled_tokens})
+                    continue
+                check(got.result)
+                for event in form.events(place, got):
                     yield _line(event)
-            except Exception as error:
-                yield f"data: {bytes(of_error(error).body).decode()}\n\n"
-            yield "data: [DONE]\n\n"
+            for event in form.last():
+                yield _line(event)
+        except Exception as error:
+            yield f"data: {bytes(of_error(error).body).decode()}\n\n"
+        yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=_HEADERS)
+    return _Stream(answers, lines())
 
 
 async def collect(answers: Answers, request: Request) -> list[Result]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
 from longhelix.text.text_stream import TextStream
 
+_KNOWN_PIECES = 1 << 17
+
 
 class Tokenizer:
     """A model's tokenizer and, where it has one, its chat template."""
@@ -23,6 +26,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -72,7 +76,12 @@ class Tokenizer:
         """The text of the ids, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
-    def piece(self, token_id: int) -> str:
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token can stand for, at most."""
+        return max(map(len, self._backend.get_vocab()))
+
+    def _piece(self, token_id: int) -> str:
         """What one token stands for inside of a text: decoders drop the space that begins one."""
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
@@ -85,7 +94,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch, for that lets other threads run, and without offsets into the text.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
