@@ -61,6 +61,8 @@ class Answer:
         self.asked, self.give = asked, give
         self.waits = True
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Of several refusals of one call the first is told: the others count as told, too.
+        self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
         self.request_id: int | None = None  # the engine thread's alone
 
 

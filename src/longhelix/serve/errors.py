@@ -52,7 +52,7 @@ def of_error(error: Exception) -> JSONResponse:
     """What an error is to a client."""
     match error:
         case UserError():
-            status = 404 if error.code in ("model_not_found", "context_not_found") else 400
+            status = 404 if error.code == "model_not_found" else 400
             return refusal(status, str(error), error.code)
         case OverloadedError():
             return refusal(429, str(error), "overloaded")
