@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from longhelix.engine.exchanges import ExchangeLog
+from longhelix.engine.observation import Observation, RanStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
@@ -81,8 +82,15 @@ class TokenCore:
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
         )
+        cost = self._scheduler.cost
+        self._steps = StepLog(lambda work: None if cost is None else cost.seconds(work))
+
+        def hear_all(event: Event) -> None:
+            self._steps.hear(event)
+            hear(event)
+
         pp = config.layout.pp
-        self._loop = Loop(self._scheduler, self._pool, time.monotonic, most_in_flight(pp), leads_of(pp), hear)
+        self._loop = Loop(self._scheduler, self._pool, time.monotonic, most_in_flight(pp), leads_of(pp), hear_all)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -188,6 +196,14 @@ class TokenCore:
         cost = self._loop.scheduler.cost
         assert cost is not None
         return cost.decode_factor, cost.chunk_factor
+
+    def ran_steps(self) -> list[RanStep]:
+        """The steps that have come back since the last call."""
+        return self._steps.take()
+
+    def observe(self) -> Observation:
+        """What it does now."""
+        return observe(self._scheduler)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""

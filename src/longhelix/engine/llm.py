@@ -15,6 +15,7 @@ from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
+from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
 from longhelix.engine.resolution import resolve
@@ -154,6 +155,14 @@ class LLM:
         """What steps of decodes alone, and those with chunks of prompts, take beside what was predicted: what the
         choice of chunks corrects predictions by."""
         return self._core.cost_factors
+
+    def ran_steps(self) -> list[RanStep]:
+        """The steps that have come back since the last call, of many the last few thousand."""
+        return self._core.ran_steps()
+
+    def observe(self) -> Observation:
+        """What the engine does now: the requests that run, where their KV lies, and how full its ranks are."""
+        return self._core.observe()
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""

@@ -71,6 +71,11 @@ class BlockAllocator:
         return self._num_free + len(self._cached) - self.reserved
 
     @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self._num_free - len(self._cached)
+
+    @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and that keep their content."""
         return len(self._cached)

@@ -31,10 +31,13 @@ class Share(NamedTuple):
 class Placement(Protocol):
     """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
 
-    spread: they go to all ranks at once, so that all take part in the request from its first row on. home: the rank
-    that alone takes part in it at first; None if several do. even: all ranks have the same share of its tokens, to
-    within a KV block. alone_tokens: one rank has all of its first tokens, up to so many.
+    name: in PLACEMENTS. spread: they go to all ranks at once, so that all take part in the request from its first row
+    on. home: the rank that alone takes part in it at first; None if several do. even: all ranks have the same share of
+    its tokens, to within a KV block. alone_tokens: one rank has all of its first tokens, up to so many.
     """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def spread(self) -> bool: ...
@@ -106,6 +109,7 @@ def _stripes(order: tuple[int, ...], first: int, start: int, stop: int) -> tuple
 class Striped:
     """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
 
+    name: ClassVar[str] = "striped"
     spread: ClassVar[bool] = True
     home: ClassVar[None] = None
     even: ClassVar[bool] = True
@@ -139,6 +143,7 @@ class Growing:
     them, those that follow `start`.
     """
 
+    name: ClassVar[str] = "growing"
     spread: ClassVar[bool] = False
     kvp: int
     block_tokens: int
@@ -216,6 +221,7 @@ class Growing:
 class Local:
     """All blocks on one rank (data-parallel attention, for short requests)."""
 
+    name: ClassVar[str] = "local"
     spread: ClassVar[bool] = False
     alone_tokens: ClassVar[float] = inf
     kvp: int
@@ -257,6 +263,10 @@ class Continued:
 
     base: Placement
     owners: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.base.name
 
     @property
     def spread(self) -> bool:

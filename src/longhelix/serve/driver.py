@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
 
 from longhelix.engine.llm import LLM
+from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.request import SamplingParams, ServiceLevel
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Answer:
 
 
 Got = Delta | Progress | Exception
+Listener = Callable[[Sequence[Delta], Sequence[RanStep]], None]
 
 
 class Answers:
@@ -122,15 +127,18 @@ class Driver:
     """Runs an LLM. Its thread alone calls the LLM; what requests get goes to the event loop that `start` is called on,
     and all methods are called there.
 
+    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back.
     An engine that fails ends all requests with the reason, and takes no more: `failure` says why.
     """
 
     def __init__(self, llm: LLM, limits: Limits) -> None:
         self.failure = ""
+        self.listeners: list[Listener] = []
         self.steps = 0
         self.last_step_s = time.monotonic()
         self._llm, self._limits = llm, limits
         self._answers: dict[int, Answer] = {}
+        self._observers: set[asyncio.Future[Observation]] = set()
         self._asked: set[Answer] = set()  # those that the engine does not know yet
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
@@ -140,6 +148,17 @@ class Driver:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    async def observe(self) -> Observation:
+        """What the engine does, between two steps. Raises EngineError if it fails before."""
+        seen: asyncio.Future[Observation] = self._loop.create_future()
+        self._check_running()
+        self._observers.add(seen)
+        self._commands.put(lambda: self._observe(seen))
+        try:
+            return await seen
+        finally:
+            self._observers.discard(seen)
 
     async def close(self) -> None:
         """End what runs, and the engine."""
@@ -154,7 +173,9 @@ class Driver:
         return not self._asked and not self._answers
 
     def end_all(self, error: Exception) -> None:
-        """Abort all requests, which get this error."""
+        """Abort all requests, which get this error, and so does who looks at the engine."""
+        for seen in self._observers:
+            _fail(seen, error)
         for answer in (*self._asked, *self._answers.values()):
             self._end(answer, error)
             self.abort(answer)
@@ -179,14 +200,17 @@ class Driver:
     def check_room(self, requests: Sequence[Asked]) -> None:
         """Raise OverloadedError if so many more may not wait, EngineError once the engine has failed. One request alone
         may be of any length."""
-        if self.failure:
-            raise EngineError(self.failure)
+        self._check_running()
         waiting = self.waiting
         before, more = (sum(asked.num_tokens for asked in some) for some in (waiting, requests))
         alone = not waiting and len(requests) == 1
         tokens_beyond = not alone and before + more > self._limits.prompt_tokens
         if len(waiting) + len(requests) > self._limits.requests or tokens_beyond:
             raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
+
+    def _check_running(self) -> None:
+        if self.failure:
+            raise EngineError(self.failure)
 
     def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
         """Queue a request. A refusal is what its answer gets."""
@@ -209,8 +233,8 @@ class Driver:
                     return
                 if self._llm.has_work:
                     deltas = self._llm.step()
-                    progress = self._progress(deltas)
-                    self._tell(lambda deltas=deltas, progress=progress: self._stepped(deltas, progress))
+                    progress, ran = self._progress(deltas), self._llm.ran_steps()
+                    self._tell(partial(self._stepped, deltas, progress, ran))
         except Exception as error:
             reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             self._tell(lambda: self._failed(reason))
@@ -258,6 +282,10 @@ class Driver:
             self._llm.abort(request_id)
             self._tell(lambda: self._gone(request_id))
 
+    def _observe(self, seen: asyncio.Future[Observation]) -> None:
+        found = self._llm.observe()
+        self._tell(lambda: _settle(seen, found))
+
     def _tell(self, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
             self._loop.call_soon_threadsafe(call)
@@ -268,18 +296,20 @@ class Driver:
         if answer in self._asked:  # or all have been ended
             self._asked.remove(answer)
             self._answers[request_id] = answer
-            _settle(answer.taken)
+            _settle(answer.taken, None)
 
     def _refused(self, answer: Answer, error: Exception) -> None:
         self._asked.discard(answer)
-        _settle(answer.taken, error)
+        _fail(answer.taken, error)
 
     def _gone(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
 
-    def _stepped(self, deltas: list[Delta], progress: dict[int, Progress]) -> None:
-        self.steps += 1
+    def _stepped(self, deltas: list[Delta], progress: dict[int, Progress], ran: list[RanStep]) -> None:
+        self.steps += len(ran)
         self.last_step_s = time.monotonic()
+        for hear in self.listeners:
+            hear(deltas, ran)
         for request_id, come in progress.items():
             if request_id in self._answers:  # or it was aborted meanwhile
                 self._answers[request_id].give(come)
@@ -298,16 +328,18 @@ class Driver:
 
     def _end(self, answer: Answer, error: Exception) -> None:
         if answer in self._asked:
-            _settle(answer.taken, error)
+            _fail(answer.taken, error)
         else:
             answer.give(error)
 
 
-def _settle(taken: asyncio.Future[None], error: Exception | None = None) -> None:
+def _settle(future: asyncio.Future[_Value], value: _Value) -> None:
     """Unless whoever waited for it has gone."""
-    if taken.done():
-        return
-    if error is None:
-        taken.set_result(None)
-    else:
-        taken.set_exception(error)
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[_Value], error: Exception) -> None:
+    """Likewise."""
+    if not future.done():
+        future.set_exception(error)
