@@ -12,50 +12,15 @@ import time
 
 import httpx
 import pytest
+from served import MOST_BODY_BYTES, served
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.serve.driver import Driver, Limits
-from longhelix.serve.gate import Admission
-from longhelix.serve.server import Address, _Server, run
-from longhelix.serve.serving import Serving
+from longhelix.serve.driver import Limits, Recovery
 
 pytestmark = pytest.mark.dist
 
 PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0, "max_tokens": 12}
-MOST_BODY_BYTES = 1_000_000
-
-
-@contextlib.contextmanager
-def served(limits=Limits(64, 1_000_000), keys=(), **settings):  # noqa: B008 - frozen
-    """A client of a server in this process, and the engine behind it."""
-    with LLM("builtin", Layout(kvp=2), kv_cache_tokens=8192, max_model_len=2048, **settings) as llm:
-        found, servers = [], []
-        ready = threading.Event()
-
-        def on_ready(url):
-            found.append(url)
-            ready.set()
-
-        serving = Serving(llm, Driver(llm, limits), "small", 0)
-        started = _Server.startup
-
-        async def startup(self, sockets=None):
-            servers.append(self)
-            await started(self, sockets)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_Server, "startup", startup)
-            address = Address("127.0.0.1", 0, drain_s=5)
-            thread = threading.Thread(target=run, args=(serving, Admission(keys, MOST_BODY_BYTES), address, on_ready))
-            thread.start()
-            assert ready.wait(60)
-        try:
-            with httpx.Client(base_url=found[0], timeout=60) as client:
-                yield client, llm
-        finally:
-            servers[0].should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -366,8 +331,8 @@ def test_keys_and_bounds():
         assert client.post("/v1/completions", json=ANY).status_code == 200
 
 
-def test_an_engine_that_fails_tells_every_client():
-    with served() as (client, llm):
+def test_an_engine_that_may_not_start_again_tells_every_client():
+    with served(recovery=Recovery(restarts=0)) as (client, llm):
         body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2}
         with client.stream("POST", "/v1/completions", json=body) as got:
             lines = got.iter_lines()
@@ -412,3 +377,17 @@ def test_what_cannot_be_served_is_said(capsys, arguments, words):
 
     assert main(["serve", "--model", "builtin", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_token_ids_come_with_their_text(server):
+    client, _ = server
+    body = {"prompt": PROMPT, "return_token_ids": True, **GREEDY}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as got:
+        choices = [json.loads(line[6:])["choices"][0] for line in got.iter_lines() if line.startswith("data: {")]
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == whole["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    text = client.post("/detokenize", json={"tokens": whole["token_ids"]}).json()["prompt"]
+    assert text == whole["text"]
+    plain = client.post("/v1/completions", json=body | {"return_token_ids": None}).json()["choices"][0]
+    assert plain["token_ids"] is None

@@ -31,6 +31,8 @@ def serve(
     max_waiting_requests: int = 1024,
     max_waiting_tokens: Size = 64_000_000,
     max_body_bytes: Size | None = None,
+    max_restarts: int = 3,
+    max_replays: int = 1,
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
@@ -54,10 +56,15 @@ def serve(
         So many prompt tokens may wait, all requests together.
     max_body_bytes
         The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len]
+    max_restarts
+        So many times an hour an engine that fails starts again, and its requests go on.
+    max_replays
+        So many times a request that runs while the engine fails goes on; with one more it ends with an error. A new
+        token since the engine began again makes it begin to count again.
     drain
         How long requests may take to end once the server is told to. [default: 60 s]
     """
-    from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
+    from longhelix.serve.driver import Driver, Limits, Recovery  # loads what answers HTTP
     from longhelix.serve.gate import Admission
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
@@ -69,13 +76,14 @@ def serve(
         whole("max_waiting_requests", max_waiting_requests, 1, 2**31 - 1),
         whole("max_waiting_tokens", max_waiting_tokens, 1, 2**62),
     )
+    recovery = Recovery(whole("max_restarts", max_restarts, 0, 10**6), whole("max_replays", max_replays, 0, 10**6))
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
     settings = given(engine)
     name = served_model_name or Path(model.model).name
     with model.start(_with_defaults(engine, settings)) as llm:
         most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len
-        serving = Serving(llm, Driver(llm, limits), name, int(time.time()))
+        serving = Serving(llm, Driver(llm, limits, recovery), name, int(time.time()))
         run(
             serving,
             Admission(keys, most_bytes),

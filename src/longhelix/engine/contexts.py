@@ -54,6 +54,10 @@ class Contexts:
         self._config = core.config
         self._fingerprint = ""  # once it was asked for
 
+    def use(self, core: TokenCore) -> None:
+        """Another engine of the same configuration, from now on."""
+        self._core = core
+
     def check_new(self, name: str, prompt: Sequence[int], replace: bool) -> "array[int]":
         """The ids of a prompt to be saved. Refuses what could not be, before anything is computed."""
         self._check_cache()

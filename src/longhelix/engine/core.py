@@ -148,6 +148,17 @@ class TokenCore:
             self._show(request, images)
         return request
 
+    def follow(self, ended: "TokenCore") -> None:
+        """Go on with the counters of a core that has ended, and with its numbers of requests."""
+        self.counters, self._next_id = ended.counters, ended._next_id
+
+    def resume(self, request: Request, images: Sequence[ShownImage]) -> None:
+        """Queue the rest of a request that the core before had."""
+        self.check_running()
+        self._loop.add(request)
+        if images:
+            self._show(request, images)
+
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
         for name, asked in (("stop token", sampling.stop_token_ids), ("logit_bias: token", sampling.logit_bias)):
@@ -226,6 +237,16 @@ class TokenCore:
             self.fail(error)
             raise
         return events
+
+    def watch(self) -> None:
+        """Look after the ranks while there is nothing to do. Raises EngineError if one of them has failed."""
+        self.check_running()
+        assert not self.has_work, "its steps say so"
+        try:
+            self._pool.collect(0.0)
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def hold(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see

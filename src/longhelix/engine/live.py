@@ -1,10 +1,13 @@
 """A request on its way, with its text."""
 
+from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
+from longhelix.engine.shown_images import ShownImage
 from longhelix.request import Request
 from longhelix.scheduler.scheduler import FinishReason, TokenEvent
 from longhelix.text.stop_strings import StopStrings
@@ -13,13 +16,17 @@ from longhelix.text.text_stream import TextStream
 
 @dataclass
 class Live:
-    """A request between `add` and its end."""
+    """A request between `add` and its end. context: the saved one that its prompt begins with. failures: how often the
+    engine has failed while it ran and had no new token yet since the engine last began."""
 
     request: Request
     tokens: TextStream
     stops: StopStrings
     deltas: deque[Delta]  # whoever asked for it takes them from here
     arrival: Moment
+    context: str | None = None
+    images: Sequence[ShownImage] = ()
+    failures: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -29,6 +36,7 @@ class Live:
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
         """The text that a token completes, and why the request ends, if it does."""
         text, stopped = "", False
+        self.failures = 0
         if event.sampled is not None:
             self.token_ids.append(event.sampled.token_id)
             self.times_s.append(now_s)
@@ -39,6 +47,14 @@ class Live:
             rest, stopped = self._cut(self.tokens.finish())
             text += rest if stopped else rest + self.stops.flush()
         return text, "stop" if stopped else event.finish_reason
+
+    def begin_again(self) -> Request:
+        """The rest of the request, for an engine that has nothing of it: after the tokens that it has given."""
+        if not self.token_ids:
+            self.prompt_logprobs = [None]
+            return self.request
+        asked = replace(self.request.sampling, prompt_logprobs=None)  # which have come before the first token
+        return replace(self.request, sampling=asked).resumed(array("i", self.token_ids))
 
     def _cut(self, text: str) -> tuple[str, bool]:
         """The text of the last token, as `StopStrings.push` gives it."""

@@ -15,6 +15,7 @@ from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
+from longhelix.engine.lost_requests import LostRequests
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
@@ -71,13 +72,16 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self._closed = False
         self._live: dict[int, Live] = {}
+        self._lost = LostRequests()
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
+        self._new_core = partial(TokenCore, self.config, on_traced=on_traced)
         try:
-            self._core = TokenCore(self.config, on_load, on_warm_up, on_traced)
+            self._core = self._new_core(on_load, on_warm_up)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
@@ -99,11 +103,36 @@ class LLM:
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         try:
             self._core.close()
         finally:
             if self._trace is not None:
                 self._trace.close()
+
+    def restart(self, most_failures: int = 1) -> None:
+        """After an EngineError: start the ranks again. Requests that were added and had not ended go on from the tokens
+        that they have given: none of these comes again, and none is left out.
+
+        One that ran in more than `most_failures` failures, without a new token between them, ends with an error. Raises
+        EngineError if the ranks cannot start.
+        """
+        if self._closed or not self._core.has_failed:
+            raise EngineError("the engine was closed" if self._closed else "the engine has not failed")
+        if self._trace is not None or torchrun.is_active():
+            raise EngineError("ranks that are traced, or that torchrun started, are not started again")
+        ranks.prepare()
+        core = self._new_core()
+        core.follow(self._core)
+        self._core = core
+        self._contexts.use(core)
+        for live in self._lost.failing(most_failures):
+            usage = Usage((0,) * self.config.layout.kvp)
+            error = f"the engine has failed {live.failures} times while this request ran"
+            live.deltas.append(Delta(live.request.id, "", self._result(live, "error", usage, error)))
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -113,7 +142,8 @@ class LLM:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to run or to give."""
-        return bool(self._deltas) or self._core.has_work
+        lost = bool(self._lost) and not self._core.has_failed
+        return lost or bool(self._deltas) or self._core.has_work
 
     def add(
         self,
@@ -179,6 +209,15 @@ class LLM:
         self._advance()
         return self._given()
 
+    def watch(self) -> None:
+        """Look after the ranks while there is nothing to do. Raises EngineError if one of them has failed."""
+        self._asked(self._core.watch)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether all requests are over, for a reason that was raised, until `restart`."""
+        return self._core.has_failed
+
     def _given(self) -> list[Delta]:
         deltas = list(self._deltas)
         self._deltas.clear()
@@ -205,7 +244,7 @@ class LLM:
             given = self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
         request = self._core.add(given, sampling, service, arrival_s, images)
-        self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
+        self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, images)
         return request.id
 
     def _shown(self, prompt: ImagePrompt, context: str | None) -> tuple[Sequence[int], list[ShownImage]]:
@@ -242,6 +281,8 @@ class LLM:
         try:
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
+            for live in self._lost.go_on(self._core, self._contexts, self._live):
+                self._live[live.request.id] = live
             steps_before = self._core.counters.steps
             self._take(self._core.poll())
         except BaseException as error:
@@ -251,9 +292,10 @@ class LLM:
 
     def _fail(self, error: BaseException) -> None:
         """End, and keep the reason."""
-        self._core.fail(error)
+        self._lost.add(self._live.values(), self._core)
         self._live.clear()
-        self.close()
+        self._core.fail(error)
+        self._end()
 
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
@@ -294,6 +336,9 @@ class LLM:
         ended."""
         usage = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
+        if live is None:
+            live = self._lost.pop(request_id)
+            usage = Usage((0,) * self.config.layout.kvp)
         if live is None or usage is None:
             return None
         result = self._result(live, "abort", usage)

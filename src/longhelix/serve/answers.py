@@ -1,6 +1,7 @@
 """What clients get, in OpenAI's form."""
 
 from collections.abc import Iterable
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -31,8 +32,11 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
+    """token_ids: of the new tokens, where they were asked for."""
+
     index: int
     text: str
+    token_ids: list[int] | None = None
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
@@ -105,10 +109,11 @@ class Text(BaseModel):
 
 
 class Health(BaseModel):
-    """status: ok, draining or failed. steps: those that have ended since the start; idle_s: since the last one ended.
-    running, waiting: requests with a first token, and without."""
+    """restarts: how often the engine has failed and begun again. steps: those that have ended since the start; idle_s:
+    since the last one ended. running, waiting: requests with a first token, and without."""
 
-    status: str
+    status: Literal["ok", "draining", "restarting", "failed"]
+    restarts: int
     steps: int
     idle_s: float
     running: int

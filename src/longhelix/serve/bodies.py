@@ -183,6 +183,7 @@ class CompletionBody(Sampled):
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
 
     @property
     def prompt_logprobs(self) -> int | None:

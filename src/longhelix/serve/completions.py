@@ -66,6 +66,7 @@ class _Form(Form):
                 forms.CompletionChoice(
                     index=place,
                     text=text,
+                    token_ids=result.token_ids if self.body.return_token_ids else None,
                     logprobs=self._logprobs(token_ids, logprobs, 0),
                     finish_reason=forms.finish_reason(result),
                 )
@@ -79,12 +80,16 @@ class _Form(Form):
             written = self._written.get(place, 0)
             logprobs = self._logprobs([delta.token_id], [delta.logprobs], written)
             self._written[place] = written + len(self.tokenizer.piece(delta.token_id))
-        if delta.text or reason is not None or logprobs is not None:
+        ids: dict[str, list[int]] = {}
+        if self.body.return_token_ids:
+            ids["token_ids"] = [] if delta.token_id is None else [delta.token_id]
+        if delta.text or reason is not None or logprobs is not None or ids.get("token_ids"):
             yield {
                 "index": place,
                 "text": delta.text,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
                 "finish_reason": reason,
+                **ids,
             }
 
     def _prompt_text(self, place: int) -> str:

@@ -28,8 +28,28 @@ class Limits:
     prompt_tokens: int
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """What is done about an engine that fails: it starts again, at most `restarts` times within an hour. A request may
+    have run in `failures` of them without a new token between; with one more it ends."""
+
+    restarts: int = 3
+    failures: int = 1
+
+
+_RECOVERY, _HOUR_S = Recovery(), 3600
+_WATCH_S = 0.25  # between two looks at ranks that have nothing to do
+
+
 class OverloadedError(RuntimeError):
     """So much waits that no more is taken now."""
+
+
+class RestartingError(RuntimeError):
+    """The engine has failed, and starts again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine has failed ({reason}) and starts again: try again later")
 
 
 class ShuttingDownError(RuntimeError):
@@ -67,7 +87,9 @@ class Answer:
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of several refusals of one call the first is told: the others count as told, too.
         self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
-        self.request_id: int | None = None  # the engine thread's alone
+        # The engine thread's alone.
+        self.request_id: int | None = None
+        self.failures = 0  # of the engine while it was added
 
 
 Got = Delta | Progress | Exception
@@ -128,15 +150,18 @@ class Driver:
     and all methods are called there.
 
     listeners: are told, on the event loop, what steps gave requests, and the steps that have come back.
-    An engine that fails ends all requests with the reason, and takes no more: `failure` says why.
+    An engine that fails starts again, and its requests go on. One that fails too often, or cannot start, ends all
+    requests with the reason, and takes no more. restarting, failure: the reasons, while that is so.
     """
 
-    def __init__(self, llm: LLM, limits: Limits) -> None:
-        self.failure = ""
+    def __init__(self, llm: LLM, limits: Limits, recovery: Recovery = _RECOVERY) -> None:
+        self.failure = self.restarting = ""
+        self.restarts = 0
         self.listeners: list[Listener] = []
         self.steps = 0
         self.last_step_s = time.monotonic()
-        self._llm, self._limits = llm, limits
+        self._llm, self._limits, self._recovery = llm, limits, recovery
+        self._failed_s: list[float] = []  # when it failed, of which it has started again
         self._answers: dict[int, Answer] = {}
         self._observers: set[asyncio.Future[Observation]] = set()
         self._asked: set[Answer] = set()  # those that the engine does not know yet
@@ -198,8 +223,8 @@ class Driver:
         return [answer.asked for answer in (*self._asked, *self._answers.values()) if answer.waits]
 
     def check_room(self, requests: Sequence[Asked]) -> None:
-        """Raise OverloadedError if so many more may not wait, EngineError once the engine has failed. One request alone
-        may be of any length."""
+        """Raise OverloadedError if so many more may not wait, RestartingError or EngineError if the engine has failed.
+        One request alone may be of any length."""
         self._check_running()
         waiting = self.waiting
         before, more = (sum(asked.num_tokens for asked in some) for some in (waiting, requests))
@@ -211,6 +236,8 @@ class Driver:
     def _check_running(self) -> None:
         if self.failure:
             raise EngineError(self.failure)
+        if self.restarting:
+            raise RestartingError(self.restarting)
 
     def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
         """Queue a request. A refusal is what its answer gets."""
@@ -227,17 +254,37 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while True:
-                self._obey()
-                if self._closing:
-                    return
-                if self._llm.has_work:
-                    deltas = self._llm.step()
-                    progress, ran = self._progress(deltas), self._llm.ran_steps()
-                    self._tell(partial(self._stepped, deltas, progress, ran))
+            while not self._closing:
+                try:
+                    self._serve()
+                except Exception as error:
+                    self._recover(error)
         except Exception as error:
-            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            reason = _reason(error)
             self._tell(lambda: self._failed(reason))
+
+    def _serve(self) -> None:
+        """Until it is closed, or the engine fails."""
+        while True:
+            self._obey()
+            if self._closing:
+                return
+            if self._llm.has_work:
+                deltas = self._llm.step()
+                progress, ran = self._progress(deltas), self._llm.ran_steps()
+                self._tell(partial(self._stepped, deltas, progress, ran))
+
+    def _recover(self, error: Exception) -> None:
+        """Start an engine that has failed again, or raise the error."""
+        now_s = time.monotonic()
+        self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
+        if self._closing or not self._llm.has_failed or len(self._failed_s) >= self._recovery.restarts:
+            raise error
+        self._failed_s.append(now_s)
+        reason = _reason(error)
+        self._tell(lambda: self._restarts(reason))
+        self._llm.restart(self._recovery.failures)
+        self._tell(self._restarted)
 
     def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
         """How far watched prompts have come in this step."""
@@ -252,7 +299,11 @@ class Driver:
     def _obey(self) -> None:
         """Do what was asked for; wait for something if there is nothing else to do."""
         if not self._llm.has_work:
-            self._commands.get()()
+            try:
+                self._commands.get(timeout=_WATCH_S)()
+            except queue.Empty:
+                self._llm.watch()
+                return
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -264,7 +315,13 @@ class Driver:
         asked = answer.asked
         try:
             request_id = self._llm.add(asked.prompt, asked.sampling, asked.service)
-        except EngineError:
+        except EngineError as error:
+            answer.failures += 1
+            if answer.failures > self._recovery.failures:
+                refusal: Exception = error
+                self._tell(lambda: self._refused(answer, refusal))
+            else:
+                self._commands.put(lambda: self._add(answer))
             raise
         except Exception as error:
             refusal = error
@@ -322,8 +379,16 @@ class Driver:
             if delta.result is not None:
                 self._gone(delta.request_id)
 
+    def _restarts(self, reason: str) -> None:
+        self.restarting = reason
+        self.restarts += 1
+
+    def _restarted(self) -> None:
+        self.restarting = ""
+        self.last_step_s = time.monotonic()
+
     def _failed(self, reason: str) -> None:
-        self.failure = reason
+        self.failure, self.restarting = reason, ""
         self.end_all(EngineError(reason))
 
     def _end(self, answer: Answer, error: Exception) -> None:
@@ -331,6 +396,10 @@ class Driver:
             _fail(answer.taken, error)
         else:
             answer.give(error)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 def _settle(future: asyncio.Future[_Value], value: _Value) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, RequestError, UserError
-from longhelix.serve.driver import OverloadedError, ShuttingDownError
+from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -58,6 +58,8 @@ def of_error(error: Exception) -> JSONResponse:
             return refusal(429, str(error), "overloaded")
         case ShuttingDownError():
             return refusal(503, str(error), "shutting_down")
+        case RestartingError():
+            return refusal(503, str(error), "restarting")
         case EngineError():
             return refusal(503, f"the engine has failed: {error}", error.code)
         case DisconnectedError():
@@ -89,6 +91,7 @@ def install(app: FastAPI) -> None:
     for kind in (
         UserError,
         OverloadedError,
+        RestartingError,
         ShuttingDownError,
         EngineError,
         RequestError,

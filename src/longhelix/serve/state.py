@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import time
+from typing import Literal
 
 from fastapi import APIRouter, Response
 
@@ -30,10 +31,10 @@ def routes(serving: Serving) -> APIRouter:
     async def health(response: Response) -> forms.Health:
         """Whether the engine gets on."""
         driver = serving.driver
-        status = "failed" if driver.failure else "draining" if serving.is_draining else "ok"
-        response.status_code = 503 if driver.failure else 200
+        response.status_code = 503 if driver.failure or driver.restarting else 200
         return forms.Health(
-            status=status,
+            status=_status(serving),
+            restarts=driver.restarts,
             steps=driver.steps,
             idle_s=round(time.monotonic() - driver.last_step_s, 3),
             running=driver.running,
@@ -69,3 +70,11 @@ def routes(serving: Serving) -> APIRouter:
         return forms.Text(prompt=await serving.text(body.tokens))
 
     return router
+
+
+def _status(serving: Serving) -> Literal["ok", "draining", "restarting", "failed"]:
+    if serving.driver.failure:
+        return "failed"
+    if serving.driver.restarting:
+        return "restarting"
+    return "draining" if serving.is_draining else "ok"

@@ -1,0 +1,83 @@
+"""Faults inside ranks, for tests: a process that starts with this folder on its path looks, at the points of its
+steps, for the fault that the file of FAULT_FILE has, as JSON {"rank", "point", "action", "row"}. It happens once; then
+the file is gone. A NaN is in all rows, or in one.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+import longhelix.models.overlap as overlap
+from longhelix.runner.runner import ModelRunner
+
+_FILE = Path(os.environ["FAULT_FILE"])
+_SLOW_S = 2.0
+_rank = None
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise():
+    raise ArithmeticError("a fault of the test")
+
+
+def _exhaust():
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+_ACTIONS = {
+    "kill": _kill,
+    "stop": _stop,
+    "raise": _raise,
+    "out of memory": _exhaust,
+    "slow": lambda: time.sleep(_SLOW_S),
+}
+
+
+def _reach(point):
+    """Do what is to happen here. Returns which rows are to become NaN, if any."""
+    try:
+        fault = json.loads(_FILE.read_text())
+    except FileNotFoundError:
+        return None
+    if (fault["rank"], fault["point"]) != (_rank, point):
+        return None
+    _FILE.unlink()
+    if fault["action"] == "NaN":
+        return slice(None) if fault.get("row") is None else fault["row"]
+    _ACTIONS[fault["action"]]()
+    return None
+
+
+def _with_nan(rows, tensor):
+    if rows is None:
+        return tensor
+    wrong = tensor.clone()
+    wrong[rows] = torch.nan
+    return wrong
+
+
+def _forward(runner, step, forward=ModelRunner.forward):
+    global _rank
+    _rank = runner.mesh.rank
+    rows = _reach("prefill" if step.chunks else "decode")
+    return _with_nan(rows, forward(runner, step))
+
+
+def _exchange(*arguments, exchange=overlap.exchange):
+    rows = _reach("exchange")
+    return _with_nan(rows, exchange(*arguments))
+
+
+ModelRunner.forward = _forward
+overlap.exchange = _exchange
