@@ -1,0 +1,166 @@
+"""Streams through HTTP beside the same through `LLM`, and through other servers: tokens a second, TTFT and TBT.
+
+python benchmarks/serving.py [--streams 1 16 64] [--prompt-tokens 512] [--new-tokens 64] [--repeats 3]
+    [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE]
+
+All take turns, each alone on the machine but for servers that wait. `--url`: another server with completions as OpenAI
+has them, which is already up (llama.cpp: `llama-server -m FILE -c CONTEXT -np STREAMS -t THREADS`). `--openvino`: the
+Python of an environment with openvino-genai, whose continuous batching runs in a process of its own. Prompts are random
+tokens that no turn has seen before; answers go on after the end of text.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+
+from longhelix import LLM, SamplingParams
+from longhelix.bench.environment import environment
+
+OPTIONS = {"max_model_len": 2048, "policy": "lars", "placement": "auto"}
+
+
+@dataclass
+class Turn:
+    """When each stream got each of its tokens, in seconds after all were asked for; took_s: until the last one."""
+
+    times_s: list[list[float]]
+    took_s: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--url", nargs="*", default=[], metavar="NAME=URL")
+    parser.add_argument("--openvino", metavar="PYTHON")
+    parser.add_argument("--gguf", type=Path)
+    given = parser.parse_args()
+    print(environment(time.strftime("%Y-%m-%d")))
+    print(f"prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones; medians of {given.repeats} turns\n")
+    print("| streams | through | tokens/s | TTFT p50, s | p95 | TBT p50, ms | p95 |")
+    print("|--:|---|--:|--:|--:|--:|--:|")
+    tokens = max(given.streams) * (given.prompt_tokens + given.new_tokens + 32)
+    with served(tokens) as url, LLM("builtin", kv_cache_tokens=tokens, **OPTIONS) as llm:
+        sides: dict[str, Callable[[list[list[int]]], Turn]] = {
+            "longhelix, LLM": lambda prompts: in_process(llm, prompts, given.new_tokens),
+            "longhelix, HTTP": lambda prompts: over_http(url, prompts, given.new_tokens),
+        }
+        for one in given.url:
+            name, _, other = one.partition("=")
+            sides[name] = lambda prompts, other=other: over_http(other, prompts, given.new_tokens)
+        if given.openvino:
+            sides["OpenVINO"] = lambda prompts: by_openvino(given, prompts)
+        chance = random.Random(0)
+        for streams in given.streams:
+            turns: dict[str, list[Turn]] = {name: [] for name in sides}
+            for _ in range(given.repeats + 1):  # the first one warms up
+                for name, side in sides.items():
+                    prompts = [
+                        [chance.randrange(1000, 40_000) for _ in range(given.prompt_tokens)] for _ in range(streams)
+                    ]
+                    turns[name].append(side(prompts))
+            for name, taken in turns.items():
+                print(row(streams, name, taken[1:]), flush=True)
+    return 0
+
+
+def row(streams: int, name: str, turns: list[Turn]) -> str:
+    def median(of: Callable[[Turn], float]) -> float:
+        return statistics.median(map(of, turns))
+
+    def firsts(turn: Turn) -> list[float]:
+        return sorted(times_s[0] for times_s in turn.times_s)
+
+    def gaps(turn: Turn) -> list[float]:
+        return sorted(b - a for times_s in turn.times_s for a, b in pairwise(times_s))
+
+    rate = median(lambda turn: sum(map(len, turn.times_s)) / turn.took_s)
+    shares = [
+        f"{scale * median(lambda turn, of=of, share=share: at(of(turn), share)):.{digits}f}"
+        for of, scale, digits in ((firsts, 1, 2), (gaps, 1000, 1))
+        for share in (0.5, 0.95)
+    ]
+    return f"| {streams} | {name} | {rate:.0f} | " + " | ".join(shares) + " |"
+
+
+def at(values: list[float], share: float) -> float:
+    return values[min(int(share * len(values)), len(values) - 1)] if values else 0.0
+
+
+def in_process(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Turn:
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    begun_s, ids = time.monotonic(), {}
+    for place, prompt in enumerate(prompts):
+        ids[llm.add(prompt, sampling)] = place
+    times_s: list[list[float]] = [[] for _ in prompts]
+    left = len(prompts)
+    while left:
+        for delta in llm.step():
+            times_s[ids[delta.request_id]].append(time.monotonic() - begun_s)
+            left -= delta.result is not None
+    return Turn(times_s, time.monotonic() - begun_s)
+
+
+@contextmanager
+def served(tokens: int):
+    """The address of a server of ours, which ends with it."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *options]
+    server = subprocess.Popen([*command, "--kv-cache-tokens", str(tokens)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        yield next(found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+def over_http(url: str, prompts: list[list[int]], new_tokens: int) -> Turn:
+    return asyncio.run(_over_http(url, prompts, new_tokens))
+
+
+async def _over_http(url: str, prompts: list[list[int]], new_tokens: int) -> Turn:
+    body = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+
+        async def ask(prompt: list[int]) -> list[float]:
+            times_s = []
+            async with client.stream("POST", "/v1/completions", json=body | {"prompt": prompt}) as got:
+                got.raise_for_status()
+                async for line in got.aiter_lines():
+                    if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                        times_s.append(time.monotonic() - begun_s)
+            return times_s[:new_tokens]  # an end without a token may have an event of its own
+
+        begun_s = time.monotonic()
+        times_s = await asyncio.gather(*map(ask, prompts))
+        return Turn(list(times_s), time.monotonic() - begun_s)
+
+
+def by_openvino(given: argparse.Namespace, prompts: list[list[int]]) -> Turn:
+    program = Path(__file__).parent / "peers" / "openvino_batch_run.py"
+    command = [given.openvino, str(program), str(given.gguf), str(given.new_tokens)]
+    done = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Turn(found["times_s"], found["took_s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
