@@ -1,12 +1,13 @@
 """Faults inside ranks, for tests: a process that starts with this folder on its path looks, at the points of its
 steps, for the fault that the file of FAULT_FILE has, as JSON {"rank", "point", "action", "row"}. It happens once; then
-the file is gone. A NaN is in all rows, or in one.
+the file is gone. A NaN is in all rows, or in one. {"rank", "token", "action"} happens whenever a prompt has that token.
 """
 
 import json
 import os
 import signal
 import time
+from array import array
 from pathlib import Path
 
 import torch
@@ -44,11 +45,15 @@ _ACTIONS = {
 }
 
 
-def _reach(point):
+def _reach(point, step=None):
     """Do what is to happen here. Returns which rows are to become NaN, if any."""
     try:
         fault = json.loads(_FILE.read_text())
     except FileNotFoundError:
+        return None
+    if "token" in fault:
+        if step is not None and fault["rank"] == _rank and _has(step, fault["token"]):
+            _ACTIONS[fault["action"]]()
         return None
     if (fault["rank"], fault["point"]) != (_rank, point):
         return None
@@ -57,6 +62,10 @@ def _reach(point):
         return slice(None) if fault.get("row") is None else fault["row"]
     _ACTIONS[fault["action"]]()
     return None
+
+
+def _has(step, token_id):
+    return any(token_id in array("i", chunk.token_ids) for chunk in step.chunks)
 
 
 def _with_nan(rows, tensor):
@@ -70,7 +79,7 @@ def _with_nan(rows, tensor):
 def _forward(runner, step, forward=ModelRunner.forward):
     global _rank
     _rank = runner.mesh.rank
-    rows = _reach("prefill" if step.chunks else "decode")
+    rows = _reach("prefill" if step.chunks else "decode", step)
     return _with_nan(rows, forward(runner, step))
 
 

@@ -1,0 +1,149 @@
+"""An engine that starts again after a failure: its requests go on from their tokens, whatever they asked for."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
+
+from longhelix import LLM, EngineError, Layout, SamplingParams
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
+
+SETTINGS = {"chunk_tokens": 16, "device": "cpu", "kv_cache_tokens": 2048, "max_model_len": 256}
+POISON = 77
+PROMPTS = [[5, 7, 11, 13] * 9, [3], [8, 9] * 20, list(range(2, 60))]
+ASKED = {
+    "greedy": SamplingParams(max_new_tokens=30, ignore_eos=True),
+    "drawn": SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=7, logprobs=2),
+    "penalised": SamplingParams(max_new_tokens=30, ignore_eos=True, frequency_penalty=1.5, repetition_penalty=1.2),
+    "least": SamplingParams(max_new_tokens=30, min_tokens=25),
+    "scored": SamplingParams(max_new_tokens=30, ignore_eos=True, prompt_logprobs=1),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    oracle = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    save_tokenizer_files(oracle.path)
+    return str(oracle.path)
+
+
+def run(llm, ids, results, tokens, until=lambda: False):
+    """Steps until all have ended or something is so, with what each got."""
+    while len(results) < len(ids) and not until():
+        for delta in llm.step():
+            if delta.token_id is not None:
+                tokens.setdefault(delta.request_id, []).append(delta.token_id)
+            if delta.result is not None:
+                assert delta.request_id not in results
+                results[delta.request_id] = delta.result
+
+
+@pytest.mark.parametrize("layout", [Layout(kvp=2), Layout(pp=2)], ids=str)
+def test_requests_go_on_from_their_tokens(path, layout):
+    """Killed between steps at several places: while prompts are computed, and after some tokens."""
+    with LLM(path, layout, **SETTINGS) as llm:
+
+        def add():
+            return [llm.add(prompt, asked) for asked in ASKED.values() for prompt in PROMPTS]
+
+        ids, expected = add(), {}
+        run(llm, ids, expected, {})
+        expected = [expected[id] for id in ids]
+        ids, results, tokens = add(), {}, {}
+        for count in (0, 3, 40, 41, 200):
+            run(llm, ids, results, tokens, lambda count=count: sum(map(len, tokens.values())) >= count)
+            os.kill(llm.process_ids[1], signal.SIGKILL)
+            with pytest.raises(EngineError, match="rank 1"):
+                run(llm, ids, results, tokens)
+            llm.restart(most_failures=5)
+        run(llm, ids, results, tokens)
+        assert not llm.has_work
+        assert [rank.held for rank in llm.observe().ranks] == [0] * layout.kvp
+    for id, wanted in zip(ids, expected, strict=True):
+        result = results[id]
+        assert (result.token_ids, result.text) == (wanted.token_ids, wanted.text)
+        assert tokens[id] == wanted.token_ids
+        assert result.finish_reason == wanted.finish_reason
+        assert result.prompt_tokens == wanted.prompt_tokens
+        for own, other in ((result.logprobs, wanted.logprobs), (result.prompt_logprobs, wanted.prompt_logprobs)):
+            assert (own is None) == (other is None)
+            for one, two in zip(own or (), other or (), strict=True):
+                assert (one is None) == (two is None)
+                assert list(one or ()) == list(two or ())
+                assert list((one or {}).values()) == pytest.approx(list((two or {}).values()), abs=1e-3)
+
+
+def test_a_request_that_always_ends_a_rank_is_found_and_fails_alone(path, tmp_path, monkeypatch):
+    fault_file = tmp_path / "fault"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))
+    monkeypatch.setenv("FAULT_FILE", str(fault_file))
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with LLM(path, Layout(kvp=2), execution="eager", **SETTINGS) as llm:
+        expected = [result.token_ids for result in llm.generate(PROMPTS, sampling)]
+        fault_file.write_text(json.dumps({"rank": 1, "token": POISON, "action": "kill"}))
+        ids, results, tokens, restarts = [], {}, {}, 0
+        ids += [llm.add(prompt, sampling) for prompt in PROMPTS[:2]]
+        bad = llm.add([4] * 20 + [POISON] + [4] * 30, sampling)
+        ids += [llm.add(prompt, sampling) for prompt in PROMPTS[2:]]
+        while len(results) < len(ids) + 1:
+            try:
+                run(llm, [*ids, bad], results, tokens)
+            except EngineError:
+                llm.restart()
+                restarts += 1
+        assert restarts == 2
+        assert results.pop(bad).finish_reason == "error"
+        assert [results[id].token_ids for id in ids] == expected
+        assert [tokens[id] for id in ids] == expected
+
+
+def test_an_abort_reaches_a_request_that_waits_to_go_on(path):
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with LLM(path, Layout(kvp=2), **SETTINGS) as llm:
+        ids, results, tokens = [llm.add(prompt, sampling) for prompt in PROMPTS], {}, {}
+        run(llm, ids, results, tokens, lambda: len(tokens) == len(ids))
+        os.kill(llm.process_ids[0], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            run(llm, ids, results, tokens)
+        assert llm.abort(ids[0]).finish_reason == "abort"
+        llm.restart()
+        gone = llm.abort(ids[3])
+        assert (gone.finish_reason, gone.token_ids) == ("abort", tokens[ids[3]])
+        assert llm.abort(ids[3]) is None
+        left = ids[1:3]
+        run(llm, left, results, tokens)
+        assert sorted(results) == left
+        new = llm.add(PROMPTS[0], sampling)
+        assert new not in ids
+
+
+def test_a_saved_context_is_loaded_again_and_not_computed(path, tmp_path):
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    context = list(range(2, 66)) * 2
+    with LLM(path, Layout(kvp=2), contexts_dir=str(tmp_path), **SETTINGS) as llm:
+        llm.save_context("long", context)
+        [expected] = llm.generate([[5, 7]], sampling, context="long")
+        id, results, tokens = llm.add([5, 7], sampling, context="long"), {}, {}
+        run(llm, [id], results, tokens, lambda: sum(map(len, tokens.values())) >= 5)
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            run(llm, [id], results, tokens)
+        llm.restart()
+        llm.ran_steps()
+        run(llm, [id], results, tokens)
+        computed = sum(chunk.num_tokens for step in llm.ran_steps() for chunk in step.chunks)
+        assert results[id].token_ids == tokens[id] == expected.token_ids
+        assert computed <= 2 + 20 + SETTINGS["chunk_tokens"]
+
+
+def test_what_has_not_failed_or_was_closed_does_not_start_again(path):
+    with LLM(path, **SETTINGS) as llm:
+        with pytest.raises(EngineError, match="has not failed"):
+            llm.restart()
+        assert llm.generate([[3]], SamplingParams(max_new_tokens=2))
+    with pytest.raises(EngineError, match="was closed"):
+        llm.restart()
