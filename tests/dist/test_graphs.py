@@ -21,7 +21,7 @@ from longhelix.runner.token_ranges import TokenRanges
 from longhelix.runner.warm_up import warm_up
 from longhelix.scheduler.scheduler import Scheduler
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900), needs_compiler]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800), needs_compiler]
 
 IMAGE = ImageSpan(0, 3, 5, b"of fifteen tokens")
 LENGTHS = (1, 2, 3, 5, 8, 9, 12, 20, 31, 32, 33, 50)

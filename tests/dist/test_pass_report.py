@@ -7,7 +7,7 @@ from test_llm import needs_compiler
 
 from longhelix import LLM, ImagePrompt, Layout, SamplingParams
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900), needs_compiler]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800), needs_compiler]
 
 SETTINGS = {
     "block_tokens": 16,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from world import run_ranks
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 60)]
 
