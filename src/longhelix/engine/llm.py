@@ -20,6 +20,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
@@ -35,6 +36,7 @@ from longhelix.values import refused
 from longhelix.workers import ranks, torchrun
 
 _Answer = TypeVar("_Answer")
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
 
 
 class LLM:
@@ -74,6 +76,7 @@ class LLM:
         self._live: dict[int, Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
+        self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         try:
@@ -83,7 +86,8 @@ class LLM:
                 self._trace.close()
             raise
         self._images = Images(self.config, checkpoint)
-        self._contexts = Contexts(self._core, str(model), checkpoint, ContextFolder(options.contexts_dir))
+        self.contexts_folder = ContextFolder(options.contexts_dir)
+        self._contexts = Contexts(self._core, str(model), checkpoint, self.contexts_folder)
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +104,7 @@ class LLM:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         try:
+            self._end_savings(EngineError("the engine was closed"))
             self._core.close()
         finally:
             if self._trace is not None:
@@ -113,7 +118,12 @@ class LLM:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to run or to give."""
-        return bool(self._deltas) or self._core.has_work
+        return bool(self._deltas or self._savings) or self._core.has_work
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether contexts are computed or written. Any thread may ask."""
+        return bool(self._savings)
 
     def add(
         self,
@@ -135,13 +145,31 @@ class LLM:
     ) -> SavedContext:
         """Compute a prompt's KV, after whatever else runs, and keep it on disk under a name. `replace`: also in place
         of the context that has it. Raises UserError if that cannot be; then nothing on the disk has changed."""
-        prompt_ids = self._contexts.check_new(name, self._token_ids(prompt), replace)
-        for _ in range(self._contexts.most_attempts):
-            self._run([prompt_ids], SamplingParams(max_new_tokens=1, ignore_eos=True), service, None)
-            saved = self._contexts.save(name, prompt_ids, service.cache_salt, replace)
-            if saved is not None:
-                return saved
-        raise self._contexts.displaced(name)
+        saving = self.begin_saving(name, prompt, service, replace=replace)
+        try:
+            while not saving.has_ended:
+                self._get_on()
+        except BaseException:
+            saving.end(EngineError("it was given up"))
+            raise
+        return saving.result()
+
+    def begin_saving(
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+    ) -> Saving:
+        """Begin what `save_context` does; `step` gets on with it beside all else. Raises UserError as that does, for
+        what can be seen before anything is computed."""
+        self._core.check_running()
+        self._core.check_asked(_ONE_TOKEN, service)
+        new = self._contexts.new(name, self._token_ids(prompt), service.cache_salt, replace)
+        computing = Computing(
+            lambda deltas: self._queue(new.token_ids, _ONE_TOKEN, service, deltas, None),
+            self._core.prefilled_tokens,
+            self.abort,
+        )
+        saving = Saving(self._contexts, new, computing)
+        self._savings.append(saving)
+        return saving
 
     def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
         """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with: from here on
@@ -229,12 +257,17 @@ class LLM:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
         for them."""
         while not deltas:
-            if not self._advance():
-                raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+            self._get_on()
         return deltas.popleft()
 
+    def _get_on(self) -> None:
+        """Advance, for a request that has not ended."""
+        if not self._advance():
+            raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+
     def _advance(self) -> bool:
-        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it.
+        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it. Then
+        get on with the contexts that are saved.
 
         Returns False if there is nothing to do.
         """
@@ -244,16 +277,24 @@ class LLM:
                 self.abort(self._abandoned.popleft())
             steps_before = self._core.counters.steps
             self._take(self._core.poll())
+            saved = [saving.advance() for saving in self._savings]
+            self._savings = [saving for saving in self._savings if not saving.has_ended]
         except BaseException as error:
             self._fail(error)
             raise
-        return self._core.counters.steps > steps_before
+        return self._core.counters.steps > steps_before or any(saved)
 
     def _fail(self, error: BaseException) -> None:
         """End, and keep the reason."""
         self._core.fail(error)
+        self._end_savings(EngineError(f"the engine has ended: {error}"))
         self._live.clear()
         self.close()
+
+    def _end_savings(self, error: EngineError) -> None:
+        for saving in self._savings:
+            saving.end(error)
+        self._savings.clear()
 
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
