@@ -17,7 +17,7 @@ from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
+from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.saving import Computing, Saving
@@ -140,6 +140,12 @@ class LLM:
         """
         return self._queue(prompt, sampling, service, self._deltas, context)
 
+    def read(self, prompt: ImagePrompt) -> ReadPrompt:
+        """The prompt for `add` and the like, which then need not open its images, nor run the vision tower. Unlike all
+        else it may run on another thread, one call at a time, while the engine steps. Raises UserError as they do."""
+        read = self._images.read(prompt, self._token_ids)
+        return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
+
     def save_context(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
     ) -> SavedContext:
@@ -224,9 +230,10 @@ class LLM:
         arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
-        images: list[ShownImage] = []
-        if isinstance(prompt, ImagePrompt):
-            given, images = self._shown(prompt, context)
+        images: Sequence[ShownImage] = ()
+        if isinstance(prompt, ImagePrompt | ReadPrompt):
+            read = self._shown(prompt, context)
+            given, images = read.token_ids, read.images
         elif context is None:
             given = self._token_ids(prompt)
         else:
@@ -236,13 +243,13 @@ class LLM:
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before)
         return request.id
 
-    def _shown(self, prompt: ImagePrompt, context: str | None) -> tuple[Sequence[int], list[ShownImage]]:
+    def _shown(self, prompt: ImagePrompt | ReadPrompt, context: str | None) -> ReadPrompt:
         if context is not None:
             raise UserError("a saved context has tokens alone, and no images go with it: leave out one of them")
-        return self._images.read(prompt, self._token_ids)
+        return prompt if isinstance(prompt, ReadPrompt) else self._images.read(prompt, self._token_ids)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, ImagePrompt):
+        if isinstance(prompt, ImagePrompt | ReadPrompt):
             raise UserError("a saved context has tokens alone: give its images with each prompt")
         if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
             return self.tokenizer.encode(prompt) if prompt else []
