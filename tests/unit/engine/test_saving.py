@@ -21,8 +21,8 @@ class Ended:
 
 
 class Engine:
-    """Computes in one go when it is told to, and writes in three parts what is not displaced. cleaned: folders that were
-    given up."""
+    """Computes in one go when it is told to, and writes in three parts what is not displaced. cleaned: what was given
+    up."""
 
     def __init__(self, displaced=0, fails=None):
         self.displaced, self.fails = displaced, fails
