@@ -1,0 +1,69 @@
+"""A server over a real engine in this process, as tests ask it."""
+
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from longhelix import LLM, Layout
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.gate import Admission
+from longhelix.serve.server import Address, _Server, run
+from longhelix.serve.serving import Serving
+
+MOST_BODY_BYTES = 1_000_000
+SMALL = {"kv_cache_tokens": 8192, "max_model_len": 2048}
+
+
+@contextlib.contextmanager
+def served(limits=Limits(64, 1_000_000), keys=(), model="builtin", **settings):  # noqa: B008 - frozen
+    """A client of a server in this process, and the engine of two ranks behind it."""
+    with LLM(model, Layout(kvp=2), **(SMALL if model == "builtin" else {}) | settings) as llm:
+        found, servers = [], []
+        ready = threading.Event()
+
+        def on_ready(url):
+            found.append(url)
+            ready.set()
+
+        serving = Serving(llm, Driver(llm, limits), "small", 0)
+        started = _Server.startup
+
+        async def startup(self, sockets=None):
+            servers.append(self)
+            await started(self, sockets)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Server, "startup", startup)
+            address = Address("127.0.0.1", 0, drain_s=5)
+            thread = threading.Thread(target=run, args=(serving, Admission(keys, MOST_BODY_BYTES), address, on_ready))
+            thread.start()
+            assert ready.wait(60)
+        try:
+            with httpx.Client(base_url=found[0], timeout=60) as client:
+                yield client, llm
+        finally:
+            servers[0].should_exit = True
+            thread.join()
+
+
+def events(response):
+    """What a stream has, which ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def settled(client, llm):
+    """Nothing runs, and all KV blocks are free on every rank."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = client.get("/health").json()
+        if found["running"] == found["waiting"] == 0 and not llm.has_work:
+            pool = llm._core._scheduler.pool
+            return [allocator.available for allocator in pool.allocators] == [llm.config.scheduler.num_blocks] * 2
+        time.sleep(0.05)
+    return False
