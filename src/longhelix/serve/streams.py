@@ -54,7 +54,8 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
                 yield form.line(event)
         except Exception as error:
             yield form.error_line(error)
-        yield form.end
+        if form.end:
+            yield form.end
 
     return _Stream(answers, lines())
 
