@@ -54,7 +54,7 @@ def lines_of(*given):
 
 
 def text(words=""):
-    return Delta(1, words)
+    return Delta(1, words, None)
 
 
 @pytest.fixture
