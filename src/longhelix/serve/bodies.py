@@ -409,6 +409,7 @@ class ContextBody(Body):
     """A context to be saved. replace: also in place of the one that has its name."""
 
     id: ContextName
+    model: Annotated[str, Field(max_length=4096)] | None = None
     prompt: Annotated[str | list[int], PlainValidator(_prompt), WithJsonSchema(_ONE_PROMPT_SCHEMA)] | None = None
     messages: Messages | None = None
     replace: bool | None = None

@@ -22,9 +22,10 @@ _MOST_FAILED = 64  # whose errors are kept
 def routes(serving: Serving) -> APIRouter:
     router, contexts = APIRouter(), _Contexts(serving)
 
-    @router.post("/v1/contexts", status_code=202, responses=statuses(409, 429, 503))
+    @router.post("/v1/contexts", status_code=202, responses=statuses(404, 409, 429, 503))
     async def save(body: ContextBody) -> forms.Context:
         """Begin to compute and to save one, which goes on when the client has gone."""
+        serving.check_model(body.model)
         return await contexts.begin(body)
 
     @router.get("/v1/contexts", responses=statuses())
@@ -92,9 +93,10 @@ class _Contexts:
         return body.prompt
 
     async def all(self) -> list[forms.Context]:
-        saved = await asyncio.to_thread(self._on_disk)
         self._on_their_way()
-        found = saved | {name: _of_saving(saving) for name, saving in self._found.items()}
+        # Before the disk is looked at, where those are that are ready by then.
+        on_their_way = {name: _of_saving(saving) for name, saving in self._found.items()}
+        found = await asyncio.to_thread(self._on_disk) | on_their_way
         return [found[name] for name in sorted(found)]
 
     async def one(self, name: str) -> forms.Context:
