@@ -7,7 +7,7 @@ BIN := .venv/bin
 RUN_DOCUMENTS := docs/shapes.md docs/performance-model.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
-.PHONY: setup run test test-all test-arm sanitize check wheel bench bench-gpu clean
+.PHONY: setup run test test-all test-optimized test-arm sanitize check wheel bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -33,6 +33,13 @@ test: setup
 test-all: setup sanitize
 	$(PYTEST)
 
+# Without the package's asserts, as python -O runs it: what comes from outside is refused all the same. pytest rewrites
+# the asserts of test files, which stay.
+OPTIMIZED := tests/unit tests/dist/test_input_fuzz.py tests/dist/test_llm.py tests/dist/test_serve.py
+
+test-optimized: setup
+	PYTHONOPTIMIZE=1 $(PYTEST) -m 'not slow' $(OPTIMIZED)
+
 # The native code, for every instruction set that this processor has, under sanitizers of memory and of threads.
 sanitize: sanitize-address,undefined,float-cast-overflow sanitize-thread
 
@@ -50,6 +57,7 @@ test-arm: setup
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/python .ci/forbidden.py src
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

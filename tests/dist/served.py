@@ -1,7 +1,9 @@
-"""A server in this process, over an engine of its own."""
+"""A server over a real engine in this process, as tests ask it."""
 
 import contextlib
+import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -14,13 +16,13 @@ from longhelix.serve.serving import Serving
 
 MOST_BODY_BYTES = 1_000_000
 LIMITS, RECOVERY = Limits(64, 1_000_000), Recovery()
+SMALL = {"kv_cache_tokens": 8192, "max_model_len": 2048}
 
 
 @contextlib.contextmanager
 def served(limits=LIMITS, keys=(), recovery=RECOVERY, model="builtin", layout=None, **settings):
-    """A client of the server, and the engine behind it: of the built-in model over two ranks, if nothing else is
-    said."""
-    settings = {"kv_cache_tokens": 8192, "max_model_len": 2048} | settings
+    """A client of a server in this process, and the engine behind it, of two ranks if nothing else is said."""
+    settings = (SMALL if model == "builtin" else {}) | settings
     with LLM(model, Layout(kvp=2) if layout is None else layout, **settings) as llm:
         found, servers = [], []
         ready = threading.Event()
@@ -48,3 +50,22 @@ def served(limits=LIMITS, keys=(), recovery=RECOVERY, model="builtin", layout=No
         finally:
             servers[0].should_exit = True
             thread.join()
+
+
+def events(response):
+    """What a stream has, which ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def settled(client, llm):
+    """Nothing runs, and all KV blocks are free on every rank."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = client.get("/health").json()
+        if found["running"] == found["waiting"] == 0 and not llm.has_work:
+            pool = llm._core._scheduler.pool
+            return [allocator.available for allocator in pool.allocators] == [llm.config.scheduler.num_blocks] * 2
+        time.sleep(0.05)
+    return False

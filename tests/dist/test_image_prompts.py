@@ -152,7 +152,7 @@ def refusals(tmp_path):
         (larger, "has more than 134217728 pixels: give it smaller"),
         (tmp_path / "none.png", "there is no image"),
         (tmp_path, "cannot be read as an image"),
-        (7, "an image is 7: give the path of a file, or a Pillow image"),
+        (7, "an image is 7: give the path of a file, its bytes, or a Pillow image"),
     ]
 
 

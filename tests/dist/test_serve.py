@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from served import MOST_BODY_BYTES, served
+from served import MOST_BODY_BYTES, events, served, settled
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.serve.driver import Limits, Recovery
@@ -27,25 +27,6 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 def server():
     with served() as both:
         yield both
-
-
-def events(response):
-    """What a stream has, [DONE] included."""
-    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def settled(client, llm):
-    """Nothing runs, and all KV blocks are free on every rank."""
-    deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s:
-        found = client.get("/health").json()
-        if found["running"] == found["waiting"] == 0 and not llm.has_work:
-            pool = llm._core._scheduler.pool
-            return [allocator.available for allocator in pool.allocators] == [llm.config.scheduler.num_blocks] * 2
-        time.sleep(0.05)
-    return False
 
 
 def test_completions_are_what_the_engine_says(server):
@@ -198,12 +179,24 @@ WRONG = [
     ("presence_penalty", [2.1, "x"]),
     ("frequency_penalty", [-2.1, []]),
     ("repetition_penalty", [0, -1]),
-    ("logit_bias", [{"1": 101}, {"x": 1}, {"-1": 1}, {"99999999": 1}, [], {str(token): 1 for token in range(1025)}]),
+    (
+        "logit_bias",
+        [
+            {"1": 101},
+            {"x": 1},
+            {"-1": 1},
+            {"99999999": 1},
+            {"01": 1},
+            {"1": 1, "01": 2},
+            [],
+            {str(token): 1 for token in range(1025)},
+        ],
+    ),
     ("stop", ["", ["x"] * 65, [""], 3, "x" * 1001, ["x" * 900] * 3]),
     ("tools", [[{"type": "function"}]]),
     ("response_format", [{"type": "json_object"}]),
     ("suffix", ["x"]),
-    ("context", ["saved"]),
+    ("context", ["", "../saved", "a/b", ".hidden", 3, ["saved"]]),
     ("stop_token_ids", [[-1], [2**31], ["x"], [10**6], list(range(1025))]),
     ("min_tokens", [-1, 5]),
     ("seed", [-1, 2**63, "x"]),
@@ -244,6 +237,42 @@ def test_what_is_wrong_is_said(server, field, value, streams):
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert error["code"]
+    assert error["param"] == field
+    assert "--" not in error["message"]
+
+
+@pytest.mark.parametrize("given", ["text", "ids"])
+def test_an_echo_alone_computes_nothing(server, given):
+    client, llm = server
+    ids = llm.tokenizer.encode(PROMPT)
+    steps = client.get("/health").json()["steps"]
+    body = {"prompt": [PROMPT, PROMPT] if given == "text" else [ids, ids], "echo": True, "max_tokens": 0, "n": 2}
+    answer = client.post("/v1/completions", json=body).json()
+    assert [choice["text"] for choice in answer["choices"]] == [PROMPT] * 4
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2 * len(ids), 0)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/completions", json=body | options) as got:
+        *choices, last = events(got)
+    assert [event["choices"][0] for event in choices] == answer["choices"]
+    assert last["usage"] == usage
+    assert client.get("/health").json()["steps"] == steps
+    for wrong in ({"prompt": [10**6]}, {"prompt": [5] * 2048}, {"echo": False}):
+        refused = client.post("/v1/completions", json=body | wrong)
+        assert (refused.status_code, bool(refused.json()["error"]["param"])) == (400, True)
+
+
+def test_what_is_served_is_described(server):
+    client, _ = server
+    paths = client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        assert {"application/json", "text/event-stream"} == paths[path]["post"]["responses"]["200"]["content"].keys()
+    for path, routes in paths.items():
+        for route in routes.values():
+            assert "405" in route["responses"] or path == "/health"
+            assert "422" not in route["responses"]
 
 
 def test_bodies_that_are_none(server):

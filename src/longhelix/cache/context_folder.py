@@ -73,7 +73,7 @@ class ContextFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise UserError(f"the folder of contexts {self.path} cannot be read: {error.strerror}") from error
+            raise disk_error(f"the folder of contexts {self.path} cannot be read", error) from error
 
     def at(self, name: str) -> Path:
         """The folder of a context that is there."""

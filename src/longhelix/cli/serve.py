@@ -15,6 +15,7 @@ from longhelix.errors import UserError
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
+_BYTES_OF_IMAGES = 64_000_000  # of a body
 # What one prompt wants and what many want differ.
 _DEFAULTS = {"policy": "lars", "placement": "auto"}
 
@@ -55,7 +56,8 @@ def serve(
     max_waiting_tokens
         So many prompt tokens may wait, all requests together.
     max_body_bytes
-        The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len]
+        The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len; 64 MB more where
+        the model reads images]
     max_restarts
         So many times an hour an engine that fails starts again, and its requests go on.
     max_replays
@@ -82,7 +84,9 @@ def serve(
     settings = given(engine)
     name = served_model_name or Path(model.model).name
     with model.start(_with_defaults(engine, settings)) as llm:
-        most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len
+        config = llm.config
+        of_images = _BYTES_OF_IMAGES if config.spec.vision is not None else 0
+        most_bytes = max_body_bytes or 1_000_000 + 16 * config.scheduler.max_model_len + of_images
         serving = Serving(llm, Driver(llm, limits, recovery), name, int(time.time()))
         run(
             serving,

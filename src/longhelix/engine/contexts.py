@@ -4,7 +4,7 @@ import hashlib
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +25,22 @@ from longhelix.workers.transport import LoadBlocks, SaveBlocks
 
 # That a rank writes or reads at a time.
 _PART_BYTES = 2**27
-_MOST_ATTEMPTS = 3  # to compute KV that others then displace
 LOWEST = ServiceLevel(priority=-MOST_PRIORITY)
+
+
+@dataclass(frozen=True)
+class NewContext:
+    """One that is to be saved. token_ids: int32. replace: also in place of the context that has its name."""
+
+    name: str
+    token_ids: "array[int]"
+    cache_salt: str
+    replace: bool
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Of the request that computes it."""
+        return len(self.token_ids) + 1
 
 
 @dataclass(frozen=True)
@@ -46,8 +60,6 @@ class Contexts:
     its tokens. If others need the room before that, the request computes it.
     """
 
-    most_attempts = _MOST_ATTEMPTS
-
     def __init__(self, core: TokenCore, model: str, checkpoint: Checkpoint, folder: ContextFolder) -> None:
         """`model`: what users call the checkpoint."""
         self._core, self._model, self._checkpoint, self._folder = core, model, checkpoint, folder
@@ -58,8 +70,8 @@ class Contexts:
         """Another engine of the same configuration, from now on."""
         self._core = core
 
-    def check_new(self, name: str, prompt: Sequence[int], replace: bool) -> "array[int]":
-        """The ids of a prompt to be saved. Refuses what could not be, before anything is computed."""
+    def new(self, name: str, prompt: Sequence[int], cache_salt: str, replace: bool) -> NewContext:
+        """A prompt to be saved. Refuses what could not be, before anything is computed."""
         self._check_cache()
         self._folder.check_free(name, replace)
         ids = token_ids(prompt, self._config.spec.vocab_size, self._config.scheduler.max_model_len)
@@ -69,37 +81,31 @@ class Contexts:
                 f"the context has {len(ids)} tokens, which do not fill one KV block of {block_tokens}: nothing is "
                 "there to save, give it with each prompt"
             )
-        return ids
+        return NewContext(name, ids, cache_salt, replace)
 
-    def save(self, name: str, prompt_ids: "array[int]", cache_salt: str, replace: bool) -> SavedContext | None:
-        """Keep the KV of a prompt that was computed. None if some of it is gone already."""
-        capacity_tokens = len(prompt_ids) + 1
-        held = self._core.hold(prompt_ids, capacity_tokens, cache_salt)
+    def writing(self, new: NewContext) -> Generator[None, None, SavedContext | None]:
+        """Keep the KV of a prompt that was just computed, a part each time that it is asked: steps may run between two
+        of them. Returns None if some of the KV is gone already. Where it is closed early, nothing stays on the disk."""
+        held = self._core.hold(new.token_ids, new.capacity_tokens, new.cache_salt)
         if held is None:
             return None
         with self._core.releasing(held):
             if held.num_cached < len(held.blocks):
                 return None
-            with self._folder.new(name, replace) as folder:
+            with self._folder.new(new.name, new.replace) as folder:
+                yield from self._write(held.blocks, folder)
                 context = SavedContext(
-                    name=name,
-                    origin=self._origin(capacity_tokens),
+                    name=new.name,
+                    origin=self._origin(new.capacity_tokens),
                     model=self._model,
                     saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-                    num_tokens=len(prompt_ids),
-                    capacity_tokens=capacity_tokens,
-                    tokens_checksum=tokens_checksum(prompt_ids),
-                    files=self._write(held.blocks, folder),
+                    num_tokens=len(new.token_ids),
+                    capacity_tokens=new.capacity_tokens,
+                    tokens_checksum=tokens_checksum(new.token_ids),
+                    files=self._written(held.blocks, folder),
                 )
-                self._folder.finish(folder, context, prompt_ids, replace)
+                self._folder.finish(folder, context, new.token_ids, new.replace)
         return context
-
-    def displaced(self, name: str) -> UserError:
-        return UserError(
-            f"context {name!r} was computed {_MOST_ATTEMPTS} times, and each time other requests needed its room "
-            "before it was saved: save it when fewer run, or set --kv-cache-tokens to more",
-            "kv_cache_exceeded",
-        )
 
     def load(self, name: str, cache_salt: str = "") -> LoadedContext:
         """Have the ranks take up what they do not have of a context."""
@@ -133,14 +139,19 @@ class Contexts:
         if not self._config.scheduler.prefix_cache:
             raise UserError("saved contexts are taken up through the prefix cache: set prefix_cache to True")
 
-    def _write(self, blocks: tuple[Block, ...], folder: Path) -> tuple[SavedFile, ...]:
-        """Have the ranks write KV blocks to files of a folder."""
+    def _write(self, blocks: tuple[Block, ...], folder: Path) -> Iterator[None]:
+        """Have the ranks write KV blocks to files of a folder, part by part."""
         config = self._config
-        totals, before = Counter(block.owner for block in blocks), Counter[int]()
+        totals, before = _counts(blocks), Counter[int]()
         for first, part in _parts(blocks, 0, config):
             counts = (tuple(count[rank] for rank in range(config.layout.kvp)) for count in (before, totals))
             self._core.carry(SaveBlocks(str(folder), first, part, *counts))
-            before.update(block.owner for block in part)
+            before += _counts(part)
+            yield
+
+    def _written(self, blocks: tuple[Block, ...], folder: Path) -> tuple[SavedFile, ...]:
+        """The files of these blocks."""
+        config, totals = self._config, _counts(blocks)
         return tuple(
             _described(folder, rank, config)
             for rank in range(config.layout.world_size)
@@ -163,6 +174,11 @@ class Contexts:
             block_tokens=config.scheduler.block_tokens,
             frequencies=hashlib.sha256(struct.pack(f"<{len(frequencies)}d", *frequencies)).hexdigest(),
         )
+
+
+def _counts(blocks: tuple[Block, ...]) -> Counter[int]:
+    """How many each KVP rank has."""
+    return Counter(block.owner for block in blocks)
 
 
 def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from longhelix.engine.prompt import ImagePrompt, token_ids
+from longhelix.engine.prompt import ImagePrompt, ReadPrompt, token_ids
 from longhelix.engine.shown_images import ShownImage
 from longhelix.errors import UserError
 from longhelix.models.checkpoint import Checkpoint
@@ -27,10 +27,8 @@ class Images:
         self._patcher: Patcher | None = None  # loaded with the first image
         self._tower: Tower | None = None
 
-    def read(
-        self, prompt: ImagePrompt, encode: Callable[[str], Sequence[int]]
-    ) -> tuple[Sequence[int], list[ShownImage]]:
-        """The ids of a prompt, and the images in it. encode: makes ids of text."""
+    def read(self, prompt: ImagePrompt, encode: Callable[[str], Sequence[int]]) -> ReadPrompt:
+        """A prompt whose images were opened; their states are yet to be made. encode: makes ids of text."""
         vision, checkpoint = self._config.spec.vision, self._checkpoint
         if vision is None or not isinstance(checkpoint, VisionLanguageCheckpoint):
             raise UserError(
@@ -50,7 +48,8 @@ class Images:
         images = [self._patcher.patches(image) for image in given_images]
         expanded, spans = _expanded(placed, images, vision)
         states = self._tower.states
-        return expanded, [ShownImage(span, partial(states, one)) for span, one in zip(spans, images, strict=True)]
+        shown = [ShownImage(span, partial(states, one)) for span, one in zip(spans, images, strict=True)]
+        return ReadPrompt(expanded, shown)
 
     def _check_length(self, num_tokens: int, images: Sequence[Any], patcher: Patcher) -> None:
         """Raise UserError where these tokens and those of images are too many, before any pixel is read."""
@@ -67,7 +66,7 @@ class Images:
 
 def _items(images: object) -> Sequence[Any]:
     if not isinstance(images, (list, tuple)) or not 0 < len(images) <= _MOST_IMAGES:
-        raise refused("images", images, f"a list of 1 to {_MOST_IMAGES} paths or Pillow images")
+        raise refused("images", images, f"a list of 1 to {_MOST_IMAGES} paths, bytes of files or Pillow images")
     return images
 
 

@@ -18,9 +18,10 @@ from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.prompt import ImagePrompt, Prompt, as_prompts
+from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
@@ -36,6 +37,7 @@ from longhelix.values import refused
 from longhelix.workers import ranks, torchrun
 
 _Answer = TypeVar("_Answer")
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
 
 
 class LLM:
@@ -77,6 +79,7 @@ class LLM:
         self._lost = LostRequests()
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
+        self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         self._new_core = partial(TokenCore, self.config, on_traced=on_traced)
@@ -87,7 +90,8 @@ class LLM:
                 self._trace.close()
             raise
         self._images = Images(self.config, checkpoint)
-        self._contexts = Contexts(self._core, str(model), checkpoint, ContextFolder(options.contexts_dir))
+        self.contexts_folder = ContextFolder(options.contexts_dir)
+        self._contexts = Contexts(self._core, str(model), checkpoint, self.contexts_folder)
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +108,9 @@ class LLM:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._closed = True
+        for saving in self._savings:
+            saving.end(EngineError("the engine was closed"))
+        self._savings.clear()
         self._end()
 
     def _end(self) -> None:
@@ -129,6 +136,8 @@ class LLM:
         core.follow(self._core)
         self._core = core
         self._contexts.use(core)
+        for saving in self._savings:
+            saving.begin_again()
         for live in self._lost.failing(most_failures):
             usage = Usage((0,) * self.config.layout.kvp)
             error = f"the engine has failed {live.failures} times while this request ran"
@@ -143,7 +152,12 @@ class LLM:
     def has_work(self) -> bool:
         """Whether `step` has something to run or to give."""
         lost = bool(self._lost) and not self._core.has_failed
-        return lost or bool(self._deltas) or self._core.has_work
+        return lost or bool(self._deltas or self._savings) or self._core.has_work
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether contexts are computed or written. Any thread may ask."""
+        return bool(self._savings)
 
     def add(
         self,
@@ -160,18 +174,42 @@ class LLM:
         """
         return self._queue(prompt, sampling, service, self._deltas, context)
 
+    def read(self, prompt: ImagePrompt) -> ReadPrompt:
+        """The prompt for `add` and the like, which then need not open its images, nor run the vision tower. Unlike all
+        else it may run on another thread, one call at a time, while the engine steps. Raises UserError as they do."""
+        read = self._images.read(prompt, self._token_ids)
+        return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
+
     def save_context(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
     ) -> SavedContext:
         """Compute a prompt's KV, after whatever else runs, and keep it on disk under a name. `replace`: also in place
         of the context that has it. Raises UserError if that cannot be; then nothing on the disk has changed."""
-        prompt_ids = self._contexts.check_new(name, self._token_ids(prompt), replace)
-        for _ in range(self._contexts.most_attempts):
-            self._run([prompt_ids], SamplingParams(max_new_tokens=1, ignore_eos=True), service, None)
-            saved = self._contexts.save(name, prompt_ids, service.cache_salt, replace)
-            if saved is not None:
-                return saved
-        raise self._contexts.displaced(name)
+        saving = self.begin_saving(name, prompt, service, replace=replace)
+        try:
+            while not saving.has_ended:
+                self._get_on()
+        except BaseException:
+            saving.end(EngineError("it was given up"))
+            raise
+        return saving.result()
+
+    def begin_saving(
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+    ) -> Saving:
+        """Begin what `save_context` does; `step` gets on with it beside all else. Raises UserError as that does, for
+        what can be seen before anything is computed."""
+        self._core.check_running()
+        self._core.check_asked(_ONE_TOKEN, service)
+        new = self._contexts.new(name, self._token_ids(prompt), service.cache_salt, replace)
+        computing = Computing(
+            lambda deltas: self._queue(new.token_ids, _ONE_TOKEN, service, deltas, None),
+            self.prefilled_tokens,
+            self.abort,
+        )
+        saving = Saving(self._contexts, new, computing)
+        self._savings.append(saving)
+        return saving
 
     def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
         """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with: from here on
@@ -235,9 +273,10 @@ class LLM:
         arrival_s = time.monotonic()
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
-        images: list[ShownImage] = []
-        if isinstance(prompt, ImagePrompt):
-            given, images = self._shown(prompt, context)
+        images: Sequence[ShownImage] = ()
+        if isinstance(prompt, ImagePrompt | ReadPrompt):
+            read = self._shown(prompt, context)
+            given, images = read.token_ids, read.images
         elif context is None:
             given = self._token_ids(prompt)
         else:
@@ -247,13 +286,13 @@ class LLM:
         self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, images)
         return request.id
 
-    def _shown(self, prompt: ImagePrompt, context: str | None) -> tuple[Sequence[int], list[ShownImage]]:
+    def _shown(self, prompt: ImagePrompt | ReadPrompt, context: str | None) -> ReadPrompt:
         if context is not None:
             raise UserError("a saved context has tokens alone, and no images go with it: leave out one of them")
-        return self._images.read(prompt, self._token_ids)
+        return prompt if isinstance(prompt, ReadPrompt) else self._images.read(prompt, self._token_ids)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, ImagePrompt):
+        if isinstance(prompt, ImagePrompt | ReadPrompt):
             raise UserError("a saved context has tokens alone: give its images with each prompt")
         if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
             return self.tokenizer.encode(prompt) if prompt else []
@@ -268,12 +307,17 @@ class LLM:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
         for them."""
         while not deltas:
-            if not self._advance():
-                raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+            self._get_on()
         return deltas.popleft()
 
+    def _get_on(self) -> None:
+        """Advance, for a request that has not ended."""
+        if not self._advance():
+            raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+
     def _advance(self) -> bool:
-        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it.
+        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it. Then
+        get on with the contexts that are saved.
 
         Returns False if there is nothing to do.
         """
@@ -285,10 +329,12 @@ class LLM:
                 self._live[live.request.id] = live
             steps_before = self._core.counters.steps
             self._take(self._core.poll())
+            saved = [saving.advance() for saving in self._savings]
+            self._savings = [saving for saving in self._savings if not saving.has_ended]
         except BaseException as error:
             self._fail(error)
             raise
-        return self._core.counters.steps > steps_before
+        return self._core.counters.steps > steps_before or any(saved)
 
     def _fail(self, error: BaseException) -> None:
         """End, and keep the reason."""

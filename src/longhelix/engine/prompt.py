@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from longhelix.engine.shown_images import ShownImage
 from longhelix.errors import UserError
 from longhelix.values import shown
 
@@ -16,19 +17,33 @@ class ImagePrompt:
     """A prompt that shows images, for vision-language models.
 
     prompt: text or token ids. The model's image token, such as <|image_pad|>, has each image's place in it; where a
-    prompt has none of them, all images come first. images: paths of files, or Pillow images, in their order.
+    prompt has none of them, all images come first. images: paths of files, their bytes, or Pillow images, in their
+    order.
     """
 
     prompt: str | Sequence[int]
     images: Sequence[Any]
 
 
-Prompt = str | Sequence[int] | ImagePrompt
+@dataclass(frozen=True)
+class ReadPrompt:
+    """An `ImagePrompt` whose images the vision tower has seen: `LLM.read` makes it. token_ids: with that of an image as
+    often as it has tokens."""
+
+    token_ids: Sequence[int]
+    images: Sequence[ShownImage]
+
+
+Prompt = str | Sequence[int] | ImagePrompt | ReadPrompt
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. Raises UserError for anything else."""
-    if isinstance(prompts, str | ImagePrompt) or _is_array(prompts) or (_is_sequence(prompts) and _holds_ids(prompts)):
+    if (
+        isinstance(prompts, str | ImagePrompt | ReadPrompt)
+        or _is_array(prompts)
+        or (_is_sequence(prompts) and _holds_ids(prompts))
+    ):
         return [prompts]
     if not _is_sequence(prompts):
         raise UserError(f"the prompts are {shown(prompts)}: give text, token ids, or a list of those")

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from longhelix.request import ImageSpan
 from longhelix.workers.pool import WorkerPool
@@ -15,6 +16,11 @@ class ShownImage:
 
     span: ImageSpan
     states: Callable[[], bytes]
+
+    def seen(self) -> Self:
+        """The same, with what takes long done."""
+        states = self.states()
+        return replace(self, states=lambda: states)
 
 
 class ShownImages:

@@ -1,11 +1,12 @@
 """What clients get, in OpenAI's form."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from longhelix.engine.result import Result
+from longhelix.engine.saving import Status
 from longhelix.scheduler.scheduler import FinishReason
 
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -85,6 +86,69 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class OutputText(BaseModel):
+    type: str = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+
+class FailureReason(BaseModel):
+    message: str
+    code: str
+
+
+class ResponseObject(BaseModel):
+    """status: in_progress, completed, incomplete (the tokens that it may have were not enough) or failed."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputMessage] = []
+    usage: ResponseUsage | None = None
+    error: FailureReason | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    temperature: float
+    top_p: float
+    previous_response_id: str | None = None
+    store: bool = False
+    parallel_tool_calls: bool = True
+    tool_choice: str = "auto"
+    tools: list[Any] = []
+    truncation: str = "disabled"
+    text: dict[str, Any] = {"format": {"type": "text"}}
+
+
 class Model(BaseModel):
     id: str
     object: str = "model"
@@ -120,6 +184,31 @@ class Health(BaseModel):
     waiting: int
 
 
+class Context(BaseModel):
+    """A saved context, or one on its way. prefilled_tokens: those that are computed. saved_at: ISO 8601, UTC. bytes: on
+    the disk. error: why it failed, or why its files cannot be used."""
+
+    id: str
+    object: str = "context"
+    status: Status
+    prefilled_tokens: int
+    num_tokens: int
+    saved_at: str | None = None
+    bytes: int | None = None
+    error: FailureReason | None = None
+
+
+class ContextList(BaseModel):
+    object: str = "list"
+    data: list[Context]
+
+
+class DeletedContext(BaseModel):
+    id: str
+    object: str = "context.deleted"
+    deleted: bool = True
+
+
 class Version(BaseModel):
     version: str
 
@@ -139,4 +228,14 @@ def usage(results: Iterable[Result], choices: int) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=sum(result.cached_tokens for result in prompts)),
+    )
+
+
+def response_usage(result: Result) -> ResponseUsage:
+    output_tokens = len(result.token_ids)
+    return ResponseUsage(
+        input_tokens=result.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=result.cached_tokens),
+        output_tokens=output_tokens,
+        total_tokens=result.prompt_tokens + output_tokens,
     )

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from longhelix.serve import chat, completions, errors, state
+from longhelix.serve import chat, completions, contexts, errors, responses, state
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.serving import Serving
 
@@ -24,7 +24,7 @@ def build(serving: Serving, admission: Admission) -> FastAPI:
 
     app = FastAPI(title="longhelix", version=importlib.metadata.version("longhelix"), lifespan=lifetime)
     errors.install(app)
-    for room in (completions, chat, state):
+    for room in (completions, chat, responses, contexts, state):
         app.include_router(room.routes(serving))
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,7 +10,8 @@ from fastapi import APIRouter, Request
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ChatBody
-from longhelix.serve.errors import statuses
+from longhelix.serve.driver import Answers
+from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import collect, stream
@@ -19,13 +21,14 @@ from longhelix.serve.token_logprobs import chat_logprobs
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=forms.ChatCompletion, responses=statuses(404, 429, 500, 503))
+    @router.post(
+        "/v1/chat/completions",
+        response_model=forms.ChatCompletion,
+        responses=statuses(404, 429, 500, 503) | streamed(),
+    )
     async def chat(body: ChatBody, request: Request) -> Any:
         serving.check_model(body.model)
-        messages = [message.for_template() for message in body.messages]
-        prompt = await serving.token_ids(serving.llm.tokenizer.encode_chat, messages)
-        asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs)
-        form, answers = _Form(serving, body, asked), await serving.ask(asked)
+        form, answers = await _ask(serving, body)
         if body.stream:
             return stream(answers, form)
         return await asyncio.to_thread(form.whole, await collect(answers, request))
@@ -33,8 +36,16 @@ def routes(serving: Serving) -> APIRouter:
     return router
 
 
+async def _ask(serving: Serving, body: ChatBody) -> tuple["_Form", Answers]:
+    before = await serving.context_tokens(body.context)
+    prompt = await serving.conversation(body.messages, "messages", body.context)
+    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before)
+    answers = await serving.ask(asked)
+    return _Form(serving, body, [replace(each, prompt=()) for each in asked]), answers
+
+
 class _Form(Form):
-    prefix, kind = "chatcmpl", "chat.completion.chunk"
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
 
     body: ChatBody
 

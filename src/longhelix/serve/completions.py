@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import CompletionBody
-from longhelix.serve.errors import statuses
+from longhelix.serve.driver import Answers
+from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import collect, stream
@@ -21,15 +22,24 @@ _DEFAULT_TOKENS = 16  # as OpenAI has it
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=forms.Completion, responses=statuses(404, 429, 500, 503))
+    @router.post(
+        "/v1/completions", response_model=forms.Completion, responses=statuses(404, 429, 500, 503) | streamed()
+    )
     async def complete(body: CompletionBody, request: Request) -> Any:
         serving.check_model(body.model)
-        encode = serving.llm.tokenizer.encode
+        before = await serving.context_tokens(body.context)
+        encode = serving.llm.tokenizer.encode if body.context is None else serving.llm.tokenizer.encode_more
         prompts = [
-            await serving.token_ids(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
+            await serving.token_ids(encode, prompt, "prompt") if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
         ]
+        if body.only_echoes:
+            for prompt in prompts:
+                await serving.text(prompt, "prompt")  # or it is no token
+            echo = _Echo(serving, body, serving.requests(body, prompts, 1, None, before))
+            return stream(Answers(serving.driver), echo) if body.stream else await asyncio.to_thread(echo.whole, [])
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        asked = serving.requests(body, prompts, most_tokens, body.logprobs)
+        asked = serving.requests(body, prompts, most_tokens, body.logprobs, before)
         form, answers = _Form(serving, body, asked), await serving.ask(asked)
         if body.stream:
             return stream(answers, form)
@@ -39,7 +49,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Form(Form):
-    prefix, kind = "cmpl", "text_completion"
+    prefix, kind = "cmpl-", "text_completion"
 
     body: CompletionBody
 
@@ -103,3 +113,28 @@ class _Form(Form):
         if num_best is None or logprobs is None:
             return None
         return completion_logprobs(self.tokenizer, token_ids, logprobs, num_best, offset)
+
+
+class _Echo(_Form):
+    """Prompts alone, which nothing is computed of."""
+
+    def whole(self, results: list[Result]) -> forms.Completion:
+        choices = [
+            forms.CompletionChoice(index=place, text=self._prompt_text(place), finish_reason="length")
+            for place in range(len(self.asked))
+        ]
+        return forms.Completion(**self.head, choices=choices, usage=self._usage)
+
+    def first(self) -> Events:
+        for choice in self.whole([]).choices:
+            yield self.event([choice.model_dump()])
+
+    def last(self) -> Events:
+        if self.body.asks_for("include_usage"):
+            yield self.head | {"object": self.kind, "choices": [], "usage": self._usage.model_dump()}
+
+    @property
+    def _usage(self) -> forms.Usage:
+        count = self.prompt_tokens
+        details = forms.PromptDetails(cached_tokens=0)
+        return forms.Usage(prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details)

@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.observation import Observation, RanStep
@@ -68,13 +68,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for the engine. num_tokens: of the prompt. watched: its progress is told before its first token."""
+    """A request for the engine. num_tokens: of the prompt, and of the saved context before it. watched: its progress is
+    told before its first token."""
 
     prompt: Prompt
     num_tokens: int
     sampling: SamplingParams
     service: ServiceLevel
     watched: bool = False
+    context: str | None = None
 
 
 class Answer:
@@ -163,7 +165,7 @@ class Driver:
         self._llm, self._limits, self._recovery = llm, limits, recovery
         self._failed_s: list[float] = []  # when it failed, of which it has started again
         self._answers: dict[int, Answer] = {}
-        self._observers: set[asyncio.Future[Observation]] = set()
+        self._observers: set[asyncio.Future[Any]] = set()
         self._asked: set[Answer] = set()  # those that the engine does not know yet
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
@@ -176,10 +178,14 @@ class Driver:
 
     async def observe(self) -> Observation:
         """What the engine does, between two steps. Raises EngineError if it fails before."""
-        seen: asyncio.Future[Observation] = self._loop.create_future()
+        return await self.call(self._llm.observe)
+
+    async def call(self, ask: Callable[[], _Value]) -> _Value:
+        """What the LLM answers, between two steps. Raises what it raises, or EngineError if it fails before."""
+        seen: asyncio.Future[Any] = self._loop.create_future()
         self._check_running()
         self._observers.add(seen)
-        self._commands.put(lambda: self._observe(seen))
+        self._commands.put(lambda: self._call(ask, seen))
         try:
             return await seen
         finally:
@@ -194,8 +200,8 @@ class Driver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
-        return not self._asked and not self._answers
+        """Whether no request is left, and no context to be saved."""
+        return not (self._asked or self._answers or self._llm.is_saving)
 
     def end_all(self, error: Exception) -> None:
         """Abort all requests, which get this error, and so does who looks at the engine."""
@@ -260,6 +266,7 @@ class Driver:
                 except Exception as error:
                     self._recover(error)
         except Exception as error:
+            self._llm.close()
             reason = _reason(error)
             self._tell(lambda: self._failed(reason))
 
@@ -314,7 +321,7 @@ class Driver:
     def _add(self, answer: Answer) -> None:
         asked = answer.asked
         try:
-            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service)
+            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
         except EngineError as error:
             answer.failures += 1
             if answer.failures > self._recovery.failures:
@@ -339,9 +346,16 @@ class Driver:
             self._llm.abort(request_id)
             self._tell(lambda: self._gone(request_id))
 
-    def _observe(self, seen: asyncio.Future[Observation]) -> None:
-        found = self._llm.observe()
-        self._tell(lambda: _settle(seen, found))
+    def _call(self, ask: Callable[[], Any], seen: asyncio.Future[Any]) -> None:
+        try:
+            found = ask()
+        except EngineError:
+            raise
+        except Exception as error:
+            refusal = error
+            self._tell(lambda: _fail(seen, refusal))
+        else:
+            self._tell(lambda: _settle(seen, found))
 
     def _tell(self, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
@@ -352,6 +366,7 @@ class Driver:
     def _accepted(self, answer: Answer, request_id: int) -> None:
         if answer in self._asked:  # or all have been ended
             self._asked.remove(answer)
+            answer.asked = replace(answer.asked, prompt=())  # which the engine has
             self._answers[request_id] = answer
             _settle(answer.taken, None)
 

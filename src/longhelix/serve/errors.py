@@ -1,6 +1,7 @@
 """Errors in OpenAI's form: one sentence, and a code that stays."""
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,6 +11,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.serve.answers import FailureReason
+from longhelix.serve.bodies import Sampled
 from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
 
 _TYPES = {
@@ -20,11 +23,72 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _LONGEST_QUOTE = 200  # of what a client sent, in a message
+_STATUSES = {  # of codes; of others 400
+    "model_not_found": 404,
+    "unknown_context": 404,
+    "context_exists": 409,
+    "invalid_checkpoint": 500,
+    "missing_extra": 500,
+    "disk_error": 500,
+    "disk_full": 507,
+}
+# What a client reads in place of sentences that name the server's options, packages or files; and the field it is of.
+_IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
+    "context_length_exceeded": (
+        "the prompt, its images and the new tokens are more than the model's context has: give fewer or smaller "
+        "images, shorten the prompt, or ask for fewer tokens",
+        None,
+    ),
+    "kv_cache_exceeded": (
+        "the prompt and the new tokens, or the context before them, need more of the KV cache than there is: shorten "
+        "the prompt, ask for fewer tokens, or come again when fewer requests run",
+        None,
+    ),
+    "no_chat_template": ("the model has no chat template: ask /v1/completions", "messages"),
+    "missing_extra": ("this server lacks the packages that read images: give text alone", "messages"),
+    "unsupported_model": ("the model reads no images: give text alone", "messages"),
+    "invalid_checkpoint": ("the model's files on the server are damaged, or lack what this needs", None),
+    "unknown_context": (
+        "there is no context of that name, or it is not ready: GET /v1/contexts says which are there",
+        "context",
+    ),
+    "context_exists": (
+        "there is a context of that name: choose another id, give replace, or delete it",
+        "id",
+    ),
+    "context_mismatch": (
+        "the context was saved by another model, or with other settings or another length than this: save it again, or "
+        "leave it out",
+        "context",
+    ),
+    "invalid_context": ("the context's files are damaged: delete it, and save it again", "context"),
+    "disk_full": ("the server's disk is full, or files there may not be that large: delete contexts", None),
+    "disk_error": ("the server's disk does not serve: whoever runs the server can say why", None),
+}
+# How the engine's other sentences begin, by the field that they are about.
+_BEGINNINGS = {
+    "max_new_tokens": "max_tokens",
+    "stop token": "stop_token_ids",
+    "a stop token": "stop_token_ids",
+    "a stop string": "stop",
+    "a token id of logit_bias": "logit_bias",
+    "prompt token": "prompt",
+    "every token": "stop_token_ids",
+} | {name: name for name in Sampled.model_fields}
+_ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
 logger = logging.getLogger(__name__)
 
 
 class DisconnectedError(Exception):
     """The client has gone."""
+
+
+class ClientError(UserError):
+    """What is wrong with a request, in its client's words. param: the field that it is about."""
+
+    def __init__(self, message: str, param: str | None, code: str = "invalid_argument") -> None:
+        super().__init__(message, code)
+        self.param = param
 
 
 class Problem(BaseModel):
@@ -50,30 +114,67 @@ def refusal(status: int, message: str, code: str = "", param: str | None = None)
 
 def of_error(error: Exception) -> JSONResponse:
     """What an error is to a client."""
+    return refusal(*_told(error))
+
+
+def reason(error: Exception) -> FailureReason:
+    """The same, where it is what something on the server has come to."""
+    _, message, code, _ = _told(error)
+    return FailureReason(message=message.encode(errors="replace").decode(), code=code)
+
+
+def _told(error: Exception) -> tuple[int, str, str, str | None]:
+    """Status, message, code, and the field that it is about."""
     match error:
         case UserError():
-            status = 404 if error.code == "model_not_found" else 400
-            return refusal(status, str(error), error.code)
+            return _STATUSES.get(error.code, 400), *_in_clients_words(error)
         case OverloadedError():
-            return refusal(429, str(error), "overloaded")
+            return 429, str(error), "overloaded", None
         case ShuttingDownError():
-            return refusal(503, str(error), "shutting_down")
+            return 503, str(error), "shutting_down", None
         case RestartingError():
-            return refusal(503, str(error), "restarting")
+            return 503, str(error), "restarting", None
         case EngineError():
-            return refusal(503, f"the engine has failed: {error}", error.code)
+            return 503, f"the engine has failed: {error}", error.code, None
         case DisconnectedError():
-            return refusal(499, "the client has gone", "disconnected")
+            return 499, "the client has gone", "disconnected", None
         case RequestError():
-            return refusal(500, str(error), error.code)
+            return 500, str(error), error.code, None
         case _:
             logger.error("a request failed", exc_info=error)
-            return refusal(500, "the server has failed in this request: its log says why", "internal_error")
+            return 500, "the server has failed in this request: its log says why", "internal_error", None
+
+
+def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
+    """Message, code, and the field that it is about."""
+    if isinstance(error, ClientError):
+        return str(error), error.code, error.param
+    if error.code in _IN_CLIENTS_WORDS:
+        message, param = _IN_CLIENTS_WORDS[error.code]
+        logger.info("refused: %s", error)
+        return message, error.code, param
+    if error.code == "chat_template_failed" and error.__cause__ is not None:
+        return (
+            f"the model's chat template refuses these messages ({error.__cause__}): change them",
+            error.code,
+            "messages",
+        )
+    said = str(error)
+    param = next(
+        (field for begins, field in _BEGINNINGS.items() if said.startswith((f"{begins} ", f"{begins}:"))), None
+    )
+    return said.replace("max_new_tokens", "the most new tokens"), error.code, param
 
 
 def statuses(*more: int) -> dict[int | str, dict[str, Any]]:
     """Those of every route, and `more`, for OpenAPI."""
-    return {status: {"model": Refusal} for status in (400, 401, 413, *more)}
+    return {status: {"model": Refusal} for status in (400, 401, 405, 413, *more)}
+
+
+def streamed() -> dict[int | str, dict[str, Any]]:
+    """That the answer may be a stream, for OpenAPI."""
+    schema = {"type": "string", "description": "server-sent events of JSON, where stream is set"}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
 
 
 def install(app: FastAPI) -> None:
@@ -109,5 +210,7 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
     names = [str(name) for name in found["loc"][1:] if not str(name).startswith(("function-", "constrained-"))]
-    field, said = ".".join(names) or "the body", found["msg"].removeprefix("Value error, ")
-    return f"{field[:_LONGEST_QUOTE]}: {said[:_LONGEST_QUOTE]}", "invalid_argument", names[0] if names else None
+    field, said = ".".join(names), found["msg"].removeprefix("Value error, ")
+    if not field and (about := _ABOUT.match(said)):  # of the body as a whole
+        return said[:_LONGEST_QUOTE], "invalid_argument", about.group(1)
+    return f"{field[:_LONGEST_QUOTE] or 'the body'}: {said[:_LONGEST_QUOTE]}", "invalid_argument", (names or [None])[0]

@@ -1,5 +1,6 @@
 """What answers to one call have in common, whole or event by event."""
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,26 +10,32 @@ from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.driver import Asked
+from longhelix.serve.errors import of_error
 from longhelix.serve.serving import Serving
 
 Events = Iterator[Mapping[str, Any]]
 
 
+def data_line(event: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
 class Form:
-    """kind: of its events."""
+    """kind: of its events. end: what a stream of them ends with."""
 
     prefix: str
     kind: str
+    end = "data: [DONE]\n\n"
 
     def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked]) -> None:
         self.tokenizer = serving.llm.tokenizer
         self.body, self.asked = body, asked
         self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": f"{self.prefix}{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": serving.model,
         }
-        self._prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
+        self.prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
         self._completion_tokens = 0
         self._results: dict[int, Result] = {}
 
@@ -44,6 +51,14 @@ class Form:
         for choice in self.choices(place, delta):
             yield self.event([choice])
 
+    def line(self, event: Mapping[str, Any]) -> str:
+        """An event as a stream has it."""
+        return data_line(event)
+
+    def error_line(self, error: Exception) -> str:
+        """What ends a stream before its time."""
+        return f"data: {bytes(of_error(error).body).decode()}\n\n"
+
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
         """The same, without what all events have."""
         raise NotImplementedError
@@ -52,9 +67,9 @@ class Form:
         found = self.head | {"object": self.kind, "choices": choices}
         if self.body.asks_for("continuous_usage_stats"):
             found["usage"] = {
-                "prompt_tokens": self._prompt_tokens,
+                "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self._completion_tokens,
-                "total_tokens": self._prompt_tokens + self._completion_tokens,
+                "total_tokens": self.prompt_tokens + self._completion_tokens,
             }
         return found
 

@@ -1,15 +1,17 @@
 """What all routes share: the engine, its model's name, and how requests are made of what clients send."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from longhelix.engine.llm import LLM
-from longhelix.errors import UserError
+from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.request import SamplingParams
-from longhelix.serve.bodies import Sampled
+from longhelix.serve.bodies import Message, Sampled
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
+from longhelix.serve.errors import ClientError
+from longhelix.serve.images import read_images
 
 
 @dataclass
@@ -21,21 +23,23 @@ class Serving:
     model: str
     created_s: int
     is_draining: bool = False
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
     def max_model_len(self) -> int:
         return self.llm.config.scheduler.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Raise UserError for the name of another model."""
+        """Raise ClientError for the name of another model."""
         if name is not None and name != self.model:
-            raise UserError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model_not_found")
+            raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
-    async def text(self, token_ids: list[int]) -> str:
-        """Special tokens included. Raises UserError for ids that are no tokens."""
-        beyond = next((each for each in token_ids if each >= self.llm.config.spec.vocab_size), None)
+    async def text(self, token_ids: list[int], field: str = "tokens") -> str:
+        """Special tokens included. Raises ClientError for ids that are no tokens."""
+        vocab_size = self.llm.config.spec.vocab_size
+        beyond = next((each for each in token_ids if each >= vocab_size), None)
         if beyond is not None:
-            raise UserError(f"token {beyond} is outside the model's vocabulary of {self.llm.config.spec.vocab_size}")
+            raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
         return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
 
     async def ask(self, asked: Sequence[Asked]) -> Answers:
@@ -47,46 +51,85 @@ class Serving:
         await answers.ask(asked)
         return answers
 
-    async def token_ids(self, encode: Callable[..., list[int]], given: Any) -> list[int]:
-        """What a tokenizer or a chat template makes of text, off the event loop. Raises UserError for text that is too
-        long, before anything is made of it."""
-        length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+    async def token_ids(self, encode: Callable[..., list[int]], given: Any, field: str) -> list[int]:
+        """What a tokenizer or a chat template makes of text, off the event loop. field: that has it. Raises ClientError
+        for text that is too long, before anything is made of it."""
+        length = len(given) if isinstance(given, str) else sum(map(_num_characters, given))
         most = self.max_model_len * self.llm.tokenizer.longest_token
         if length > most:
-            raise UserError(
+            raise ClientError(
                 f"the text has {length} characters, and {self.max_model_len} tokens, which the model's context has, "
                 f"cannot be more than {most}: shorten it",
+                field,
                 "context_length_exceeded",
             )
         return await asyncio.to_thread(encode, given)
 
+    async def conversation(self, messages: list[Message], field: str, context: str | None) -> list[int] | ReadPrompt:
+        """What the chat template makes of messages, behind a saved context if there is one, with the images that they
+        show. Their content is not kept: an answer may take long, and images are large. Raises UserError for what cannot
+        be."""
+        tokenizer = self.llm.tokenizer
+        given = [message.for_template() for message in messages]
+        urls = [url for message in messages for url in message.image_urls]
+        messages.clear()
+        if urls and self.llm.config.spec.vision is None:
+            raise ClientError("the model reads no images: give text alone", field, "unsupported_model")
+        if urls and context is not None:
+            raise ClientError("a saved context has tokens alone, and no images go with it: leave out one", "context")
+        encode = tokenizer.encode_chat if context is None else tokenizer.encode_more_chat
+        token_ids = await self.token_ids(encode, given, field)
+        if not urls:
+            return token_ids
+        async with self._looking:  # an image in memory is large, and the tower takes all cores
+            return await asyncio.to_thread(self._read, token_ids, urls, field)
+
+    def _read(self, token_ids: list[int], urls: list[str], field: str) -> ReadPrompt:
+        return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))
+
+    async def context_tokens(self, name: str | None) -> int:
+        """Of the saved context that prompts go on after. Raises UserError for one that is not there."""
+        return 0 if name is None else (await asyncio.to_thread(self.llm.contexts_folder.manifest, name)).num_tokens
+
     def requests(
         self,
         body: Sampled,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[list[int] | ReadPrompt],
         most_tokens: int | None,
         logprobs: int | None,
+        context_tokens: int = 0,
     ) -> list[Asked]:
         """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
-        Raises UserError for what can never run."""
+        context_tokens: of the saved context before each prompt. Raises UserError for what can never run."""
         if len(prompts) * body.choices > self.driver.most_requests:
-            raise UserError(
+            raise ClientError(
                 f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
-                f"{self.driver.most_requests} may wait here: send fewer"
+                f"{self.driver.most_requests} may wait here: send fewer",
+                body.prompt_field if body.choices == 1 else "n",
             )
         asked, watched, service = [], body.asks_for("include_progress"), body.service()
         samplings: dict[int, list[SamplingParams]] = {}
         for prompt in prompts:
-            left = self.max_model_len - len(prompt)
+            given = len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt) + context_tokens
+            left = self.max_model_len - given
             if left < 1 or (most_tokens is not None and most_tokens > left):
-                wanted = len(prompt) + (1 if most_tokens is None else most_tokens)
-                raise UserError(
-                    f"the prompt has {len(prompt)} tokens, and with the answer's there may be {wanted}, but the "
-                    f"model's context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
+                wanted = given + (1 if most_tokens is None else most_tokens)
+                raise ClientError(
+                    f"the prompt has {given} tokens, and with the answer's there may be {wanted}, but the model's "
+                    f"context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
+                    body.prompt_field if left < 1 else body.limit_field,
                     "context_length_exceeded",
                 )
             most_new = left if most_tokens is None else most_tokens
             if most_new not in samplings:
                 samplings[most_new] = [body.sampling(most_new, choice, logprobs) for choice in range(body.choices)]
-            asked += [Asked(prompt, len(prompt), sampling, service, watched) for sampling in samplings[most_new]]
+            asked += [
+                Asked(prompt, given, sampling, service, watched, body.context) for sampling in samplings[most_new]
+            ]
         return asked
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Of a message's text, as chat templates take it."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)

@@ -6,10 +6,9 @@ from typing import Literal
 
 from fastapi import APIRouter, Response
 
-from longhelix.errors import UserError
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
-from longhelix.serve.errors import statuses
+from longhelix.serve.errors import ClientError, statuses
 from longhelix.serve.serving import Serving
 
 
@@ -56,12 +55,15 @@ def routes(serving: Serving) -> APIRouter:
     async def tokenize(body: TokenizeBody) -> forms.Tokens:
         serving.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise UserError("give one of prompt and messages")
+            raise ClientError("give one of prompt and messages", "prompt")
         if body.messages is not None:
-            ids = await serving.token_ids(tokenizer.encode_chat, [each.for_template() for each in body.messages])
+            if any(message.image_urls for message in body.messages):
+                raise ClientError("images are not read here: an answer's usage has their tokens", "messages")
+            given = [each.for_template() for each in body.messages]
+            ids = await serving.token_ids(tokenizer.encode_chat, given, "messages")
         else:
             encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
-            ids = await serving.token_ids(encode, body.prompt)
+            ids = await serving.token_ids(encode, body.prompt, "prompt")
         return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
 
     @router.post("/detokenize", responses=statuses(404))

@@ -1,9 +1,7 @@
 """Server-sent events of answers that come token by token."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -12,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
 from longhelix.serve.driver import Answers, Progress
-from longhelix.serve.errors import DisconnectedError, of_error
-from longhelix.serve.form import Form
+from longhelix.serve.errors import DisconnectedError
+from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -32,36 +30,53 @@ class _Stream(StreamingResponse):
 
 
 def stream(answers: Answers, form: Form) -> StreamingResponse:
-    """Events of JSON as they come, and [DONE]. An error of a request is an event too, the last one. Comments keep the
-    connection alive while a prompt is long; prompts that are watched have an event of their progress. A client that
+    """A form's events as they come, and its end. An error of a request is an event too, the last one. Comments keep the
+    connection alive while nothing else is sent; prompts that are watched have an event of their progress. A client that
     goes away aborts all."""
 
     async def lines() -> AsyncIterator[str]:
+        clock = asyncio.get_running_loop().time
         try:
             for event in form.first():
-                yield _line(event)
+                yield form.line(event)
+            sent_s = clock()
             while True:
                 try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        place, got = await anext(answers)
-                except TimeoutError:
-                    yield ": the prompt is being read\n\n"
-                    continue
+                    got = await _next(answers, sent_s + KEEP_ALIVE_S)
                 except StopAsyncIteration:
                     break
-                if isinstance(got, Progress):
-                    yield "event: progress\n" + _line({"index": place, "prefilled_tokens": got.prefilled_tokens})
-                    continue
-                check(got.result)
-                for event in form.events(place, got):
-                    yield _line(event)
+                come = [": the answer is under way\n\n"] if got is None else _lines(form, *got)
+                for line in come:
+                    yield line
+                if come:
+                    sent_s = clock()
             for event in form.last():
-                yield _line(event)
+                yield form.line(event)
         except Exception as error:
-            yield f"data: {bytes(of_error(error).body).decode()}\n\n"
-        yield "data: [DONE]\n\n"
+            yield form.error_line(error)
+        if form.end:
+            yield form.end
 
     return _Stream(answers, lines())
+
+
+async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress] | None:
+    """What comes next, by then; None: too late. Raises StopAsyncIteration after the last one."""
+    if asyncio.get_running_loop().time() >= until_s:
+        return None
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await anext(answers)
+    except TimeoutError:
+        return None
+
+
+def _lines(form: Form, place: int, got: Delta | Progress) -> list[str]:
+    """Those of what a request got. Raises the error of one that failed."""
+    if isinstance(got, Progress):
+        return [f"event: progress\n{data_line({'index': place, 'prefilled_tokens': got.prefilled_tokens})}"]
+    check(got.result)
+    return [form.line(event) for event in form.events(place, got)]
 
 
 async def collect(answers: Answers, request: Request) -> list[Result]:
@@ -98,7 +113,3 @@ async def _gone(request: Request) -> None:
     """Returns once the client has gone, after the body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _line(event: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -13,6 +13,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longhelix.errors import UserError
 
+# What messages may go on after: templates want users and assistants to take turns, and some have no system prompt.
+_USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+_EARLIER = ([_USER, _ASSISTANT], [_USER], [{"role": "system", "content": "."}])
+
 
 class ChatTemplate:
     """A Jinja template from a checkpoint, rendered in a sandbox: it is foreign code.
@@ -24,12 +28,13 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt up to where the assistant speaks; UserError where the template refuses the messages."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, is_answered: bool = True) -> str:
+        """The prompt up to where the assistant speaks, or without `is_answered`, to the end of the last message.
+        UserError where the template refuses the messages."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=is_answered,
                 # Templates compare these with none, and an undefined name is not none.
                 tools=None,
                 documents=None,
@@ -41,6 +46,22 @@ class ChatTemplate:
                 "change the messages, or use generate without --chat",
                 code="chat_template_failed",
             ) from error
+
+    def render_more(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What `render` has of messages that come behind others: without what begins a conversation, such as a BOS and
+        a system prompt that nobody gave. UserError where the template has them only as a beginning."""
+        for before in _EARLIER:
+            try:
+                begun, whole = self.render(before, is_answered=False), self.render([*before, *messages])
+            except UserError:  # not behind such messages
+                continue
+            if whole.startswith(begun):
+                return whole[len(begun) :]
+        raise UserError(
+            "the model's chat template does not say how these messages go on after others; change the messages, or "
+            "give a prompt as text",
+            code="chat_template_failed",
+        )
 
     # Compiled at first use, so that a broken template stops only the requests that need it.
     @cached_property

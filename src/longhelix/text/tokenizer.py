@@ -63,10 +63,25 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks; UserError without a chat template."""
+        return self._encode_rendered(self._template.render(messages))
+
+    def encode_more_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The same, of messages that come behind other tokens, those of a conversation or others."""
+        return self._encode_rendered(self._template.render_more(messages))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a conversation to the end of its last message."""
+        return self._encode_rendered(self._template.render(messages, is_answered=False))
+
+    @property
+    def _template(self) -> ChatTemplate:
         if self._chat_template is None:
             raise UserError("the model has no chat template; use generate without --chat", code="no_chat_template")
+        return self._chat_template
+
+    def _encode_rendered(self, text: str) -> list[int]:
         # The template has written every special token that it wants.
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens left out."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,10 @@ _MOST_PIXELS = 2**27
 # The files that say how images are scaled, of which a folder has either.
 _FILES = ("preprocessor_config.json", "processor_config.json")
 SETTINGS = " or ".join(_FILES)
+
+
+# An image as users give it: the path of a file, its bytes, or a Pillow image.
+Source: TypeAlias = "str | os.PathLike[str] | bytes | PIL.Image.Image"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,19 +78,19 @@ class Patcher:
                 "invalid_checkpoint",
             ) from error
 
-    def num_tokens(self, image: str | os.PathLike[str] | PIL.Image.Image) -> int:
-        """Of an image file or a Pillow image, by its size alone. Raises UserError as `patches` does."""
+    def num_tokens(self, image: Source) -> int:
+        """Of an image, by its size alone. Raises UserError as `patches` does."""
         with self._opened(image) as (name, opened):
             rows, columns = self._grid(name, *opened.size)
         return rows * columns
 
-    def patches(self, image: str | os.PathLike[str] | PIL.Image.Image) -> Patches:
-        """Those of an image file or a Pillow image. Raises UserError for what is none, or too large or too narrow."""
+    def patches(self, image: Source) -> Patches:
+        """Those of an image. Raises UserError for what is none, or too large or too narrow."""
         name, upright = self._upright(image)
         digest = _digest(upright)
         return Patches(*self._grid(name, *upright.size), digest, partial(self._cut, image, digest))
 
-    def _cut(self, image: str | os.PathLike[str] | PIL.Image.Image, digest: bytes) -> NDArray[np.float32]:
+    def _cut(self, image: Source, digest: bytes) -> NDArray[np.float32]:
         name, upright = self._upright(image)
         if _digest(upright) != digest:
             raise UserError(f"{name} changed while it was read: give it again", "invalid_image")
@@ -133,21 +138,25 @@ class Patcher:
         """An image, of which no pixel was read yet, and what to call it."""
         if isinstance(image, self._pillow.Image):
             return "the image", image
-        if not isinstance(image, str | os.PathLike):
-            raise UserError(f"an image is {shown(image)}: give the path of a file, or a Pillow image", "invalid_image")
+        if isinstance(image, bytes):
+            name, file = "the image", BytesIO(image)
+        elif isinstance(image, str | os.PathLike):
+            name, file = os.fspath(image), image
+        else:
+            raise UserError(
+                f"an image is {shown(image)}: give the path of a file, its bytes, or a Pillow image", "invalid_image"
+            )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", self._pillow.DecompressionBombWarning)  # see _MOST_PIXELS
-                return os.fspath(image), self._pillow.open(image)
+                return name, self._pillow.open(file)
         except FileNotFoundError:
-            name = os.fspath(image)
             raise UserError(f"there is no image {name!r}: give the path of a file", "invalid_image") from None
         except self._pillow.DecompressionBombError as error:  # more than Pillow opens
-            raise _too_large(os.fspath(image)) from error
+            raise _too_large(name) from error
         except Exception as error:  # Pillow's readers raise whatever they come across
             raise UserError(
-                f"{os.fspath(image)!r} cannot be read as an image ({error}): give a file that Pillow reads, such as "
-                "PNG or JPEG",
+                f"{name} cannot be read as an image ({error}): give a file that Pillow reads, such as PNG or JPEG",
                 "invalid_image",
             ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from longhelix.models.checkpoint import invalid_checkpoint
@@ -29,16 +30,18 @@ class Tower:
         self._checkpoint = checkpoint
         self._spec, self._dtype = spec, dtype
         self._kept: dict[bytes, bytes] = {}
+        self._turn = Lock()
 
     def states(self, patches: Patches) -> bytes:
-        """Those of `models.batch.ImageRows`, as `TakeImage` has them."""
-        states = self._kept.pop(patches.digest, None)
-        if states is None:
-            states = self._run(patches)
-        self._kept[patches.digest] = states  # the one that was used last comes last
-        if len(self._kept) > _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return states
+        """Those of `models.batch.ImageRows`, as `TakeImage` has them. Threads take turns."""
+        with self._turn:
+            states = self._kept.pop(patches.digest, None)
+            if states is None:
+                states = self._run(patches)
+            self._kept[patches.digest] = states  # the one that was used last comes last
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            return states
 
     def _run(self, patches: Patches) -> bytes:
         import torch

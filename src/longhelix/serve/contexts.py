@@ -1,0 +1,168 @@
+"""/v1/contexts: saved contexts, whose KV is computed beside other requests and kept on the server's disk."""
+
+import asyncio
+from functools import partial
+
+from fastapi import APIRouter
+
+from longhelix.cache.context_folder import context_name
+from longhelix.cache.saved_context import SavedContext
+from longhelix.engine.saving import Saving
+from longhelix.errors import UserError
+from longhelix.serve import answers as forms
+from longhelix.serve.bodies import ContextBody
+from longhelix.serve.driver import OverloadedError, ShuttingDownError
+from longhelix.serve.errors import ClientError, reason, statuses
+from longhelix.serve.serving import Serving
+
+_MOST_AT_A_TIME = 4  # that are computed or written: each may be as long as the model's context
+_MOST_FAILED = 64  # whose errors are kept
+
+
+def routes(serving: Serving) -> APIRouter:
+    router, contexts = APIRouter(), _Contexts(serving)
+
+    @router.post("/v1/contexts", status_code=202, responses=statuses(404, 409, 429, 503))
+    async def save(body: ContextBody) -> forms.Context:
+        """Begin to compute and to save one, which goes on when the client has gone."""
+        serving.check_model(body.model)
+        return await contexts.begin(body)
+
+    @router.get("/v1/contexts", responses=statuses())
+    async def all_contexts() -> forms.ContextList:
+        return forms.ContextList(data=await contexts.all())
+
+    @router.get("/v1/contexts/{name:path}", responses=statuses(404))
+    async def one_context(name: str) -> forms.Context:
+        return await contexts.one(name)
+
+    @router.delete("/v1/contexts/{name:path}", responses=statuses(404, 503))
+    async def delete(name: str) -> forms.DeletedContext:
+        """What GET shows: one that is ready, or one on its way, which ends, or what is known of one that failed."""
+        await contexts.delete(name)
+        return forms.DeletedContext(id=name)
+
+    return router
+
+
+class _Contexts:
+    """Those on the disk, and those that this server computes. One that is computed hides the one that it replaces."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving, self._folder = serving, serving.llm.contexts_folder
+        self._found: dict[str, Saving] = {}  # by name: on their way, or failed
+        self._beginning = asyncio.Lock()
+
+    async def begin(self, body: ContextBody) -> forms.Context:
+        serving = self._serving
+        if serving.is_draining:
+            raise ShuttingDownError
+        if not serving.llm.config.scheduler.prefix_cache:
+            raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
+        token_ids = await self._token_ids(body)
+        if len(token_ids) >= serving.max_model_len:
+            raise ClientError(
+                f"the context has {len(token_ids)} tokens, and the model's context {serving.max_model_len}, which a "
+                "prompt behind it shares: shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+        async with self._beginning:
+            on_their_way = self._on_their_way()
+            if body.id in on_their_way:
+                raise ClientError(f"context {body.id!r} is being saved: wait, or delete it", "id", "context_exists")
+            if len(on_their_way) >= _MOST_AT_A_TIME:
+                raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
+            begin = partial(serving.llm.begin_saving, body.id, token_ids, replace=bool(body.replace))
+            saving = await serving.driver.call(begin)
+            self._found.pop(body.id, None)
+            self._found[body.id] = saving
+        return _of_saving(saving)
+
+    async def _token_ids(self, body: ContextBody) -> list[int]:
+        serving, tokenizer = self._serving, self._serving.llm.tokenizer
+        if body.messages is not None and body.prompt is None:
+            if any(message.image_urls for message in body.messages):
+                raise ClientError("a saved context has tokens alone: give its images with each prompt", "messages")
+            given = [message.for_template() for message in body.messages]
+            return await serving.token_ids(tokenizer.encode_messages, given, "messages")
+        if body.prompt is None or body.messages is not None:
+            raise ClientError("give one of prompt and messages", "prompt")
+        if isinstance(body.prompt, str):
+            return await serving.token_ids(tokenizer.encode, body.prompt, "prompt")
+        return body.prompt
+
+    async def all(self) -> list[forms.Context]:
+        self._on_their_way()
+        # Before the disk is looked at, where those are that are ready by then.
+        on_their_way = {name: _of_saving(saving) for name, saving in self._found.items()}
+        found = await asyncio.to_thread(self._on_disk) | on_their_way
+        return [found[name] for name in sorted(found)]
+
+    async def one(self, name: str) -> forms.Context:
+        name = context_name(name)
+        self._on_their_way()
+        if name in self._found:
+            return _of_saving(self._found[name])
+        return await asyncio.to_thread(self._saved, name)
+
+    async def delete(self, name: str) -> None:
+        name = context_name(name)
+        saving = self._found.get(name)
+        if saving is not None and not saving.has_ended:
+            await self._serving.driver.call(partial(saving.end, UserError("it was deleted")))
+        if saving is not None and saving.status == "failed":
+            if self._found.get(name) is saving:
+                del self._found[name]
+        else:
+            await asyncio.to_thread(self._folder.remove, name)
+
+    def _on_their_way(self) -> list[str]:
+        """Their names. Those that are ready are on the disk alone, and of those that failed the last ones are known."""
+        self._found = {name: saving for name, saving in self._found.items() if saving.status != "ready"}
+        failed = [name for name, saving in self._found.items() if saving.has_ended]
+        for name in failed[: max(len(failed) - _MOST_FAILED, 0)]:
+            del self._found[name]
+        return [name for name, saving in self._found.items() if not saving.has_ended]
+
+    def _on_disk(self) -> dict[str, forms.Context]:
+        found = {}
+        for name in self._folder.names():
+            try:
+                found[name] = self._saved(name)
+            except ClientError:  # it was deleted meanwhile
+                continue
+        return found
+
+    def _saved(self, name: str) -> forms.Context:
+        """One on the disk, which may be damaged."""
+        try:
+            saved = self._folder.manifest(name)
+        except UserError as error:
+            if error.code == "unknown_context":
+                raise ClientError(f"there is no context {name!r}", "id", error.code) from error
+            return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(error))
+        return _of_saved(name, saved)
+
+
+def _of_saving(saving: Saving) -> forms.Context:
+    if saving.saved is not None:
+        return _of_saved(saving.new.name, saving.saved)
+    return forms.Context(
+        id=saving.new.name,
+        status=saving.status,
+        prefilled_tokens=saving.prefilled_tokens,
+        num_tokens=len(saving.new.token_ids),
+        error=None if saving.error is None else reason(saving.error),
+    )
+
+
+def _of_saved(name: str, saved: SavedContext) -> forms.Context:
+    return forms.Context(
+        id=name,
+        status="ready",
+        prefilled_tokens=saved.num_tokens,
+        num_tokens=saved.num_tokens,
+        saved_at=saved.saved_at,
+        bytes=saved.num_bytes,
+    )

@@ -1,0 +1,79 @@
+"""Images in messages. They come in data URLs, and nothing is fetched: a server that fetched would be its clients' hands
+in its own network. All that an image could cost is bounded before its pixels are read."""
+
+import base64
+import binascii
+import warnings
+from collections.abc import Sequence
+from io import BytesIO
+
+from longhelix.serve.errors import ClientError
+from longhelix.values import shown
+from longhelix.vision.patches import missing_extra
+
+MOST_IMAGES = 64  # of one request
+MOST_BYTES = 20 * 2**20  # of an image's file
+MOST_PIXELS = 2**25  # of an image: 8K video has less
+MOST_PIXELS_TOGETHER = 2**27  # of one request
+_FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+_WANTED = "send the image itself, as data:image/png;base64,... (or image/jpeg, image/webp)"
+
+
+def read_images(urls: Sequence[str], field: str) -> list[bytes]:
+    """The files in data URLs, which are images of bounded size by their headers. field: that they came in. Raises
+    ClientError for what is none of that."""
+    if len(urls) > MOST_IMAGES:
+        raise _refused(f"there are {len(urls)} images: give at most {MOST_IMAGES}", field)
+    files, pixels = [], 0
+    for number, url in enumerate(urls, 1):
+        name = f"image {number}"
+        file = _file(url, name, field)
+        pixels += _num_pixels(file, name, field)
+        if pixels > MOST_PIXELS_TOGETHER:
+            raise _refused(f"the images have more than {MOST_PIXELS_TOGETHER} pixels together: give fewer", field)
+        files.append(file)
+    return files
+
+
+def _file(url: str, name: str, field: str) -> bytes:
+    scheme, colon, rest = url.partition(":")
+    if scheme.lower() != "data" or not colon:
+        raise _refused(f"{name} has the URL {shown(url[:100])}, and nothing is fetched here: {_WANTED}", field)
+    kind, comma, data = rest.partition(",")
+    media_type, *parameters = kind.split(";")
+    if media_type.lower() not in _FORMATS or not comma or parameters[-1:] != ["base64"]:
+        raise _refused(f"{name} is {shown(kind[:100])}: {_WANTED}", field)
+    if 3 * len(data) // 4 > MOST_BYTES + 2:
+        raise _refused(f"{name} has more than {MOST_BYTES} bytes: give it smaller", field)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused(f"{name} is no base64 ({error}): {_WANTED}", field) from error
+
+
+def _num_pixels(file: bytes, name: str, field: str) -> int:
+    """By the header alone."""
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise missing_extra() from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # see MOST_PIXELS
+            with PIL.Image.open(BytesIO(file), formats=tuple(_FORMATS.values())) as image:
+                pixels = image.width * image.height
+    except PIL.Image.DecompressionBombError as error:  # more than Pillow opens
+        raise _too_many_pixels(name, field) from error
+    except Exception as error:  # Pillow's readers raise whatever they come across
+        raise _refused(f"{name} cannot be read as PNG, JPEG or WebP: give another", field) from error
+    if pixels > MOST_PIXELS:
+        raise _too_many_pixels(name, field)
+    return pixels
+
+
+def _too_many_pixels(name: str, field: str) -> ClientError:
+    return _refused(f"{name} has more than {MOST_PIXELS} pixels: give it smaller", field)
+
+
+def _refused(message: str, field: str) -> ClientError:
+    return ClientError(message, field, "invalid_image")

@@ -1,0 +1,123 @@
+"""Streams of events: comments while nothing is sent, the error that ends one, refusals in clients' words."""
+
+import asyncio
+import json
+
+import pytest
+
+from longhelix import UserError
+from longhelix.engine.result import Delta
+from longhelix.serve import streams
+from longhelix.serve.driver import Progress
+from longhelix.serve.errors import ClientError, of_error
+from longhelix.serve.form import Form
+
+
+class Words(Form):
+    """Events of texts; a delta without text is none."""
+
+    def __init__(self):
+        pass
+
+    def first(self):
+        yield {"first": True}
+
+    def events(self, place, delta):
+        if delta.text:
+            yield {"text": delta.text}
+
+    def last(self):
+        yield {"last": True}
+
+
+class Answers:
+    """Gives what it was given: deltas after some seconds each, or an error."""
+
+    def __init__(self, *given):
+        self._given = iter(given)
+
+    async def __anext__(self):
+        wait_s, got = next(self._given, (0, None))
+        await asyncio.sleep(wait_s)
+        if got is None:
+            raise StopAsyncIteration
+        if isinstance(got, Exception):
+            raise got
+        return 0, got
+
+
+def lines_of(*given):
+    async def read():
+        return [line async for line in streams.stream(Answers(*given), Words()).body_iterator]
+
+    return asyncio.run(read())
+
+
+def text(words=""):
+    return Delta(1, words, None)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.2)
+
+
+def test_events_come_as_they_are_and_end():
+    assert lines_of((0, text("a")), (0, text()), (0, Progress(7)), (0, text("b"))) == [
+        'data: {"first":true}\n\n',
+        'data: {"text":"a"}\n\n',
+        'event: progress\ndata: {"index":0,"prefilled_tokens":7}\n\n',
+        'data: {"text":"b"}\n\n',
+        'data: {"last":true}\n\n',
+        "data: [DONE]\n\n",
+    ]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_comment_counts_from_the_last_line_and_not_from_the_last_token():
+    """Tokens whose text is yet to come keep no connection alive."""
+    found = lines_of((0, text("a")), *[(0.05, text())] * 12, (0, text("b")))
+    comments = [line for line in found if line.startswith(":")]
+    assert comments
+    assert [line for line in found if not line.startswith(":")][2] == 'data: {"text":"b"}\n\n'
+
+
+@pytest.mark.usefixtures("soon")
+def test_waiting_has_comments_too():
+    assert any(line.startswith(":") for line in lines_of((0.7, text("a"))))
+
+
+def test_what_comes_in_time_has_none():
+    assert not any(line.startswith(":") for line in lines_of((0.3, text("a")), (0.3, text("b"))))
+
+
+def test_an_error_is_the_last_event():
+    *_, failed, done = lines_of((0, text("a")), (0, UserError("no", "some_code")))
+    assert json.loads(failed[6:])["error"]["code"] == "some_code"
+    assert done == "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (ClientError("the prompt is wrong", "prompt"), 400, "prompt"),
+        (UserError("min_p is 3: set it to a number"), 400, "min_p"),
+        (UserError("n is 3: set it to a number"), 400, "n"),
+        (UserError("nothing fits here"), 400, None),
+        (UserError("stop token id 7 is outside"), 400, "stop_token_ids"),
+        (UserError("max_new_tokens is 0: set it to more"), 400, "max_tokens"),
+        (UserError("there is no context 'a' in /srv/contexts: known are b", "unknown_context"), 404, "context"),
+        (UserError("there is a context 'a' in /srv/contexts already", "context_exists"), 409, "id"),
+        (UserError("set --kv-cache-tokens to more", "kv_cache_exceeded"), 400, None),
+        (UserError("make room, or choose another --contexts-dir than /srv", "disk_full"), 507, None),
+        (UserError("the folder /srv cannot be read", "disk_error"), 500, None),
+        (UserError("use generate without --chat", "no_chat_template"), 400, "messages"),
+    ],
+)
+def test_refusals_are_in_clients_words(error, status, param):
+    answer = of_error(error)
+    found = json.loads(answer.body)["error"]
+    assert (answer.status_code, found["param"], found["code"]) == (status, param, error.code)
+    assert "--" not in found["message"]
+    assert "/srv" not in found["message"]
+    assert "max_new_tokens" not in found["message"]
