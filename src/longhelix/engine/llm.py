@@ -13,6 +13,7 @@ from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
 from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
+from longhelix.engine.guides import Guides
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.observation import Observation, RanStep
@@ -23,6 +24,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
+from longhelix.guide import Guide
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
@@ -71,13 +73,14 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self._guides = Guides(self.tokenizer, self.config.spec)
         self._live: dict[int, Live] = {}
         self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
         self._abandoned: deque[int] = deque()  # requests whose streams are gone
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         try:
-            self._core = TokenCore(self.config, on_load, on_warm_up, on_traced)
+            self._core = TokenCore(self.config, on_load, on_warm_up, on_traced, guides=self._guides)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
@@ -129,6 +132,11 @@ class LLM:
         Raises UserError if it can never run.
         """
         return self._queue(prompt, sampling, service, self._deltas, context)
+
+    def check_guide(self, guide: Guide) -> None:
+        """Raise UserError if no text of this model can follow it. `add` asks as well; what was found is kept, so that
+        whoever asks here before, on any thread, spares it the time."""
+        self._guides.check(guide)
 
     def save_context(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False

@@ -13,6 +13,7 @@ from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
 from longhelix.text.text_stream import TextStream
+from longhelix.text.token_bytes import token_bytes
 
 _KNOWN_PIECES = 1 << 17
 
@@ -75,6 +76,18 @@ class Tokenizer:
     def spell(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    @cached_property
+    def token_bytes(self) -> dict[int, bytes]:
+        """What each token stands for inside of a text, by id; of special ones, what they are called. Raises UserError
+        for a tokenizer whose tokens do not stand for bytes."""
+        return token_bytes(self._backend)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that mark something, and have no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def longest_token(self) -> int:
