@@ -16,9 +16,9 @@ from torch import Tensor
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
+from longhelix.guide import TokenTable
 from longhelix.kernels.angles import rotation, rotation_by_axes
 from longhelix.kernels.flashinfer import PageLists
-from longhelix.guide import TokenTable
 from longhelix.kv.blocks import IDS_PER_BLOCK
 from longhelix.layout import HeadShape
 from longhelix.models.batch import Batch, ImageRows

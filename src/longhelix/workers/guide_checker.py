@@ -5,6 +5,7 @@ import select
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -29,6 +30,7 @@ class GuideChecker:
     def __init__(self, table: Callable[[], TokenTable]) -> None:
         self._table = table
         self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None  # which nobody's holding this checker does as well
         self._sound: dict[bytes, None] = {}  # digests of guides, in the order in which they came
         self._lock = threading.Lock()
         self._closed = False
@@ -49,8 +51,7 @@ class GuideChecker:
     def close(self) -> None:
         """End the process. May be called more than once, and beside a check, which then fails."""
         self._closed = True
-        if self._process is not None:
-            self._process.kill()
+        self._kill()
         with self._lock:
             self._end()
 
@@ -82,13 +83,14 @@ class GuideChecker:
                 )
             except OSError as error:
                 raise RequestError(f"guides cannot be checked: {error}") from error
+            self._kill = weakref.finalize(self, self._process.kill)
             if _exchange(self._process, table, _START_S) is None:
                 raise RequestError("guides cannot be checked: the process that compiles them does not start")
         return self._process
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             with suppress(OSError):  # of what it was not given any more
                 self._process.communicate()
             self._process = None

@@ -1,5 +1,5 @@
-"""Logit bias, penalties of presence and frequency, min_tokens, and guides: in parts of the vocabulary and through the runner,
-beside a dense formula over the whole of it."""
+"""Logit bias, penalties of presence and frequency, min_tokens, and guides: in parts of the vocabulary and through the
+runner, beside a dense formula over the whole of it."""
 
 import random
 from array import array
@@ -306,7 +306,7 @@ def test_of_a_batch_those_with_a_guide_follow_it_and_no_others(asked):
     runner = guided_runner()
     others = {"temperature": 1.1, "repetition_penalty": 1.2}
     requests = [make_request(0, 20, 30, **others), ending(make_request(1, 9, 30, **asked)), make_request(2, 3, 30)]
-    found, logprobs, _, _ = run_all(runner, requests)
+    found, *_ = run_all(runner, requests)
     assert found[0] == expected_tokens(runner, requests[0])
     assert found[1] == guided_tokens(runner, requests[1])
     assert found[2] == expected_tokens(runner, requests[2])
@@ -330,7 +330,10 @@ def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
     runner = guided_runner()
     monkeypatch.setitem(matchers._LIMITS, "step_max_items", 2)
     runner.take_tokens(TABLE)
-    requests = [ending(make_request(1, 9, 30, guide=Guide("grammar", 'start: "a" | "b" start "b" | "ab"'))), make_request(2, 3, 30)]
+    requests = [
+        ending(make_request(1, 9, 30, guide=Guide("grammar", 'start: "a" | "b" start "b" | "ab"'))),
+        make_request(2, 3, 30),
+    ]
     ends, errors = {}, {}
     scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
     for request in requests:
