@@ -21,6 +21,10 @@ class Guides:
         """Raise UserError if no text of this model can follow it. Any thread may ask."""
         self._checker.check(guide)
 
+    def knows(self, guide: Guide) -> bool:
+        """Whether `check` has found it sound."""
+        return self._checker.knows(guide)
+
     @cached_property
     def table(self) -> TokenTable:
         """What the model's tokens stand for. Raises UserError for a model whose texts no guide can be for."""

@@ -138,6 +138,10 @@ class LLM:
         whoever asks here before, on any thread, spares it the time."""
         self._guides.check(guide)
 
+    def knows_guide(self, guide: Guide) -> bool:
+        """Whether `check_guide` has found it sound."""
+        return self._guides.knows(guide)
+
     def save_context(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
     ) -> SavedContext:

@@ -29,7 +29,7 @@ def routes(serving: Serving) -> APIRouter:
             await serving.token_ids(encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
         ]
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        asked = serving.requests(body, prompts, most_tokens, body.logprobs)
+        asked = serving.requests(body, prompts, most_tokens, body.logprobs, await serving.guide(body.guide))
         form, answers = _Form(serving, body, asked), await serving.ask(asked)
         if body.stream:
             return stream(answers, form)

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.errors import UserError
+from longhelix.guide import Guide
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
@@ -21,6 +23,8 @@ class Serving:
     model: str
     created_s: int
     is_draining: bool = False
+    # One at a time: what is hard to compile keeps nothing waiting but other guides.
+    compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "guides"))
 
     @property
     def max_model_len(self) -> int:
@@ -38,6 +42,14 @@ class Serving:
             raise UserError(f"token {beyond} is outside the model's vocabulary of {self.llm.config.spec.vocab_size}")
         return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
 
+    async def guide(self, make: Callable[[], Guide | None]) -> Guide | None:
+        """What an answer has to be, once it is known that it can be, found off the event loop. Raises what `make` and
+        `LLM.check_guide` do."""
+        guide = await asyncio.to_thread(make)
+        if guide is not None and not self.llm.knows_guide(guide):
+            await asyncio.get_running_loop().run_in_executor(self.compiling, self.llm.check_guide, guide)
+        return guide
+
     async def ask(self, asked: Sequence[Asked]) -> Answers:
         """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or
         ShuttingDownError."""
@@ -47,10 +59,10 @@ class Serving:
         await answers.ask(asked)
         return answers
 
-    async def token_ids(self, encode: Callable[..., list[int]], given: Any) -> list[int]:
+    async def token_ids(self, encode: Callable[..., list[int]], given: Any, more: int = 0) -> list[int]:
         """What a tokenizer or a chat template makes of text, off the event loop. Raises UserError for text that is too
-        long, before anything is made of it."""
-        length = len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given)
+        long, before anything is made of it. more: characters beside those of `given`."""
+        length = more + (len(given) if isinstance(given, str) else sum(len(message["content"]) for message in given))
         most = self.max_model_len * self.llm.tokenizer.longest_token
         if length > most:
             raise UserError(
@@ -66,6 +78,7 @@ class Serving:
         prompts: Sequence[list[int]],
         most_tokens: int | None,
         logprobs: int | None,
+        guide: Guide | None,
     ) -> list[Asked]:
         """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
         Raises UserError for what can never run."""
@@ -87,6 +100,8 @@ class Serving:
                 )
             most_new = left if most_tokens is None else most_tokens
             if most_new not in samplings:
-                samplings[most_new] = [body.sampling(most_new, choice, logprobs) for choice in range(body.choices)]
+                samplings[most_new] = [
+                    body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
+                ]
             asked += [Asked(prompt, len(prompt), sampling, service, watched) for sampling in samplings[most_new]]
         return asked

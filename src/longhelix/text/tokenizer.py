@@ -14,6 +14,7 @@ from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
 from longhelix.text.text_stream import TextStream
 from longhelix.text.token_bytes import token_bytes
+from longhelix.text.tool_calls import ToolForm
 
 _KNOWN_PIECES = 1 << 17
 
@@ -62,12 +63,22 @@ class Tokenizer:
         """The ids of text that comes behind other tokens."""
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks; UserError without a chat template."""
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of functions that a conversation offers it; None if it is not known to."""
+        form = None if self._chat_template is None else self._chat_template.tool_form
+        hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}  # which texts do not show
+        return None if form is None or {form.begin, form.end} & hidden else form
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. tools: the
+        functions that it may call, as OpenAI has them."""
         if self._chat_template is None:
             raise UserError("the model has no chat template; use generate without --chat", code="no_chat_template")
         # The template has written every special token that it wants.
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self._encode(self._chat_template.render(messages, tools), add_special_tokens=False)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens left out."""

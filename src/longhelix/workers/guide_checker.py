@@ -37,8 +37,7 @@ class GuideChecker:
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
-        digest = hashlib.sha256(f"{guide.kind} {guide.text}".encode()).digest()
-        if digest in self._sound:  # while others are looked at, too
+        if self.knows(guide):  # while others are looked at, too
             return
         with self._lock:
             found = self._asked(guide)
@@ -46,7 +45,11 @@ class GuideChecker:
                 raise UserError(found.refusal, found.code)
             if len(self._sound) >= _KNOWN:
                 del self._sound[next(iter(self._sound))]
-            self._sound[digest] = None
+            self._sound[_digest(guide)] = None
+
+    def knows(self, guide: Guide) -> bool:
+        """Whether it is one that was found sound."""
+        return _digest(guide) in self._sound
 
     def close(self) -> None:
         """End the process. May be called more than once, and beside a check, which then fails."""
@@ -94,6 +97,10 @@ class GuideChecker:
             with suppress(OSError):  # of what it was not given any more
                 self._process.communicate()
             self._process = None
+
+
+def _digest(guide: Guide) -> bytes:
+    return hashlib.sha256(f"{guide.kind} {guide.text}".encode()).digest()
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
