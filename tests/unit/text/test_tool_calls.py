@@ -123,12 +123,13 @@ def test_answers_of_the_grammar_are_calls(form, several, seed):
             assert arguments == {"q": "x"}
 
 
-QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools %}\
-{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>\\nReturn <tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\
-\\n</tool_call><|im_end|>\\n" }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}\
-{%- for call in message.tool_calls or [] %}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}\
-{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}{%- endfor %}{{- message.content + '<|im_end|>\\n' }}\
-{%- endfor %}{{- '<|im_start|>assistant\\n' }}"""
+QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools %}
+{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>\\nReturn <tool_call>" }}
+{{- "\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}{%- endfor %}{{- message.content + '<|im_end|>\\n' }}{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}"""
 
 
 @pytest.mark.parametrize(
