@@ -1,5 +1,5 @@
-"""Guided decoding by real ranks: in every layout the tokens of a dense formula, JSON that its schema allows, and nothing
-for anybody else."""
+"""Guided decoding by real ranks: in every layout the tokens of a dense formula, JSON that its schema allows, and
+nothing for anybody else."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from longhelix import LLM, Guide, Layout, SamplingParams, UserError
-from longhelix.runner import matchers as matchers_module
 from longhelix.runner.matchers import Matchers
 
 pytestmark = pytest.mark.dist
@@ -227,24 +226,25 @@ def test_what_no_text_can_follow_is_refused_and_others_go_on(exact, native):
     assert deltas[-1].result.finish_reason == "length"
 
 
-def test_a_guide_that_cannot_go_on_ends_its_request_alone(native, monkeypatch):
-    """On every rank at the same token."""
-    monkeypatch.setenv("LONGHELIX_TEST", "1")
-    hard = Guide("regex", "[a-c]{2}([a-f]|[b-g]{2}|[c-h]{3})*.{40}x")
+def test_a_guide_that_cannot_go_on_ends_its_request_alone(native):
+    """On every rank at the same token: work of a token is counted, and this grammar takes more with each."""
+    prompt, ambiguous = native.prompts[3], Guide("grammar", 'start: s\ns: s s | "a" | "b" | s s s')
+    wants_more = {"logit_bias": {EOS: -100}, "min_tokens": 80, "guide": ambiguous}
     with LLM(str(native.path), Layout(kvp=2), batch_invariant=True, chunk_tokens=16, kv_cache_tokens=2048) as llm:
-        plain = SamplingParams(24, 1.0, seed=3, logprobs=5, ignore_eos=True)
-        (alone,) = llm.generate([native.prompts[3]], plain)
-        llm.check_guide(hard)
-        limits = dict(matchers_module._LIMITS)
-        assert limits["step_lexer_fuel"] > 0
-        failing = llm.add(native.prompts[3], SamplingParams(60, 1.0, seed=1, guide=hard, logit_bias={66: 50, 67: 50}))
-        beside = llm.add(native.prompts[3], plain)
+        plain = SamplingParams(40, 1.0, seed=3, logprobs=5, ignore_eos=True)
+        (alone,) = llm.generate([prompt], plain)
+        failing = [llm.add(prompt[:9], SamplingParams(80, 1.0, seed=seed, **wants_more)) for seed in range(2)]
+        beside = llm.add(prompt, plain)
         results = {}
         while llm.has_work:
             results |= {delta.request_id: delta.result for delta in llm.step() if delta.result is not None}
         assert results[beside].token_ids == alone.token_ids
         assert results[beside].logprobs == alone.logprobs
-        assert results[failing].finish_reason in ("length", "error", "stop")
+        for request_id in failing:
+            assert results[request_id].finish_reason == "error"
+            assert results[request_id].error.startswith("the guide cannot be followed any further: ")
+            assert re.fullmatch("[ab]+", results[request_id].text)
+        assert llm.generate([prompt], plain)[0].token_ids == alone.token_ids
 
 
 def test_a_model_without_bytes_or_an_end_has_no_guides(tmp_path):

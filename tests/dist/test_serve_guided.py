@@ -12,7 +12,10 @@ pytestmark = pytest.mark.dist
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -37,11 +40,12 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 # As Qwen's templates show it.
-TEMPLATE = """{% if tools %}{{ '<|im_start|>system\n<tools>\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}
-{{ '</tools>\nReply with <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
-{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
-{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{% endfor %}
-{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"""
+TEMPLATE = """{% if tools %}{{ '<|im_start|>system\n<tools>\n' }}
+{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}
+{{ '</tools>\nReply with <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{{ '<|im_end|>\n' }}{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
+{% for call in message.tool_calls or [] %}{{ '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,7 @@ def test_answers_follow_other_guides(server, field, pattern):
         ({"guided_regex": "a", "ignore_eos": True}, "leave out ignore_eos or the guide"),
         ({"guided_regex": "a(b"}, "unclosed group"),
         ({"guided_json": {"type": "strange"}}, "Invalid type: strange"),
-        ({"guided_json": {"properties": {"a": {"multipleOf": 1_000_003}}}}, ""),
+        ({"guided_json": {"type": "integer", "multipleOf": 1_000_003}}, "takes too much time or memory"),
         ({"guided_grammar": "x" * 140_000}, "a guide has 140000 bytes"),
         ({"response_format": {"type": "json_schema"}}, "has a json_schema where its type is json_schema"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not served here"),
@@ -131,9 +135,8 @@ def test_what_nothing_can_be_is_refused(server, field, words):
     client, _ = server
     for streams in (False, True):
         answer = client.post("/v1/completions", json=ASKED | field | {"stream": streams})
-        if words:
-            assert answer.status_code == 400
-            assert words in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
     assert client.post("/v1/completions", json=ASKED | {"guided_choice": ["fine"]}).status_code == 200
 
 

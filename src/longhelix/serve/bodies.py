@@ -280,9 +280,7 @@ class ToolCall(Body):
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"messages have a call whose arguments are not JSON ({error}): correct it"
-                ) from error
+                raise UserError(f"messages have a call whose arguments are not JSON ({error}): correct it") from error
         if not isinstance(arguments, dict):
             raise UserError("messages have a call whose arguments are no JSON object: correct it")
         found = self.model_dump(exclude_none=True)
