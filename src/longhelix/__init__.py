@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from longhelix.errors import EngineError, UserError
+from longhelix.guide import Guide
 from longhelix.layout import Layout
 from longhelix.request import SamplingParams, ServiceLevel
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from longhelix.engine.llm import LLM
     from longhelix.engine.prompt import ImagePrompt
 
-__all__ = ["LLM", "EngineError", "ImagePrompt", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
+__all__ = ["LLM", "EngineError", "Guide", "ImagePrompt", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from longhelix.errors import UserError
+from longhelix.guide import Guide
 from longhelix.kv.blocks import Block
-from longhelix.values import entries, flag, items, real, seconds, text, whole
+from longhelix.values import entries, flag, items, real, refused, seconds, text, whole
 
 MAX_LOGPROBS = 100
 MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
@@ -51,6 +52,9 @@ class SamplingParams:
     and no stop string ends it within these. logprobs: the N best of the model's own distribution at each new token,
     before all of this (None: none); prompt_logprobs: the same at each token of the prompt, all of which is computed for
     it, whatever is cached. With it max_new_tokens may be 0.
+    guide: what the text has to be; its last token ends the request, unless max_new_tokens or a stop does before. Of
+    tokens that it does not allow none is chosen, whatever else is asked for: where it allows none but those that end
+    the text, one of these comes in spite of min_tokens.
     Every value is checked for type and range, whoever makes it: Python, the command line, a message.
     """
 
@@ -70,6 +74,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can have; keeps plain Python values."""
@@ -107,7 +112,10 @@ class SamplingParams:
             "prompt_logprobs": None
             if self.prompt_logprobs is None
             else whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            "guide": _guide(self.guide),
         }
+        if checked["guide"] is not None and checked["ignore_eos"]:
+            raise UserError("a text with a guide ends where the guide does: leave out ignore_eos or the guide")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -120,6 +128,17 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """Whether it matters how often the request has generated each token."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def needs_generated(self) -> bool:
+        """Whether the next token depends on those that the request has generated, beside what the model says."""
+        return self.counts_tokens or self.guide is not None
+
+
+def _guide(value: object) -> Guide | None:
+    if value is None or isinstance(value, Guide):
+        return value
+    raise refused("guide", value, 'a Guide, such as Guide("json"), or None')
 
 
 def _subtracted(name: str, value: object) -> float:
@@ -255,7 +274,7 @@ class Request:
     @property
     def generated_token_ids(self) -> bytes:
         """`generated_token_ids` of the `NewSequence`."""
-        if not (self.num_generated and self.sampling.counts_tokens):
+        if not (self.num_generated and self.sampling.needs_generated):
             return b""
         return self.prompt_token_ids[self.given_tokens : len(self.prompt_token_ids)].tobytes()
 
@@ -343,7 +362,7 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     its chunks bring the rest of the prompt. It only writes to the last of these blocks, and only if that is not full.
     seen_token_ids: the different ones among the cached tokens, where a repetition penalty asks for them; int32 in this
     machine's byte order.
-    generated_token_ids: those that it had generated before it was preempted, where it matters how often; int32 as well.
+    generated_token_ids: those that it had generated before it was preempted, where it matters which; int32 as well.
     instances: where KVP instances have clocks of their own, those that take part in it from now on. The first one
     samples its tokens. last_token: the last one of its tokens that was sampled, where it has any.
     images: what its prompt shows, in order; ranks that need it have what their digests stand for.

@@ -14,10 +14,12 @@ from rich.progress import Progress
 
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.cli.layout_file import read_layout
+from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
 from longhelix.engine.options import Count, EngineOptions, Words, chunk, compilation, path, rope_settings, weights
 from longhelix.errors import UserError
+from longhelix.guide import Guide
 from longhelix.layout import Layout, widest_ep
 from longhelix.presets import load_model
 from longhelix.request import MOST_TOKENS, SamplingParams
@@ -67,6 +69,7 @@ _OBJECTS = {
     "client_weights": '{"batch": 0.5}',
     "compilation_config": '{"pass_config": {"enable_sp": true}}',
 }
+_GUIDES = ("json_object", "json_schema", "regex", "grammar", "choice")
 _MEASURED = ("weight_dtype", "activation_dtype", "kv_dtype", "attention_dtype", "execution")
 _SIMULATED = (
     "max_running",
@@ -216,10 +219,36 @@ class SamplingOptions:
     "Also give the N likeliest tokens and their log-probabilities."
     prompt_logprobs: int | None = None
     "The same for each token of the prompt, which is computed whole for it; --max-new-tokens may then be 0."
+    json_object: Flag = False
+    "The answer is a JSON object."
+    json_schema: Path | None = None
+    "A file with a JSON schema: the answer is JSON that it allows."
+    regex: str | None = None
+    "The answer is text that this regular expression matches as a whole."
+    grammar: Path | None = None
+    "A file with a grammar, in GBNF or llguidance's Lark: the answer is a text of it."
+    choice: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    "The answer is one of these; may be given several times."
 
     def params(self) -> SamplingParams:
-        settings = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return SamplingParams(**settings | {"logit_bias": self._biases()})
+        settings = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _GUIDES}
+        return SamplingParams(**settings | {"logit_bias": self._biases(), "guide": self._guide()})
+
+    def _guide(self) -> Guide | None:
+        asked = [name for name in _GUIDES if getattr(self, name)]
+        if len(asked) > 1:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+            raise UserError(f"{flags} say what the answer is: give one of them")
+        match asked:
+            case ["json_object"]:
+                return Guide("json")
+            case ["choice"]:
+                return Guide.of_choices(self.choice)
+            case ["regex"]:
+                return Guide("regex", self.regex)
+            case ["json_schema" | "grammar" as kind]:
+                return Guide(kind, read_text(getattr(self, kind)))
+        return None
 
     def _biases(self) -> dict[int | str, Any]:
         """Keys of JSON are strings: those that are whole numbers become some."""

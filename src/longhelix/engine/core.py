@@ -12,11 +12,13 @@ from itertools import chain
 from typing import Any
 
 from longhelix.engine.exchanges import ExchangeLog
+from longhelix.engine.guides import Guides
 from longhelix.engine.observation import Observation, RanStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.errors import EngineError, UserError
+from longhelix.guide import Guide
 from longhelix.models.rope import inverse_frequencies
 from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
 from longhelix.runner.config import EngineConfig
@@ -27,7 +29,7 @@ from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
-from longhelix.workers.transport import LoadBlocks, SaveBlocks
+from longhelix.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
 
 
 @dataclass
@@ -62,10 +64,11 @@ class TokenCore:
         on_warm_up: Callable[[float], None] = lambda share: None,
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
         hear: Callable[[Event], None] = lambda event: None,
+        guides: Guides | None = None,
     ) -> None:
         """`on_load` and `on_warm_up` are called with the share of the weights, then of the warm-up, that is done.
         `on_traced` is called with a rank and its events of one step, where steps are traced. `hear` is that of the
-        loop: a list's `append` records it for a replay."""
+        loop: a list's `append` records it for a replay. guides: without them, no request can have one."""
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why it ended, once it has
@@ -75,6 +78,8 @@ class TokenCore:
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         self._images = ShownImages(self._pool, config.image_ranks)
+        self._guides = guides
+        self._told_tokens = False  # to ranks, which guides need
         self._scheduler = Scheduler(
             config.scheduler,
             self._pool.cost,
@@ -95,6 +100,8 @@ class TokenCore:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._failure = self._failure or "it was closed"
+        if self._guides is not None:
+            self._guides.close()
         self._pool.close()
 
     @property
@@ -132,6 +139,8 @@ class TokenCore:
         self._check_images(prompt_ids, images)
         eos_token_ids = self.config.spec.eos_token_ids
         self._check_token_ids(sampling)
+        if sampling.guide is not None:
+            self._prepare(sampling.guide)
         request = Request(
             self._next_id,
             prompt_ids,
@@ -171,6 +180,17 @@ class TokenCore:
                 "every token of the model's vocabulary is a stop token, and none is left for min_tokens: give fewer "
                 "stop_token_ids, or min_tokens 0"
             )
+
+    def _prepare(self, guide: Guide) -> None:
+        """Check a guide, and have the ranks that will follow it know tokens."""
+        if self._guides is None:
+            raise UserError("this engine knows no text, and its requests cannot have guides: use LLM")
+        self._guides.check(guide)
+        if not self._told_tokens:
+            layout = self.config.layout
+            ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
+            self._pool.show(ranks, TakeTokens(self._guides.table))
+            self._told_tokens = True
 
     def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
         vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)

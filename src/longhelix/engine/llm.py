@@ -13,6 +13,7 @@ from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
 from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
 from longhelix.engine.core import TokenCore
+from longhelix.engine.guides import Guides
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
@@ -25,6 +26,7 @@ from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
+from longhelix.guide import Guide
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
@@ -74,6 +76,7 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self._guides = Guides(self.tokenizer, self.config.spec)
         self._closed = False
         self._live: dict[int, Live] = {}
         self._lost = LostRequests()
@@ -82,7 +85,7 @@ class LLM:
         self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
-        self._new_core = partial(TokenCore, self.config, on_traced=on_traced)
+        self._new_core = partial(TokenCore, self.config, on_traced=on_traced, guides=self._guides)
         try:
             self._core = self._new_core(on_load, on_warm_up)
         except BaseException:
@@ -179,6 +182,15 @@ class LLM:
         else it may run on another thread, one call at a time, while the engine steps. Raises UserError as they do."""
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
+
+    def check_guide(self, guide: Guide) -> None:
+        """Raise UserError if no text of this model can follow it. `add` asks as well; what was found is kept, so that
+        whoever asks here before, on any thread, spares it the time."""
+        self._guides.check(guide)
+
+    def knows_guide(self, guide: Guide) -> bool:
+        """Whether `check_guide` has found it sound."""
+        return self._guides.knows(guide)
 
     def save_context(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False

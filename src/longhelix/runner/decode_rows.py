@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longhelix.runner.adjustments import TokenCounts
+from longhelix.runner.adjustments import Record
 from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import SequenceState
 
@@ -55,7 +55,7 @@ class DecodeRows:
         return self.lines.ctypes.data
 
     @cached_property
-    def records(self) -> tuple[tuple[SequenceState, SeenTokens | TokenCounts], ...]:
+    def records(self) -> tuple[tuple[SequenceState, SeenTokens | Record], ...]:
         """What is told of every token of a sequence, before its row."""
         return tuple((seq, record) for seq in self.sequences for record in seq.records)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
+from longhelix.guide import TokenTable
 from longhelix.kernels.angles import rotation, rotation_by_axes
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
@@ -37,6 +38,7 @@ from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.execution import Execution
 from longhelix.runner.handover import Handover
 from longhelix.runner.layers import make_layers
+from longhelix.runner.matchers import Matchers
 from longhelix.runner.progress import Progress
 from longhelix.runner.row_memory import RowMemory, RowParts, RowTensors
 from longhelix.runner.sampling import Sampling
@@ -107,6 +109,7 @@ class ModelRunner:
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
         self._spans = spans
         self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self.device)
+        self._matchers: Matchers | None = None
         self.images: dict[bytes, Tensor] = {}  # states_LXH: its rows of the states of `ImageRows`, by digest
 
     @torch.inference_mode()
@@ -191,6 +194,10 @@ class ModelRunner:
         if self._is_last:
             handover.give_tokens(sampled)
 
+    def take_tokens(self, table: TokenTable) -> None:
+        """Know what tokens stand for, for sequences with guides."""
+        self._matchers = Matchers(table)
+
     def take_image(self, digest: bytes, num_tokens: int, states: bytes) -> None:
         """Keep what an image is made of, as `TakeImage` has it, for the sequences that show it."""
         assert self.spec.vision is not None
@@ -253,12 +260,16 @@ class ModelRunner:
 
     def _adjustments(self, new: NewSequence) -> Adjustments | None:
         params = new.sampling
-        if not (params.logit_bias or params.min_tokens or params.counts_tokens):
+        if not (params.logit_bias or params.min_tokens or params.needs_generated):
             return None
-        adjustments = Adjustments(new, self._vocabulary, self.spec.eos_token_ids, self.device)
-        if adjustments.counts is not None:
-            for token_id in _token_ids(new.generated_token_ids).tolist():
-                adjustments.counts.add_one(token_id)
+        matcher = None
+        if params.guide is not None:
+            assert self._matchers is not None, "the engine has told what tokens stand for"
+            matcher = self._matchers.new(params.guide)
+        adjustments = Adjustments(new, self._vocabulary, self.spec.eos_token_ids, self.device, matcher)
+        for token_id in _token_ids(new.generated_token_ids).tolist():
+            for record in adjustments.records:
+                record.add_one(token_id)
         return adjustments
 
     @property

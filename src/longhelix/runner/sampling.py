@@ -42,10 +42,14 @@ class _Settings:
         self.memory_X = self.found.memory()
         self.tokens_S = torch.empty(len(sequences), dtype=torch.int64)
 
-    def adjust(self, logits_Sv: Tensor) -> None:
-        """What requests want to be done to their logits, in place."""
+    def adjust(self, logits_Sv: Tensor) -> dict[int, str]:
+        """What requests want to be done to their logits, in place. Returns why it cannot be, by row."""
+        errors: dict[int, str] = {}
         for row, line, adjustments in self._adjusted:
-            adjustments.adjust(logits_Sv[row], self.numbers.values.item(line, LENGTH))
+            error = adjustments.adjust(logits_Sv[row], self.numbers.values.item(line, LENGTH))
+            if error:
+                errors[row] = error
+        return errors
 
     def draw_keys(self) -> list[tuple[int, int]]:
         """What draws are keyed by."""
@@ -79,12 +83,12 @@ class Sampling:
         """
         settings = self._settings(sequences)
         asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
-        settings.adjust(logits_Sv)
+        refused = settings.adjust(logits_Sv)
         self._choose(logits_Sv, settings, together)
         self._hear(settings.tokens_S, together)
         token_ids, errors = settings.tokens_S.tolist(), {}
         if UNDECIDED in token_ids:
-            errors = self._choose_of_all(logits_Sv, settings, token_ids, together)
+            errors = self._choose_of_all(logits_Sv, settings, token_ids, together) | refused
         settings.numbers.values[settings.lines_S, LAST_TOKEN] = token_ids
         if together.index != 0:
             return ()

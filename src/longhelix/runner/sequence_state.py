@@ -12,7 +12,7 @@ from longhelix.kv.blocks import Block
 from longhelix.models.image_positions import shift
 from longhelix.parallel.pipeline import Travelling
 from longhelix.request import NewSequence, Widened
-from longhelix.runner.adjustments import Adjustments, TokenCounts
+from longhelix.runner.adjustments import Adjustments, Record
 from longhelix.runner.seen_tokens import SeenTokens
 
 # The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
@@ -89,10 +89,10 @@ class SequenceState:
         return set(self.numbers.values[self.line, HELD:].nonzero()[0].tolist())
 
     @property
-    def records(self) -> tuple[SeenTokens | TokenCounts, ...]:
+    def records(self) -> tuple[SeenTokens | Record, ...]:
         """What is kept of its tokens."""
-        counts = None if self.adjustments is None else self.adjustments.counts
-        return tuple(record for record in (self.seen, counts) if record is not None)
+        seen = () if self.seen is None else (self.seen,)
+        return seen if self.adjustments is None else (*seen, *self.adjustments.records)
 
     def begin(self, kvp_rank: int, block_tokens: int) -> None:
         """Take over the cached tokens. Their blocks are full, except perhaps the last one."""

@@ -70,9 +70,28 @@ class Reply(BaseModel):
     content: str
 
 
+class CalledFunction(BaseModel):
+    """arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class Called(BaseModel):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class CallingReply(BaseModel):
+    role: str = "assistant"
+    content: str | None
+    tool_calls: list[Called]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: Reply
+    message: CallingReply | Reply
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 

@@ -1,6 +1,7 @@
 """What clients send: OpenAI's fields, vLLM's, and our own, each with its bounds. Fields that nobody knows pass; those
 that others serve, and that change an answer, are refused unless they ask for what is done anyway."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -18,17 +19,18 @@ from pydantic import (
 
 from longhelix.cache.context_folder import context_name
 from longhelix.errors import UserError
+from longhelix.guide import Guide
 from longhelix.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 
 MOST_CHOICES, _MOST_PROMPTS, _MOST_MESSAGES, _MOST_PARTS = 64, 1024, 100_000, 10_000
 _MOST_TOP_LOGPROBS = 20
+_MOST_TOOLS = 128
 _MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is looked at for all of them
 Strings = Annotated[list[str], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 ContextName = Annotated[str, AfterValidator(context_name)]
 # Not served, by what asks for nothing.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -38,11 +40,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "suffix": ("",),
     "best_of": (1,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_whitespace_pattern": (),
     "prompt_logprobs": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -59,6 +57,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 
 
+Schema = dict[str, Any] | str
+Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -67,6 +69,37 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_progress: bool | None = None
+
+
+class NamedSchema(Body):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """What OpenAI's answers are."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def guide(self) -> Guide | None:
+        """Raises UserError."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise UserError("response_format has a json_schema where its type is json_schema, and nowhere else")
+        if self.json_schema is not None:
+            return Guide.of_schema(self.json_schema.content)
+        return Guide("json") if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """What vLLM's answers are."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    content: Annotated[Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Sampled(Body):
@@ -104,6 +137,12 @@ class Sampled(Body):
     context: ContextName | None = None
     ttft_slo_s: Seconds | None = None
     tbt_slo_s: Seconds | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     user: Any = None
 
     @model_validator(mode="after")
@@ -131,7 +170,27 @@ class Sampled(Body):
     def prompt_logprobs(self) -> int | None:
         return None
 
-    def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None) -> SamplingParams:
+    def guide(self) -> Guide | None:
+        """What the answer has to be. Takes a while where that is long. Raises UserError for what nothing can be, and
+        where two fields say it."""
+        other = self.structured_outputs or StructuredOutputs()
+        found = [
+            Guide.of_schema(schema) for schema in (self.guided_json, other.content) if schema is not None
+        ]  # fmt: skip
+        found += [Guide("regex", regex) for regex in (self.guided_regex, other.regex) if regex is not None]
+        found += [Guide.of_choices(choices) for choices in (self.guided_choice, other.choice) if choices is not None]
+        found += [Guide("grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
+        found += [Guide("json")] if other.json_object else []
+        asked = None if self.response_format is None else self.response_format.guide()
+        found += [] if asked is None else [asked]
+        if len(found) > 1:
+            raise UserError(
+                "several fields say what the answer has to be: give one of response_format, structured_outputs, "
+                "guided_json, guided_regex, guided_choice and guided_grammar, and one thing in it"
+            )
+        return found[0] if found else None
+
+    def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """Of one of several choices, each of which has draws of its own. Raises UserError."""
         given = {
             "top_p": self.top_p,
@@ -152,6 +211,7 @@ class Sampled(Body):
             temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            guide=guide,
             **{name: value for name, value in given.items() if value is not None},
         )
 
@@ -238,6 +298,9 @@ class CompletionBody(Sampled):
         return bool(self.echo) and self.max_tokens == 0 and self.logprobs is None
 
 
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]  # of a function
+
+
 class TextPart(Body):
     type: Literal["text"]
     text: str
@@ -264,9 +327,34 @@ TextOr = Annotated[
 ]
 
 
+class FunctionCall(Body):
+    name: Name
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """With its arguments as an object, which templates write as JSON. Raises UserError."""
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"messages have a call whose arguments are not JSON ({error}): correct it") from error
+        if not isinstance(arguments, dict):
+            raise UserError("messages have a call whose arguments are no JSON object: correct it")
+        found = self.model_dump(exclude_none=True)
+        return found | {"function": found["function"] | {"arguments": arguments}}
+
+
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: TextOr[Annotated[list[Part], Field(max_length=_MOST_PARTS, fail_fast=True)]] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
 
     @property
     def image_urls(self) -> list[str]:
@@ -276,12 +364,16 @@ class Message(Body):
         return [part.image_url.url for part in self.content if isinstance(part, ImagePart)]
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: text in one piece, and where there are images, parts, with a place for each."""
+        """As chat templates take it: text in one piece, and where there are images, parts, with a place for each.
+        Raises UserError."""
         content = self.content or ""
         if not isinstance(content, str):
             texts = [part.text if isinstance(part, TextPart) else None for part in content]
             content = "".join(text for text in texts if text is not None) if None not in texts else _parts(texts)
-        return self.model_dump(exclude_none=True, exclude={"content"}) | {"content": content}
+        found = self.model_dump(exclude_none=True, exclude={"content"}) | {"content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return found
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
@@ -292,6 +384,28 @@ def _parts(texts: Iterable[str | None]) -> list[dict[str, str]]:
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
 
 
+class Function(Body):
+    """One that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Name
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(Sampled):
     prompt_field = "messages"
 
@@ -300,6 +414,32 @@ class ChatBody(Sampled):
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two of the tools have one name: give each another one")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice wants a call, but there are no tools: give some, or leave it out")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice wants {self.tool_choice.function.name}, which is none of the tools")
+        return self
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that the model may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def wanted(self) -> list[Function]:
+        """Those of which it has to call one; empty where it need not."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return [function for function in self.offered if function.name == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
 
     @property
     def most_tokens(self) -> int | None:

@@ -1,21 +1,25 @@
 """/v1/chat/completions: the next message of a conversation."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from longhelix.engine.result import Delta, Result
+from longhelix.errors import UserError
+from longhelix.guide import Guide
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ChatBody
-from longhelix.serve.driver import Answers
-from longhelix.serve.errors import statuses, streamed
+from longhelix.serve.calls import calling_guide, deltas, reply
+from longhelix.serve.driver import Answers, Asked
+from longhelix.serve.errors import ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import collect, stream
 from longhelix.serve.token_logprobs import chat_logprobs
+from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -38,10 +42,23 @@ def routes(serving: Serving) -> APIRouter:
 
 async def _ask(serving: Serving, body: ChatBody) -> tuple["_Form", Answers]:
     before = await serving.context_tokens(body.context)
-    prompt = await serving.conversation(body.messages, "messages", body.context)
-    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before)
+    calls = serving.llm.tokenizer.tool_form if body.offered else None
+    if body.offered and calls is None:
+        raise ClientError("the model's chat template takes no tools, or in a form that is not known", "tools")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered else None
+    prompt = await serving.conversation(body.messages, "messages", body.context, tools)
+    guide = await serving.guide(lambda: _guide(body, calls))
+    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
     answers = await serving.ask(asked)
-    return _Form(serving, body, [replace(each, prompt=()) for each in asked]), answers
+    return _Form(serving, body, [replace(each, prompt=()) for each in asked], calls), answers
+
+
+def _guide(body: ChatBody, form: ToolForm | None) -> Guide | None:
+    """What the answer has to be. Raises UserError."""
+    guide = body.guide()
+    if guide is not None and form is not None:
+        raise UserError("an answer that may call tools has a form of its own: leave out tools, or what it has to be")
+    return guide if form is None or not body.wanted else calling_guide(form, body.wanted, body)
 
 
 class _Form(Form):
@@ -49,16 +66,24 @@ class _Form(Form):
 
     body: ChatBody
 
+    def __init__(self, serving: Serving, body: ChatBody, asked: Sequence[Asked], calls: ToolForm | None) -> None:
+        super().__init__(serving, body, asked)
+        self._form_of_calls = calls
+        self._calls: dict[int, ToolCalls] = {}  # of events, by place
+
     def whole(self, results: list[Result]) -> forms.ChatCompletion:
-        choices = [
-            forms.ChatChoice(
-                index=place,
-                message=forms.Reply(content=result.text),
-                logprobs=self._logprobs(result.token_ids, result.logprobs),
-                finish_reason=forms.finish_reason(result),
+        choices = []
+        for place, result in enumerate(results):
+            calls = self._new_calls()
+            message = forms.Reply(content=result.text) if calls is None else reply(calls, result.text)
+            choices.append(
+                forms.ChatChoice(
+                    index=place,
+                    message=message,
+                    logprobs=self._logprobs(result.token_ids, result.logprobs),
+                    finish_reason=_reason(result, calls),
+                )
             )
-            for place, result in enumerate(results)
-        ]
         return forms.ChatCompletion(**self.head, choices=choices, usage=forms.usage(results, self.body.choices))
 
     def first(self) -> Events:
@@ -69,10 +94,31 @@ class _Form(Form):
         logprobs = None
         if delta.token_id is not None and delta.logprobs is not None:
             logprobs = self._logprobs([delta.token_id], [delta.logprobs])
-        if delta.text or logprobs is not None:
-            yield _choice(place, {"content": delta.text}, logprobs)
+        calls = self._calls_of(place)
+        told = [{"content": delta.text}] if calls is None and delta.text else []
+        if calls is not None:
+            told += deltas(calls.push(delta.text) + (calls.finish() if delta.result is not None else []))
+        if logprobs is not None and not told:
+            told = [{"content": ""}]
+        for one in told:
+            yield _choice(place, one, logprobs)
+            logprobs = None  # which the first one has
         if delta.result is not None:
-            yield _choice(place, {}, reason=forms.finish_reason(delta.result))
+            yield _choice(place, {}, reason=_reason(delta.result, calls))
+
+    def _calls_of(self, place: int) -> ToolCalls | None:
+        if place not in self._calls:
+            calls = self._new_calls()
+            if calls is None:
+                return None
+            self._calls[place] = calls
+        return self._calls[place]
+
+    def _new_calls(self) -> ToolCalls | None:
+        """What finds calls in an answer that may have some."""
+        if self._form_of_calls is None:
+            return None
+        return ToolCalls(self._form_of_calls, {function.name for function in self.body.offered})
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> forms.ChatLogprobs | None:
         num_best = self.body.num_logprobs
@@ -81,8 +127,14 @@ class _Form(Form):
         return chat_logprobs(self.tokenizer, token_ids, logprobs, num_best)
 
 
+def _reason(result: Result, calls: ToolCalls | None) -> str:
+    """Why an answer ended, once all of it has been looked at."""
+    reason = forms.finish_reason(result)
+    return "tool_calls" if reason == "stop" and calls is not None and calls.num_calls else reason
+
+
 def _choice(
-    place: int, delta: dict[str, str], logprobs: forms.ChatLogprobs | None = None, reason: str | None = None
+    place: int, delta: Mapping[str, Any], logprobs: forms.ChatLogprobs | None = None, reason: str | None = None
 ) -> dict[str, Any]:
     return {
         "index": place,

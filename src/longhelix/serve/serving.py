@@ -1,12 +1,16 @@
 """What all routes share: the engine, its model's name, and how requests are made of what clients send."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
+from longhelix.guide import Guide
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Message, Sampled
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
@@ -23,6 +27,8 @@ class Serving:
     model: str
     created_s: int
     is_draining: bool = False
+    # One at a time: what is hard to compile keeps nothing waiting but other guides.
+    compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "guides"))
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
@@ -42,6 +48,14 @@ class Serving:
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
         return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
 
+    async def guide(self, make: Callable[[], Guide | None]) -> Guide | None:
+        """What an answer has to be, once it is known that it can be, found off the event loop. Raises what `make` and
+        `LLM.check_guide` do."""
+        guide = await asyncio.to_thread(make)
+        if guide is not None and not self.llm.knows_guide(guide):
+            await asyncio.get_running_loop().run_in_executor(self.compiling, self.llm.check_guide, guide)
+        return guide
+
     async def ask(self, asked: Sequence[Asked]) -> Answers:
         """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or
         ShuttingDownError."""
@@ -51,10 +65,10 @@ class Serving:
         await answers.ask(asked)
         return answers
 
-    async def token_ids(self, encode: Callable[..., list[int]], given: Any, field: str) -> list[int]:
-        """What a tokenizer or a chat template makes of text, off the event loop. field: that has it. Raises ClientError
-        for text that is too long, before anything is made of it."""
-        length = len(given) if isinstance(given, str) else sum(map(_num_characters, given))
+    async def token_ids(self, encode: Callable[..., list[int]], given: Any, field: str, more: int = 0) -> list[int]:
+        """What a tokenizer or a chat template makes of text, off the event loop. field: that has it; more: characters
+        beside those of `given`. Raises ClientError for text that is too long, before anything is made of it."""
+        length = more + (len(given) if isinstance(given, str) else sum(map(_num_characters, given)))
         most = self.max_model_len * self.llm.tokenizer.longest_token
         if length > most:
             raise ClientError(
@@ -65,10 +79,16 @@ class Serving:
             )
         return await asyncio.to_thread(encode, given)
 
-    async def conversation(self, messages: list[Message], field: str, context: str | None) -> list[int] | ReadPrompt:
+    async def conversation(
+        self,
+        messages: list[Message],
+        field: str,
+        context: str | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int] | ReadPrompt:
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
-        show. Their content is not kept: an answer may take long, and images are large. Raises UserError for what cannot
-        be."""
+        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large.
+        Raises UserError for what cannot be."""
         tokenizer = self.llm.tokenizer
         given = [message.for_template() for message in messages]
         urls = [url for message in messages for url in message.image_urls]
@@ -77,8 +97,10 @@ class Serving:
             raise ClientError("the model reads no images: give text alone", field, "unsupported_model")
         if urls and context is not None:
             raise ClientError("a saved context has tokens alone, and no images go with it: leave out one", "context")
-        encode = tokenizer.encode_chat if context is None else tokenizer.encode_more_chat
-        token_ids = await self.token_ids(encode, given, field)
+        if tools is not None and context is not None:
+            raise ClientError("tools are told where a conversation begins: leave out the context, or them", "context")
+        encode = partial(tokenizer.encode_chat, tools=tools) if context is None else tokenizer.encode_more_chat
+        token_ids = await self.token_ids(encode, given, field, 0 if tools is None else len(json.dumps(tools)))
         if not urls:
             return token_ids
         async with self._looking:  # an image in memory is large, and the tower takes all cores
@@ -98,9 +120,11 @@ class Serving:
         most_tokens: int | None,
         logprobs: int | None,
         context_tokens: int = 0,
+        guide: Guide | None = None,
     ) -> list[Asked]:
         """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
-        context_tokens: of the saved context before each prompt. Raises UserError for what can never run."""
+        context_tokens: of the saved context before each prompt. guide: what each answer has to be. Raises UserError for
+        what can never run."""
         if len(prompts) * body.choices > self.driver.most_requests:
             raise ClientError(
                 f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
@@ -122,7 +146,9 @@ class Serving:
                 )
             most_new = left if most_tokens is None else most_tokens
             if most_new not in samplings:
-                samplings[most_new] = [body.sampling(most_new, choice, logprobs) for choice in range(body.choices)]
+                samplings[most_new] = [
+                    body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
+                ]
             asked += [
                 Asked(prompt, given, sampling, service, watched, body.context) for sampling in samplings[most_new]
             ]

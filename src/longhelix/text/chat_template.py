@@ -6,12 +6,13 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longhelix.errors import UserError
+from longhelix.text.tool_calls import ToolForm, form_of
 
 # What messages may go on after: templates want users and assistants to take turns, and some have no system prompt.
 _USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
@@ -28,15 +29,30 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, is_answered: bool = True) -> str:
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model calls functions; None if the template does not take any, or shows a form that is not known."""
+        try:
+            names = meta.find_undeclared_variables(self._environment.parse(self._source))
+        except TemplateError:  # whoever renders it is told
+            return None
+        return form_of(self._source) if "tools" in names else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_answered: bool = True,
+    ) -> str:
         """The prompt up to where the assistant speaks, or without `is_answered`, to the end of the last message.
-        UserError where the template refuses the messages."""
+        UserError where the template refuses the messages. tools: the functions that it may call, as OpenAI has them."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=is_answered,
                 # Templates compare these with none, and an undefined name is not none.
-                tools=None,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 documents=None,
                 **self._special_tokens,
             )
@@ -66,13 +82,17 @@ class ChatTemplate:
     # Compiled at first use, so that a broken template stops only the requests that need it.
     @cached_property
     def _template(self) -> Template:
+        return self._environment.from_string(self._source)
+
+    @cached_property
+    def _environment(self) -> Environment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self._source)
+        return environment
 
 
 class _GenerationBlock(Extension):

@@ -23,7 +23,7 @@ class StopStrings:
         if matches:
             self._held = ""
             return text[: min(matches)[1]], True
-        safe = len(text) - max((_overlap(text, s) for s in self._strings), default=0)
+        safe = len(text) - max((overlap(text, s) for s in self._strings), default=0)
         self._held, self._exempt = text[safe:], max(self._exempt - safe, 0)
         return text[:safe], False
 
@@ -33,6 +33,6 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -13,6 +13,8 @@ from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
 from longhelix.text.text_stream import TextStream
+from longhelix.text.token_bytes import token_bytes
+from longhelix.text.tool_calls import ToolForm
 
 _KNOWN_PIECES = 1 << 17
 
@@ -61,9 +63,19 @@ class Tokenizer:
         """The ids of text that comes behind other tokens."""
         return self._encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks; UserError without a chat template."""
-        return self._encode_rendered(self._template.render(messages))
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of functions that a conversation offers it; None if it is not known to."""
+        form = None if self._chat_template is None else self._chat_template.tool_form
+        hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}  # which texts do not show
+        return None if form is None or {form.begin, form.end} & hidden else form
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. tools: the
+        functions that it may call, as OpenAI has them."""
+        return self._encode_rendered(self._template.render(messages, tools))
 
     def encode_more_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The same, of messages that come behind other tokens, those of a conversation or others."""
@@ -90,6 +102,18 @@ class Tokenizer:
     def spell(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    @cached_property
+    def token_bytes(self) -> dict[int, bytes]:
+        """What each token stands for inside of a text, by id; of special ones, what they are called. Raises UserError
+        for a tokenizer whose tokens do not stand for bytes."""
+        return token_bytes(self._backend)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that mark something, and have no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def longest_token(self) -> int:

@@ -41,6 +41,7 @@ from longhelix.workers.transport import (
     Start,
     Stop,
     TakeImage,
+    TakeTokens,
     ToEngine,
     ToWorker,
     Traced,
@@ -171,8 +172,8 @@ class WorkerPool:
             if answer.refusal:
                 raise UserError(answer.refusal, answer.code)
 
-    def show(self, ranks: Collection[int], message: TakeImage | DropImage) -> None:
-        """Have ranks keep an image for the steps that come, or forget it."""
+    def show(self, ranks: Collection[int], message: TakeImage | DropImage | TakeTokens) -> None:
+        """Have ranks keep what the steps that come need, or forget it."""
         self._check_open()
         self._socket.send(ranks, message)
         self._watchdog.given(ranks)

@@ -15,6 +15,7 @@ import zmq
 
 from longhelix.cache.saved_context import SavedFile
 from longhelix.errors import EngineError, UserError
+from longhelix.guide import TokenTable
 from longhelix.kv.blocks import Block
 from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
@@ -86,6 +87,12 @@ class DropImage(msgspec.Struct, tag=True, frozen=True):
     """Engine: no sequence shows this image any more."""
 
     digest: bytes
+
+
+class TakeTokens(msgspec.Struct, tag=True, frozen=True):
+    """Engine: sequences may have guides from now on, and this is what tokens stand for."""
+
+    table: TokenTable
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -169,7 +176,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImage | DropImage | Stop
+ToWorker = (
+    Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImage | DropImage | TakeTokens | Stop
+)
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
 
 # Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).

@@ -36,6 +36,7 @@ from longhelix.workers.transport import (
     Start,
     Stop,
     TakeImage,
+    TakeTokens,
     ToWorker,
     Traced,
     Warmed,
@@ -98,6 +99,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 runner.take_image(digest, num_tokens, states)
             case DropImage(digest):
                 del runner.images[digest]
+            case TakeTokens(table):
+                runner.take_tokens(table)
             case SaveBlocks() | LoadBlocks() as message:
                 socket.send(_carry(saved, message))
             case Stop():

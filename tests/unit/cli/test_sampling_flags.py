@@ -3,7 +3,7 @@
 import pytest
 from cyclopts import App
 
-from longhelix import SamplingParams, UserError
+from longhelix import Guide, SamplingParams, UserError
 from longhelix.cli.options import SamplingOptions
 
 pytestmark = pytest.mark.unit
@@ -50,3 +50,18 @@ def test_what_is_no_logit_bias_is_refused_in_words(value, words):
         parsed("--logit-bias", value)
     assert words in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def test_flags_say_what_the_answer_is(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"type": "array"}')
+    grammar.write_text('root ::= "a"')
+    assert parsed("--json-object").guide == Guide("json")
+    assert parsed("--json-schema", str(schema)).guide == Guide("json_schema", '{"type": "array"}')
+    assert parsed("--regex", "[ab]+").guide == Guide("regex", "[ab]+")
+    assert parsed("--grammar", str(grammar)).guide == Guide("grammar", 'root ::= "a"')
+    assert parsed("--choice", "yes", "--choice", "no").guide == Guide.of_choices(["yes", "no"])
+    with pytest.raises(UserError, match="--json-object and --regex say what the answer is: give one of them"):
+        parsed("--json-object", "--regex", "a")
+    with pytest.raises(UserError, match="missing"):
+        parsed("--json-schema", str(tmp_path / "missing"))

@@ -1,5 +1,5 @@
-"""Logit bias, penalties of presence and frequency, and min_tokens: in parts of the vocabulary and through the runner,
-beside a dense formula over the whole of it."""
+"""Logit bias, penalties of presence and frequency, min_tokens, and guides: in parts of the vocabulary and through the
+runner, beside a dense formula over the whole of it."""
 
 import random
 from array import array
@@ -12,9 +12,12 @@ from test_runner import EOS, VOCAB, make_request, make_runner
 
 import sorted_rows
 from dense_adjustments import adjusted
+from longhelix.guide import Guide, TokenTable
 from longhelix.layout import Layout
 from longhelix.request import NewSequence, SamplingParams, Step
+from longhelix.runner import matchers
 from longhelix.runner.adjustments import Adjustments, TokenCounts
+from longhelix.runner.matchers import Matchers
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 
@@ -217,3 +220,140 @@ def test_ranks_without_a_share_in_the_choice_keep_nothing():
     runner._is_last = False
     runner.admit(Step(1, new=(new,)))
     assert runner.sequences[0].adjustments is None
+
+
+# Guides: of a vocabulary of 11 tokens, in which id 4 ends a text.
+TABLE = TokenTable((b"a", b"b", b"ab", b"ba", b"<e>", b"c", b"ca", b"", b"bb", b"a", b"d"), EOS, EOS)
+GUIDED = [
+    {"guide": Guide("regex", "(ab|ba)*c(a|b)*d")},
+    {"guide": Guide("grammar", 'start: "a" | "b" start "b"'), "temperature": 3.0},
+    {"guide": Guide("regex", "[ab]{3,9}"), "temperature": 1.0, "min_tokens": 5, "repetition_penalty": 1.4, **PENALTIES},
+    {"guide": Guide("regex", "[abc]*"), "temperature": 9.0, "logit_bias": {0: 2.0}, "top_p": 0.8, "min_tokens": 25},
+    {"guide": Guide.of_choices(["abc", "d"]), "min_tokens": 9, "stop_token_ids": (2,)},
+]
+
+
+def allowed_logits(logits_V, params, generated, stops):
+    """Those of a whole row: the guide goes before all else."""
+    matcher = Matchers(TABLE).new(params.guide)
+    for token_id in generated:
+        matcher.add_one(token_id)
+    allowed_V = torch.from_numpy(matcher.allowed())
+    early = len(generated) < params.min_tokens
+    going_on_V = allowed_V & torch.tensor([token_id not in stops for token_id in range(len(allowed_V))])
+    kept_V = going_on_V if early and going_on_V.any() else allowed_V
+    late = replace(params, min_tokens=0)
+    return adjusted(logits_V, late, generated, stops).masked_fill(~kept_V, -torch.inf)
+
+
+def guided_tokens(runner, request):
+    tokens, params = [], request.sampling
+    stops = {*params.stop_token_ids, *EOS}
+    seen_V = torch.zeros(VOCAB, dtype=torch.bool)
+    seen_V[request.prompt_token_ids] = True
+    token = request.prompt_token_ids[-1]
+    while len(tokens) < params.max_new_tokens:
+        logits_V = allowed_logits(runner.model.logits(torch.tensor([[float(token)]]))[0], params, tokens, stops)
+        position = len(request.prompt_token_ids) + len(tokens)
+        token = sorted_rows.sample(logits_V, params, request.seed, position, seen_V)
+        if token in request.stop_token_ids:
+            break
+        tokens.append(token)
+        seen_V[token] = True
+    return tokens
+
+
+def guided_runner():
+    runner = make_runner()
+    runner.take_tokens(TABLE)
+    return runner
+
+
+def ending(request):
+    return replace(request, stop_token_ids=frozenset({*EOS, *request.sampling.stop_token_ids}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_the_vocabulary_are_guided_as_the_whole(seed, device):
+    """Parts may be empty, and all of one may be left out. To the bit."""
+    chance = random.Random(seed)
+    params = SamplingParams(max_new_tokens=100, **chance.choice(GUIDED) | {"temperature": 0.0})
+    generated, matcher = [], Matchers(TABLE).new(params.guide)
+    for _ in range(chance.choice([0, 1, 2])):
+        allowed = [token_id for token_id in matcher.allowed().nonzero()[0].tolist() if token_id not in EOS]
+        if not allowed:
+            break
+        generated.append(chance.choice(allowed))
+        matcher.add_one(generated[-1])
+    ranks, logits_V = chance.choice([1, 3, 7, 13]), torch.randn(11, generator=torch.Generator().manual_seed(seed)) * 10
+    found = []
+    for rank in range(ranks):
+        part, own = Layout(tpa=ranks).vocabulary(11, rank), Matchers(TABLE).new(params.guide)
+        adjustments = Adjustments(new_sequence(9, params), part, EOS, torch.device(device), own)
+        for record in adjustments.records:
+            for token_id in generated:
+                record.add_one(token_id)
+        logits_v = logits_V[part.start : part.stop].clone().to(device)
+        assert adjustments.adjust(logits_v, 9 + len(generated)) == ""
+        found.append(logits_v.cpu())
+    expected_V = allowed_logits(logits_V, params, generated, {*params.stop_token_ids, *EOS})
+    assert torch.cat(found).view(torch.int32).tolist() == expected_V.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("asked", GUIDED)
+def test_of_a_batch_those_with_a_guide_follow_it_and_no_others(asked):
+    runner = guided_runner()
+    others = {"temperature": 1.1, "repetition_penalty": 1.2}
+    requests = [make_request(0, 20, 30, **others), ending(make_request(1, 9, 30, **asked)), make_request(2, 3, 30)]
+    found, *_ = run_all(runner, requests)
+    assert found[0] == expected_tokens(runner, requests[0])
+    assert found[1] == guided_tokens(runner, requests[1])
+    assert found[2] == expected_tokens(runner, requests[2])
+
+
+@pytest.mark.parametrize("asked", GUIDED[:4])
+def test_a_guide_goes_on_after_a_preemption(asked):
+    runner = guided_runner()
+    requests = [ending(make_request(0, 20, 40, **asked)), make_request(1, 20, 40)]
+    requests[1] = replace(requests[1], arrival_s=-1.0)
+    found, _, usages, new = run_all(runner, requests, **FEW_BLOCKS)
+    assert found[0] == guided_tokens(runner, requests[0])
+    assert found[1] == expected_tokens(runner, requests[1])
+    for one in new[0][1:]:
+        generated = array("i", one.generated_token_ids).tolist()
+        assert generated == found[0][: 40 - one.sampling.max_new_tokens]
+    assert len(found[0]) < 12 or usages[0].preemptions > 0
+
+
+def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
+    runner = guided_runner()
+    monkeypatch.setitem(matchers._LIMITS, "step_max_items", 2)
+    runner.take_tokens(TABLE)
+    requests = [
+        ending(make_request(1, 9, 30, guide=Guide("grammar", 'start: "a" | "b" start "b" | "ab"'))),
+        make_request(2, 3, 30),
+    ]
+    ends, errors = {}, {}
+    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
+    for request in requests:
+        scheduler.add(request)
+    while (step := scheduler.schedule(0.0)) is not None:
+        for event in scheduler.complete(runner.execute(step)):
+            if event.finish_reason is not None:
+                ends[event.request_id] = event.finish_reason
+                errors[event.request_id] = "" if event.sampled is None else event.sampled.error
+    assert ends == {1: "error", 2: "length"}
+    assert errors[1].startswith("the guide cannot be followed any further: ")
+    assert errors[2] == ""
+
+
+def test_log_probabilities_stay_the_models_own():
+    runner = guided_runner()
+    request = ending(make_request(0, 5, 12, logprobs=11, guide=Guide("regex", "[abc]{12}")))
+    found, logprobs, _, _ = run_all(runner, [request])
+    token = request.prompt_token_ids[-1]
+    for chosen, told in zip(found[0], logprobs[0], strict=True):
+        own_V = runner.model.logits(torch.tensor([[float(token)]]))[0].log_softmax(-1)
+        assert told == {token_id: pytest.approx(float(own_V[token_id]), abs=1e-5) for token_id in range(VOCAB)}
+        token = chosen

@@ -1,0 +1,118 @@
+"""Guides: what the text of an answer has to be, and what tokens stand for, by which ranks know it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from longhelix.errors import UserError
+from longhelix.values import items, one_of, text
+
+KINDS = ("json", "json_schema", "regex", "grammar", "choice")
+LONGEST_GUIDE = 131_072  # bytes of UTF-8
+_MOST_CHOICES = 10_000
+_DEEPEST = 64  # levels of a schema
+# What stands between two tokens of JSON: without bounds a model that has lost its way writes nothing else.
+_BETWEEN = r" |\r?\n[ \t]{0,40}"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the text of an answer is: a JSON object ("json"); a JSON value that a schema allows ("json_schema", `text`
+    has it); text that a regular expression matches as a whole ("regex", in the syntax of Rust, which looks neither
+    ahead nor behind); of a grammar ("grammar": Lark, as llguidance has it, or GBNF); one of some strings ("choice", a
+    JSON list of them).
+
+    Raises UserError for what is none of these; whether it can be compiled is found later.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        kind, given = one_of("the kind of a guide", self.kind, KINDS), text("a guide", self.text)
+        size = len(given.encode())
+        if size > LONGEST_GUIDE:
+            raise UserError(f"a guide has {size} bytes: give at most {LONGEST_GUIDE}", "guide_too_large")
+        if kind == "json" and given:
+            raise UserError("a guide of kind json has a text: leave it out, or give a json_schema")
+        if kind in ("regex", "grammar") and not given:
+            raise UserError(f"a guide of kind {kind} is empty: give a {kind}")
+        if kind == "json_schema":
+            _check_schema(_parsed("a JSON schema", given))
+        if kind == "choice":
+            _check_choices(_parsed("a list of choices", given))
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", given)
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any] | str) -> "Guide":
+        """JSON that a schema allows; the schema as an object or as JSON."""
+        return cls("json_schema", schema if isinstance(schema, str) else _dumped("a JSON schema", schema))
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> "Guide":
+        """One of some strings."""
+        return cls("choice", _dumped("a list of choices", items("choices", choices, _MOST_CHOICES, "strings")))
+
+    @property
+    def lark(self) -> str | None:
+        """The same as a grammar in Lark, where its kind can be written as one here."""
+        match self.kind:
+            case "json":
+                return f"start: {in_lark({'type': 'object'})}"
+            case "json_schema":
+                return f"start: {in_lark(json.loads(self.text))}"
+            case "choice":
+                return "start: " + " | ".join(map(json.dumps, json.loads(self.text)))
+        return None
+
+
+class TokenTable(msgspec.Struct, frozen=True):
+    """What each token id of a vocabulary stands for: its bytes, empty where it stands for nothing that a text can have.
+
+    special_ids: those that stand for no text but mark something, named by their bytes. eos_ids: those that end one.
+    """
+
+    tokens: tuple[bytes, ...]
+    special_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+
+
+def in_lark(schema: Mapping[str, Any]) -> str:
+    """A schema inside of a rule of a grammar."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _BETWEEN}} | schema)
+
+
+def _parsed(name: str, given: str) -> Any:
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are other ValueErrors
+        raise UserError(f"{name} is not JSON ({error}): correct it") from error
+
+
+def _dumped(name: str, value: object) -> str:
+    try:
+        return json.dumps(dict(value) if isinstance(value, Mapping) else value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{name} cannot be written as JSON ({error}): correct it") from error
+
+
+def _check_schema(schema: object) -> None:
+    if not isinstance(schema, dict):
+        raise UserError('a JSON schema is not an object: give one such as {"type": "object"}')
+    level: list[Any] = [schema]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+    if level:
+        raise UserError(f"a JSON schema is nested deeper than {_DEEPEST} levels: make it flatter", "guide_too_large")
+
+
+def _check_choices(choices: object) -> None:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise UserError("choices are no list of strings: give at least one, none of them empty")
+    if len(choices) > _MOST_CHOICES:
+        raise UserError(f"there are {len(choices)} choices: give at most {_MOST_CHOICES}", "guide_too_large")

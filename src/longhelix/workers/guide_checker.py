@@ -1,0 +1,116 @@
+"""Guides, looked at before any rank has them."""
+
+import hashlib
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.guide import Guide, TokenTable
+from longhelix.workers.guide_checking import Checked, read, write
+
+_START_S = 120.0
+_ANSWER_S = 60.0  # the process counts its own time; this is for one that does not get any
+_KNOWN = 4096  # guides
+
+
+class GuideChecker:
+    """Compiles guides in a process of its own, which starts with the first of them: a grammar of a few kilobytes can
+    take all memory, minutes, or more stack than there is, and ranks and clients shall not feel it. Any thread may ask.
+
+    table: makes the vocabulary; it is called once.
+    """
+
+    def __init__(self, table: Callable[[], TokenTable]) -> None:
+        self._table = table
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None  # which nobody's holding this checker does as well
+        self._sound: dict[bytes, None] = {}  # digests of guides, in the order in which they came
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def check(self, guide: Guide) -> None:
+        """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
+        if self.knows(guide):  # while others are looked at, too
+            return
+        with self._lock:
+            found = self._asked(guide)
+            if found.refusal:
+                raise UserError(found.refusal, found.code)
+            if len(self._sound) >= _KNOWN:
+                del self._sound[next(iter(self._sound))]
+            self._sound[_digest(guide)] = None
+
+    def knows(self, guide: Guide) -> bool:
+        """Whether it is one that was found sound."""
+        return _digest(guide) in self._sound
+
+    def close(self) -> None:
+        """End the process. May be called more than once, and beside a check, which then fails."""
+        self._closed = True
+        self._kill()
+        with self._lock:
+            self._end()
+
+    def _asked(self, guide: Guide) -> Checked:
+        if self._closed:
+            raise EngineError("the engine has ended: make a new one")
+        try:
+            process = self._started()
+            found = _exchange(process, msgspec.msgpack.encode(guide), _ANSWER_S)
+        except BaseException:
+            self._end()
+            raise
+        if found is not None:
+            return found
+        self._end()
+        if self._closed:
+            raise EngineError("the engine has ended: make a new one")
+        return Checked("the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            table = msgspec.msgpack.encode(self._table())
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "longhelix.workers.guide_checking"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # an interrupt from the terminal is not for it
+                )
+            except OSError as error:
+                raise RequestError(f"guides cannot be checked: {error}") from error
+            self._kill = weakref.finalize(self, self._process.kill)
+            if _exchange(self._process, table, _START_S) is None:
+                raise RequestError("guides cannot be checked: the process that compiles them does not start")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._kill()
+            with suppress(OSError):  # of what it was not given any more
+                self._process.communicate()
+            self._process = None
+
+
+def _digest(guide: Guide) -> bytes:
+    return hashlib.sha256(f"{guide.kind} {guide.text}".encode()).digest()
+
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
+    """What the process answers; None if it ends, or says nothing for so long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        write(process.stdin, message)
+    except OSError:
+        return None
+    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+    answer = read(process.stdout) if ready else None
+    return None if answer is None else msgspec.msgpack.decode(answer, type=Checked)

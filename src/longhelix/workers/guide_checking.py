@@ -1,0 +1,84 @@
+"""The process in which guides are compiled first: one that takes too much of it ends it alone."""
+
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from longhelix.errors import UserError
+from longhelix.guide import Guide, TokenTable
+from longhelix.runner.matchers import Matchers
+
+_CPU_S = 2.0  # of one guide
+_MORE_BYTES = 1 << 29  # of memory, beside what it has at its start
+# Of what the threads of ranks have, which then have some to spare.
+_STACK_BYTES = 1 << 21
+_LENGTH_BYTES = 4
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What was found of a guide: why it cannot be followed, with a UserError's code; or nothing."""
+
+    refusal: str = ""
+    code: str = ""
+
+
+def main() -> None:
+    """Serve the process that started this one, until it closes its end: first comes a vocabulary, then guides."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    serving.start()
+    serving.join()
+
+
+def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    table = read(questions)
+    if table is None:
+        return
+    matchers = Matchers(msgspec.msgpack.decode(table, type=TokenTable))
+    _limit_memory()
+    write(answers, msgspec.msgpack.encode(Checked()))
+    while (question := read(questions)) is not None:
+        guide = msgspec.msgpack.decode(question, type=Guide)
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # nobody handles its signal, which ends the process
+        found = _check(matchers, guide)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write(answers, msgspec.msgpack.encode(found))
+
+
+def _check(matchers: Matchers, guide: Guide) -> Checked:
+    try:
+        matchers.check(guide)
+    except UserError as error:
+        return Checked(str(error), error.code)
+    return Checked()
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + _MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def write(stream: BinaryIO, message: bytes) -> None:
+    stream.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    stream.flush()
+
+
+def read(stream: BinaryIO) -> bytes | None:
+    """The next message, None at the end."""
+    length = stream.read(_LENGTH_BYTES)
+    if len(length) < _LENGTH_BYTES:
+        return None
+    message = stream.read(int.from_bytes(length, "little"))
+    return message if len(message) == int.from_bytes(length, "little") else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Guides: what is one, and what is refused in words."""
+
+import json
+
+import msgspec
+import pytest
+
+from longhelix import Guide, SamplingParams, UserError
+from longhelix.guide import LONGEST_GUIDE
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json"),
+        Guide.of_schema({"type": "array"}),
+        Guide("json_schema", '{"type": "array"}'),
+        Guide("regex", "é+"),
+        Guide("grammar", 'start: "a"'),
+        Guide.of_choices(["a", "b"]),
+    ],
+)
+def test_guides_travel_and_are_keys(guide):
+    params = SamplingParams(guide=guide)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert hash(params) == hash(SamplingParams(guide=Guide(guide.kind, guide.text)))
+    assert params.needs_generated
+    assert not SamplingParams().needs_generated
+
+
+def test_a_schema_is_the_same_as_an_object_and_as_text():
+    schema = {"type": "object", "properties": {"é": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "null"}}}
+    assert Guide.of_schema(schema).lark == Guide.of_schema(json.dumps(schema)).lark
+    assert json.loads(Guide.of_schema(schema).text) == schema
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Guide("xml"), "the kind of a guide 'xml' is not known: use one of json, json_schema, regex"),
+        (lambda: Guide(None), "the kind of a guide None is not known"),
+        (lambda: Guide("regex", 5), "a guide is 5: set it to a string"),
+        (lambda: Guide("regex", "\ud800"), "half a surrogate pair at character 0"),
+        (lambda: Guide("regex", "é" * (LONGEST_GUIDE // 2 + 1)), "a guide has 131074 bytes: give at most 131072"),
+        (lambda: Guide("json", "{}"), "a guide of kind json has a text"),
+        (lambda: Guide("regex"), "a guide of kind regex is empty: give a regex"),
+        (lambda: Guide("json_schema"), "a JSON schema is not JSON"),
+        (lambda: Guide("json_schema", "[" * 100_000), "a JSON schema is not JSON"),
+        (lambda: Guide("json_schema", "true"), "a JSON schema is not an object"),
+        (lambda: Guide("json_schema", '{"items":' * 65 + "{}" + "}" * 65), "nested deeper than 64 levels"),
+        (lambda: Guide.of_schema({"a": object()}), "a JSON schema cannot be written as JSON"),
+        (lambda: Guide.of_schema(5), "a JSON schema is not an object"),
+        (lambda: Guide("choice", '{"a": 1}'), "choices are no list of strings"),
+        (lambda: Guide("choice", "[]"), "choices are no list of strings"),
+        (lambda: Guide("choice", '["a", ""]'), "choices are no list of strings"),
+        (lambda: Guide("choice", '["a", 5]'), "choices are no list of strings"),
+        (lambda: Guide("choice", json.dumps(["a"] * 10_001)), "there are 10001 choices: give at most 10000"),
+        (lambda: Guide.of_choices("ab"), "choices is the string 'ab': give a tuple of strings"),
+        (lambda: SamplingParams(guide="json"), "guide is 'json': set it to a Guide"),
+        (lambda: SamplingParams(guide=Guide("json"), ignore_eos=True), "leave out ignore_eos or the guide"),
+    ],
+)
+def test_what_is_none_is_refused_in_words(make, words):
+    with pytest.raises(UserError) as refused:
+        make()
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 400

@@ -1,0 +1,158 @@
+"""Calls of functions in answers: found in any pieces, and in grammars that allow nothing else."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from longhelix.guide import Guide, TokenTable
+from longhelix.runner.matchers import Matchers
+from longhelix.text.chat_template import ChatTemplate
+from longhelix.text.tool_calls import HERMES, LLAMA, Arguments, Call, Text, ToolCalls
+
+pytestmark = pytest.mark.unit
+
+NAMES = ("add", "look_up")
+HEAD, FOOT = "<tool_call>\n", "\n</tool_call>"
+ADD, LOOK = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}', '{"name": "look_up", "arguments": {"q": "a\\"{b"}}'
+LLAMA_ADD = ADD.replace("arguments", "parameters")
+CASES = [
+    (HERMES, "Hello <there>, \n{", ("Hello <there>, \n{", [])),
+    (HERMES, "", ("", [])),
+    (HERMES, f"{HEAD}{ADD}{FOOT}", ("", [("add", {"a": 1, "b": [2, "}"]})])),
+    (
+        HERMES,
+        f"I look.\n{HEAD}{ADD}{FOOT}\n{HEAD}{LOOK}{FOOT}",
+        ("I look.", [("add", {"a": 1, "b": [2, "}"]}), ("look_up", {"q": 'a"{b'})]),
+    ),
+    (HERMES, f"{HEAD}{ADD}{FOOT}\nDone.", ("\nDone.", [("add", {"a": 1, "b": [2, "}"]})])),
+    (HERMES, f'{HEAD}{{"arguments": {{"q": 1}}, "name": "look_up"}}{FOOT}', ("", [("look_up", {"q": 1})])),
+    (HERMES, f'{HEAD}{{"name": "other", "arguments": {{}}}}{FOOT}!', None),
+    (HERMES, f"{HEAD}no JSON{FOOT}", None),
+    (HERMES, f"{HEAD}[1]{FOOT}", None),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": 5}}{FOOT}', None),
+    (HERMES, f"{HEAD}{{", None),
+    (HERMES, "x <tool_ca", None),
+    (LLAMA, "Hello {there}", None),
+    (LLAMA, " \n", None),
+    (LLAMA, LLAMA_ADD, ("", [("add", {"a": 1, "b": [2, "}"]})])),
+    (LLAMA, f"{LLAMA_ADD}; {LLAMA_ADD}", ("", [("add", {"a": 1, "b": [2, "}"]})] * 2)),
+    (LLAMA, '{"parameters": {"q": 1}, "name": "look_up"}', ("", [("look_up", {"q": 1})])),
+    (LLAMA, '{"name": "Bob", "parameters": {}} is a person', None),
+    (LLAMA, '{"a": 1}', None),
+    (LLAMA, '{"a": 1', None),
+]
+
+
+def joined(pieces):
+    """What is said, and what is called."""
+    text, calls = "", []
+    for piece in pieces:
+        match piece:
+            case Text(more):
+                text += more
+            case Call(place, name):
+                assert place == len(calls)
+                calls.append([name, ""])
+            case Arguments(place, more):
+                assert place == len(calls) - 1
+                calls[-1][1] += more
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_calls_are_found_however_the_text_comes(form, text, expected, seed):
+    """None: all of it is text."""
+    chance, calls, pieces, at = random.Random(seed), ToolCalls(form, NAMES), [], 0
+    while at < len(text):
+        size = chance.choice([1, 2, 5, 1000] if seed else [1])
+        pieces += calls.push(text[at : at + size])
+        at += size
+    pieces += calls.finish()
+    assert joined(pieces) == ((text, []) if expected is None else expected)
+    assert calls.num_calls == len(joined(pieces)[1])
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA])
+def test_arguments_come_while_they_are_written(form):
+    text = f'{HEAD if form is HERMES else ""}{{"name": "add", "{form.arguments}": {{"a": 1'
+    *_, call, arguments = ToolCalls(form, NAMES).push(text)
+    assert (call, arguments) == (Call(0, "add"), Arguments(0, '{"a": 1'))
+
+
+TABLE = TokenTable((*(bytes([byte]) for byte in range(256)), b"<tool_call>", b'{"name": "', b"</s>"), (258,), (258,))
+SCHEMAS = {
+    "add": {
+        "properties": {"a": {"$ref": "#/$defs/digit"}, "b": {"enum": [True, None]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "$defs": {"digit": {"enum": [1, 2, 3]}},
+    },
+    "look_up": {
+        "type": "object",
+        "properties": {"q": {"const": "x"}},
+        "required": ["q"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("form", [HERMES, LLAMA])
+def test_answers_of_the_grammar_are_calls(form, several, seed):
+    """And references in a schema find what is in this one."""
+    matcher = Matchers(TABLE).new(Guide("grammar", form.lark(SCHEMAS, several)))
+    chance, text = random.Random(seed), b""
+    while not matcher.has_ended:
+        allowed = np.flatnonzero(matcher.allowed()).tolist()
+        chosen = 258 if 258 in allowed and chance.random() < 0.5 else chance.choice(allowed)
+        matcher.add_one(chosen)
+        text += TABLE.tokens[chosen] if chosen != 258 else b""
+    calls = ToolCalls(form, SCHEMAS)
+    said, called = joined([*calls.push(text.decode()), *calls.finish()])
+    assert said == ""
+    assert 1 <= len(called) <= (100 if several else 1)
+    for name, arguments in called:
+        if name == "add":
+            assert arguments["a"] in (1, 2, 3)
+            assert arguments["b"] in (True, None)
+        else:
+            assert arguments == {"q": "x"}
+
+
+QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools %}
+{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>\\nReturn <tool_call>" }}
+{{- "\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call><|im_end|>\\n" }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}{%- endfor %}{{- message.content + '<|im_end|>\\n' }}{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        (QWEN, HERMES),
+        (QWEN.replace("tools", "functions"), None),  # takes none
+        (QWEN.replace("<args-json-object>", "<function=name>"), None),
+        ('{{ tools }}Respond in the format {"name": function name, "parameters": dictionary of arguments}.', LLAMA),
+        ("{{ tools }}", None),
+        ("{% if", None),
+    ],
+)
+def test_a_template_shows_the_form(source, form):
+    assert ChatTemplate(source, {}).tool_form is form
+
+
+def test_a_template_gets_tools_and_calls():
+    tool = {"type": "function", "function": {"name": "add"}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    text = ChatTemplate(QWEN, {}).render(messages, [tool])
+    assert json.dumps(tool) in text
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
+    assert text.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    assert "# Tools" not in ChatTemplate(QWEN, {}).render(messages)

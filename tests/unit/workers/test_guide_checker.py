@@ -1,0 +1,117 @@
+"""The process that compiles guides: what takes too much of it ends it alone."""
+
+import threading
+import time
+
+import psutil
+import pytest
+
+from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.guide import Guide, TokenTable
+from longhelix.workers import guide_checker
+from longhelix.workers.guide_checker import GuideChecker
+
+pytestmark = pytest.mark.unit
+
+TABLE = TokenTable((*(bytes([byte]) for byte in range(256)), b"<e>"), (256,), (256,))
+RULES = 5_000
+# Each of these takes more stack or time than there is: of one process, here the one that is there for it.
+MONSTERS = {
+    "rules": Guide("grammar", "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(RULES)) + f'\nr{RULES}: "a"'),
+    "terminals": Guide(
+        "grammar", "start: T0\n" + "\n".join(f'T{n}: "x" T{n + 1}' for n in range(RULES)) + f'\nT{RULES}: "a"'
+    ),
+    "optional": Guide("regex", "a?" * 20_000),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checker():
+    found = GuideChecker(lambda: TABLE)
+    yield found
+    found.close()
+
+
+def children():
+    return {child for child in psutil.Process().children() if "longhelix.workers.guide_checking" in child.cmdline()}
+
+
+def test_sound_guides_are_compiled_once(checker, monkeypatch):
+    checker.check(Guide("json"))
+    asked = []
+    exchange = guide_checker._exchange
+
+    def counted(process, message, timeout_s):
+        asked.append(message)
+        return exchange(process, message, timeout_s)
+
+    monkeypatch.setattr(guide_checker, "_exchange", counted)
+    for _ in range(3):
+        checker.check(Guide("regex", "(once|only)"))
+    assert len(asked) == 1
+    for _ in range(2):
+        with pytest.raises(UserError, match="unclosed group"):
+            checker.check(Guide("regex", "a(b"))
+    assert len(asked) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MONSTERS)
+def test_a_guide_that_takes_too_much_is_refused_and_others_are_not(checker, name):
+    with pytest.raises(UserError, match="takes too much time or memory to be compiled") as refused:
+        checker.check(MONSTERS[name])
+    assert refused.value.code == "guide_too_large"
+    checker.check(Guide("regex", f"after {name}"))
+
+
+def test_whoever_asks_for_a_known_one_waits_for_nobody(checker):
+    checker.check(Guide("json"))
+    with checker._lock:
+        asking = threading.Thread(target=checker.check, args=(Guide("json"),))
+        asking.start()
+        asking.join(10)
+        assert not asking.is_alive()
+
+
+def test_its_end_is_that_of_its_process():
+    before = children()
+    checker = GuideChecker(lambda: TABLE)
+    checker.check(Guide("json"))
+    (own,) = children() - before
+    checker.close()
+    checker.close()
+    assert not own.is_running()
+    with pytest.raises(EngineError):
+        checker.check(Guide("regex", "later"))
+    checker.check(Guide("json"))  # which is known
+
+
+def test_a_process_that_nobody_holds_any_more_ends():
+    before = children()
+    checker = GuideChecker(lambda: TABLE)
+    checker.check(Guide("json"))
+    (own,) = children() - before
+    del checker
+    deadline_s = time.monotonic() + 30
+    while own.is_running() and own.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not own.is_running() or own.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_vocabulary_that_cannot_be_made_is_said_each_time():
+    def table():
+        raise UserError("no vocabulary")
+
+    checker = GuideChecker(table)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no vocabulary"):
+            checker.check(Guide("json"))
+    checker.close()
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_guide(monkeypatch):
+    monkeypatch.setattr(guide_checker.sys, "executable", "/bin/false")
+    checker = GuideChecker(lambda: TABLE)
+    with pytest.raises(RequestError, match="guides cannot be checked"):
+        checker.check(Guide("json"))
+    checker.close()
