@@ -1,17 +1,20 @@
 """`longhelix serve`: a model for many clients, in OpenAI's HTTP interface."""
 
+import importlib.metadata
 import os
-import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from longhelix.cli.options import EngineFlags, ModelOptions, given
+from longhelix.cli.options import EngineFlags, ModelOptions, describe, given, held_tokens
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
+from longhelix.runner.config import EngineConfig
+from longhelix.serve.journal import Journal
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
@@ -32,6 +35,8 @@ def serve(
     max_waiting_tokens: Size = 64_000_000,
     max_body_bytes: Size | None = None,
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
+    metrics_prefix: str = "longhelix",
+    log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
@@ -56,6 +61,10 @@ def serve(
         The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len]
     drain
         How long requests may take to end once the server is told to. [default: 60 s]
+    metrics_prefix
+        What the names at /metrics begin with: vllm for dashboards that were made for it.
+    log_format
+        Lines on standard error as text, or each as a JSON object.
     """
     from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
     from longhelix.serve.gate import Admission
@@ -71,17 +80,38 @@ def serve(
     )
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
-    settings = given(engine)
     name = served_model_name or Path(model.model).name
-    with model.start(_with_defaults(engine, settings)) as llm:
-        most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len
-        serving = Serving(llm, Driver(llm, limits), name, int(time.time()))
-        run(
-            serving,
-            Admission(keys, most_bytes),
-            address,
-            lambda url: print(f"serving {name} at {url}", file=sys.stderr, flush=True),
-        )
+    journal = Journal(as_json=log_format == "json")
+    try:
+        journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
+        with model.start(_with_defaults(engine, given(engine)), partial(_tell, journal)) as llm:
+            most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len
+            driver = Driver(llm, limits)
+            serving = Serving(llm, driver, name, int(time.time()), metrics_prefix=metrics_prefix, journal=journal)
+            run(
+                serving,
+                Admission(keys, most_bytes),
+                address,
+                lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
+            )
+        journal.tell("end", steps=driver.steps)
+    finally:
+        journal.close()
+
+
+def _tell(journal: Journal, config: EngineConfig) -> None:
+    """What the engine resolved to."""
+    layout, tokens, most = config.layout, held_tokens(config), config.scheduler.max_model_len
+    degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+    about_layout, about_cache = describe(config)
+    journal.tell("layout", about_layout, **degrees)
+    journal.tell(
+        "kv_cache",
+        about_cache,
+        held_tokens=tokens,
+        max_model_len=most,
+        max_concurrency=tokens / most,
+    )
 
 
 def _with_defaults(engine: EngineFlags, settings: dict[str, object]) -> EngineFlags:

@@ -5,13 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from longhelix.serve import chat, completions, errors, state
+from longhelix.serve.calls import Calls
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.serving import Serving
 
 
-def build(serving: Serving, admission: Admission) -> FastAPI:
+def build(serving: Serving, admission: Admission) -> ASGIApp:
     """Its lifetime is that of the engine, which ends with it."""
 
     @asynccontextmanager
@@ -28,7 +31,8 @@ def build(serving: Serving, admission: Admission) -> FastAPI:
         app.include_router(room.routes(serving))
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
-    return app
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    return Calls(app, serving.metrics, serving.journal, paths)
 
 
 def _without_unused_status(app: FastAPI) -> None:

@@ -16,6 +16,7 @@ from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.request import SamplingParams, ServiceLevel
+from longhelix.serve.course import Course, NoWatch, Watch
 
 _Value = TypeVar("_Value")
 
@@ -68,6 +69,11 @@ class Answer:
         # Of several refusals of one call the first is told: the others count as told, too.
         self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
         self.request_id: int | None = None  # the engine thread's alone
+        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
+
+    @property
+    def was_refused(self) -> bool:
+        return self.taken.done() and not self.taken.cancelled() and self.taken.exception() is not None
 
 
 Got = Delta | Progress | Exception
@@ -76,10 +82,11 @@ Listener = Callable[[Sequence[Delta], Sequence[RanStep]], None]
 
 class Answers:
     """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results.
-    The error of one is raised. Leaving the `async with` aborts those that have not ended."""
+    The error of one is raised. Leaving the `async with` aborts those that have not ended. watch: is told of all."""
 
-    def __init__(self, driver: "Driver") -> None:
+    def __init__(self, driver: "Driver", watch: Watch | None = None) -> None:
         self._driver = driver
+        self._watch = NoWatch() if watch is None else watch
         self._open: dict[int, Answer] = {}
         self._got: asyncio.Queue[tuple[int, Got]] = asyncio.Queue()
 
@@ -88,7 +95,8 @@ class Answers:
         the engine has failed, or the UserError of a request that can never run."""
         self._driver.check_room(requests)
         for place, asked in enumerate(requests):
-            self._open[place] = self._driver.add(asked, lambda got, place=place: self._got.put_nowait((place, got)))
+            self._open[place] = self._driver.add(asked, partial(self._come, place))
+            self._watch.asked(self._open[place].course)
         try:
             for answer in list(self._open.values()):
                 await answer.taken
@@ -120,20 +128,36 @@ class Answers:
         """Abort what has not ended."""
         for answer in self._open.values():
             self._driver.abort(answer)
+            if not answer.was_refused:
+                self._ended(answer.course, "abort")
         self._open.clear()
+
+    def _come(self, place: int, got: Got) -> None:
+        answer = self._open.get(place)
+        if answer is not None and isinstance(got, Delta):
+            self._watch.came(answer.course, got)
+        elif answer is not None and isinstance(got, Exception):
+            self._ended(answer.course, "abort" if isinstance(got, ShuttingDownError) else "error")
+        self._got.put_nowait((place, got))
+
+    def _ended(self, course: Course, reason: str) -> None:
+        if not course.has_ended:
+            self._watch.ended(course, reason)
 
 
 class Driver:
     """Runs an LLM. Its thread alone calls the LLM; what requests get goes to the event loop that `start` is called on,
     and all methods are called there.
 
-    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back.
+    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back; on_failure:
+    why the engine has failed.
     An engine that fails ends all requests with the reason, and takes no more: `failure` says why.
     """
 
     def __init__(self, llm: LLM, limits: Limits) -> None:
         self.failure = ""
         self.listeners: list[Listener] = []
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self.steps = 0
         self.last_step_s = time.monotonic()
         self._llm, self._limits = llm, limits
@@ -181,6 +205,11 @@ class Driver:
             self.abort(answer)
         self._asked.clear()
         self._answers.clear()
+
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on, in the step that runs."""
+        return self._llm.still_s
 
     @property
     def most_requests(self) -> int:
@@ -308,6 +337,7 @@ class Driver:
     def _stepped(self, deltas: list[Delta], progress: dict[int, Progress], ran: list[RanStep]) -> None:
         self.steps += len(ran)
         self.last_step_s = time.monotonic()
+        self._begin(ran)
         for hear in self.listeners:
             hear(deltas, ran)
         for request_id, come in progress.items():
@@ -322,8 +352,16 @@ class Driver:
             if delta.result is not None:
                 self._gone(delta.request_id)
 
+    def _begin(self, ran: list[RanStep]) -> None:
+        """Say of requests when their first step began."""
+        for step in ran:
+            for chunk in step.chunks:
+                if chunk.request_id in self._answers:
+                    self._answers[chunk.request_id].course.began(self.last_step_s - step.taken_s)
+
     def _failed(self, reason: str) -> None:
         self.failure = reason
+        self.on_failure(reason)
         self.end_all(EngineError(reason))
 
     def _end(self, answer: Answer, error: Exception) -> None:

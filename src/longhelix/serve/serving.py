@@ -2,25 +2,45 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.errors import UserError
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Sampled
+from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
+from longhelix.serve.journal import Journal
+from longhelix.serve.metrics import PREFIX, Metrics
 
 
 @dataclass
 class Serving:
-    """`model`: the name that clients know it by. created_s: when it started, by the wall clock."""
+    """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
+    names of metrics. Raises UserError for one that is none."""
 
     llm: LLM
     driver: Driver
     model: str
     created_s: int
     is_draining: bool = False
+    metrics_prefix: str = PREFIX
+    journal: Journal = field(default_factory=Journal)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
+        self.driver.on_failure = self._failed
+
+    def _failed(self, reason: str) -> None:
+        self.journal.tell("failure", f"the engine has failed: {reason}", reason=reason)
+
+    @property
+    def call(self) -> Call:
+        """The HTTP request that is being answered."""
+        found = current()
+        return Call(self.metrics) if found is None else found
 
     @property
     def max_model_len(self) -> int:
@@ -43,7 +63,7 @@ class Serving:
         ShuttingDownError."""
         if self.is_draining:
             raise ShuttingDownError
-        answers = Answers(self.driver)
+        answers = Answers(self.driver, self.call)
         await answers.ask(asked)
         return answers
 
