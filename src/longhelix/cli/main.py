@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from longhelix.cli.config_file import from_file
 from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -17,6 +18,7 @@ app = App(
     name="longhelix",
     help="Exact LLM inference with contexts of millions of tokens.",
     version=lambda: importlib.metadata.version("longhelix"),
+    config=from_file,
 )
 # Named, not imported: a verb loads when it is called.
 app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")

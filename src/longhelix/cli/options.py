@@ -124,6 +124,8 @@ class ModelOptions:
     tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
     """The FFN at TP = tpa, a copy on every KVP instance (Medha's layout). With placements growing, local and auto,
     instances that share no request step by themselves."""
+    config: Path | None = None
+    "A YAML file of flags by their names; those of the command line win."
 
     def start(self, engine: EngineFlags, tell: Callable[[EngineConfig], None] | None = None) -> LLM:
         """Start the engine, with progress on standard error, and what it resolved to as well, unless that is told
