@@ -38,7 +38,10 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
             found = _values(_read(path), _flags(arguments))
         except UserError as error:
             raise UserError(f"{_FLAG} {path}: {error}", error.code) from error
-        Dict(found, use_commands_as_keys=False, source=f"{_FLAG} {path}")(app, commands, arguments)
+        # By its verb: cyclopts would pass over flags of a verb that are called as other verbs are.
+        for command in reversed(commands):
+            found = {command: found}
+        Dict(found, source=f"{_FLAG} {path}")(app, commands, arguments)
     _environment(app, commands, arguments)
 
 

@@ -30,6 +30,7 @@ app.command("longhelix.cli.estimate:estimate", name="estimate", help="Take one c
 app.command("longhelix.cli.simulate:simulate", name="simulate", help="Serve a trace of requests on a predicted clock.")
 app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
 app.command("longhelix.cli.calibrate:calibrate", name="calibrate", help="Measure this machine for estimate and plan.")
+app.command("longhelix.cli.collect_env:collect_env", name="collect-env", help="Say what longhelix finds here.")
 app.command("longhelix.cli.figures:figures", name="figures", help="Draw the papers' figures, published and modelled.")
 
 
