@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longhelix.serve import chat, completions, errors, state
@@ -31,8 +30,7 @@ def build(serving: Serving, admission: Admission) -> ASGIApp:
         app.include_router(room.routes(serving))
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
-    paths = [route.path for route in app.routes if isinstance(route, Route)]
-    return Calls(app, serving.metrics, serving.journal, paths)
+    return Calls(app, serving.metrics, serving.journal, app.openapi()["paths"])
 
 
 def _without_unused_status(app: FastAPI) -> None:

@@ -83,7 +83,7 @@ class Calls:
     def _facts(self, scope: Scope, call: Call) -> dict[str, str | int | float | None]:
         """Tokens are those of all its requests together; times count from its coming, that of the first token to the
         first of any."""
-        route = getattr(scope.get("route"), "path", scope["path"])
+        route = getattr(scope.get("route"), "path_format", scope["path"])
         facts: dict[str, str | int | float | None] = {
             "id": call.id,
             "route": route if route in self._paths else "other",
