@@ -18,7 +18,7 @@ def environment(date: str) -> dict[str, object]:
 
     return {
         "date": date,
-        "cpu": _cpu_model(),
+        "cpu": host.processor(),
         "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
         "cores": host.cores(),
         "last_level_cache_bytes": host.last_level_cache_bytes(),
@@ -31,15 +31,6 @@ def environment(date: str) -> dict[str, object]:
         "longhelix": importlib.metadata.version("longhelix"),
         "commit": _commit(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _commit() -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from longhelix.cli.config_file import from_file
 from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -17,6 +18,7 @@ app = App(
     name="longhelix",
     help="Exact LLM inference with contexts of millions of tokens.",
     version=lambda: importlib.metadata.version("longhelix"),
+    config=from_file,
 )
 # Named, not imported: a verb loads when it is called.
 app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
@@ -28,6 +30,7 @@ app.command("longhelix.cli.estimate:estimate", name="estimate", help="Take one c
 app.command("longhelix.cli.simulate:simulate", name="simulate", help="Serve a trace of requests on a predicted clock.")
 app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
 app.command("longhelix.cli.calibrate:calibrate", name="calibrate", help="Measure this machine for estimate and plan.")
+app.command("longhelix.cli.collect_env:collect_env", name="collect-env", help="Say what longhelix finds here.")
 app.command("longhelix.cli.figures:figures", name="figures", help="Draw the papers' figures, published and modelled.")
 
 

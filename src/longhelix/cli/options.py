@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -127,11 +127,16 @@ class ModelOptions:
     tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
     """The FFN at TP = tpa, a copy on every KVP instance (Medha's layout). With placements growing, local and auto,
     instances that share no request step by themselves."""
+    config: Path | None = None
+    "A YAML file of flags by their names; those of the command line win."
 
-    def start(self, engine: EngineFlags) -> LLM:
-        """Start the engine, with progress and what it resolved to on standard error."""
+    def start(self, engine: EngineFlags, tell: Callable[[EngineConfig], None] | None = None) -> LLM:
+        """Start the engine, with progress on standard error, and what it resolved to as well, unless that is told
+        `tell`."""
         model, settings = self._composed(engine)
-        return model._start(settings)
+        llm = model._start(settings)
+        (tell or _print_described)(llm.config)
+        return llm
 
     def _composed(self, engine: EngineFlags) -> tuple["ModelOptions", dict[str, Any]]:
         """These options and the settings that were given, and what a layout file says beside them."""
@@ -146,16 +151,13 @@ class ModelOptions:
         with Progress(console=stderr, transient=True) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
-            llm = LLM(
+            return LLM(
                 self.model,
                 self._layout(),
                 on_load=lambda share: progress.update(bar, completed=share),
                 on_warm_up=lambda share: progress.update(warm_up, completed=share, visible=True),
                 **settings,
             )
-        for line in describe(llm.config):
-            print(line, file=sys.stderr)
-        return llm
 
     def _layout(self) -> Layout:
         degrees = {name: getattr(self, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
@@ -267,10 +269,15 @@ class ChatSamplingOptions(SamplingOptions):
     "Most tokens of an answer. [default: what the context leaves]"
 
 
+def _print_described(config: EngineConfig) -> None:
+    for line in describe(config):
+        print(line, file=sys.stderr)
+
+
 def describe(config: EngineConfig) -> list[str]:
     """What the engine resolved to, in words that operators search logs for."""
     layout, scheduler = config.layout, config.scheduler
-    held_tokens = scheduler.num_blocks * scheduler.block_tokens * layout.kvp
+    tokens = held_tokens(config)
     where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
     placement = scheduler.placement
     if placement == "auto":
@@ -285,8 +292,13 @@ def describe(config: EngineConfig) -> list[str]:
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
         f"weights {weights}, KV {config.kv_dtype}{attention}",
-        f"KV cache holds {held_tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
+        f"KV cache holds {tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {scheduler.max_model_len}; chunks of {'up to ' if scheduler.adaptive else ''}"
         f"{scheduler.chunk_tokens} tokens; "
-        f"maximum concurrency at {scheduler.max_model_len} tokens: {held_tokens / scheduler.max_model_len:.2f}",
+        f"maximum concurrency at {scheduler.max_model_len} tokens: {tokens / scheduler.max_model_len:.2f}",
     ]
+
+
+def held_tokens(config: EngineConfig) -> int:
+    """How many the KV cache holds over all KVP ranks."""
+    return config.scheduler.num_blocks * config.scheduler.block_tokens * config.layout.kvp

@@ -1,17 +1,20 @@
 """`longhelix serve`: a model for many clients, in OpenAI's HTTP interface."""
 
+import importlib.metadata
 import os
-import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from longhelix.cli.options import EngineFlags, ModelOptions, given
+from longhelix.cli.options import EngineFlags, ModelOptions, describe, given, held_tokens
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
+from longhelix.runner.config import EngineConfig
+from longhelix.serve.journal import Journal
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
@@ -35,6 +38,8 @@ def serve(
     max_restarts: int = 3,
     max_replays: int = 1,
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
+    metrics_prefix: str = "longhelix",
+    log_format: Literal["text", "json"] = "text",
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
@@ -65,6 +70,10 @@ def serve(
         token since the engine began again makes it begin to count again.
     drain
         How long requests may take to end once the server is told to. [default: 60 s]
+    metrics_prefix
+        What the names at /metrics begin with: vllm for dashboards that were made for it.
+    log_format
+        Lines on standard error as text, or each as a JSON object.
     """
     from longhelix.serve.driver import Driver, Limits, Recovery  # loads what answers HTTP
     from longhelix.serve.gate import Admission
@@ -81,19 +90,39 @@ def serve(
     recovery = Recovery(whole("max_restarts", max_restarts, 0, 10**6), whole("max_replays", max_replays, 0, 10**6))
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
-    settings = given(engine)
     name = served_model_name or Path(model.model).name
-    with model.start(_with_defaults(engine, settings)) as llm:
-        config = llm.config
-        of_images = _BYTES_OF_IMAGES if config.spec.vision is not None else 0
-        most_bytes = max_body_bytes or 1_000_000 + 16 * config.scheduler.max_model_len + of_images
-        serving = Serving(llm, Driver(llm, limits, recovery), name, int(time.time()))
-        run(
-            serving,
-            Admission(keys, most_bytes),
-            address,
-            lambda url: print(f"serving {name} at {url}", file=sys.stderr, flush=True),
-        )
+    journal = Journal(as_json=log_format == "json")
+    try:
+        journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
+        with model.start(_with_defaults(engine, given(engine)), partial(_tell, journal)) as llm:
+            of_images = _BYTES_OF_IMAGES if llm.config.spec.vision is not None else 0
+            most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + of_images
+            driver = Driver(llm, limits, recovery)
+            serving = Serving(llm, driver, name, int(time.time()), metrics_prefix=metrics_prefix, journal=journal)
+            run(
+                serving,
+                Admission(keys, most_bytes),
+                address,
+                lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
+            )
+        journal.tell("end", steps=driver.steps)
+    finally:
+        journal.close()
+
+
+def _tell(journal: Journal, config: EngineConfig) -> None:
+    """What the engine resolved to."""
+    layout, tokens, most = config.layout, held_tokens(config), config.scheduler.max_model_len
+    degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+    about_layout, about_cache = describe(config)
+    journal.tell("layout", about_layout, **degrees)
+    journal.tell(
+        "kv_cache",
+        about_cache,
+        held_tokens=tokens,
+        max_model_len=most,
+        max_concurrency=tokens / most,
+    )
 
 
 def _with_defaults(engine: EngineFlags, settings: dict[str, object]) -> EngineFlags:

@@ -236,6 +236,11 @@ class TokenCore:
         """What it does now."""
         return observe(self._scheduler)
 
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on. From any thread."""
+        return self._pool.still_s
+
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
         return self._scheduler.prefilled_tokens(request_id)

@@ -244,6 +244,11 @@ class LLM:
         """What the engine does now: the requests that run, where their KV lies, and how full its ranks are."""
         return self._core.observe()
 
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on, in the step that runs: the watchdog ends engines by it. From any thread."""
+        return self._core.still_s
+
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
         return self._core.prefilled_tokens(request_id)

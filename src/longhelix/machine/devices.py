@@ -15,11 +15,14 @@ def has_native_kernels() -> bool:
     return importlib.util.find_spec("longhelix._native") is not None
 
 
+def native_instruction_set() -> str | None:
+    """That of the native kernels that run here; None without any."""
+    return str(importlib.import_module("longhelix._native").instruction_set()) if has_native_kernels() else None
+
+
 def multiplies_integers() -> bool:
     """Whether the native kernels that run here attend in integers."""
-    if not has_native_kernels():
-        return False
-    return bool(importlib.import_module("longhelix._native").instruction_set() == "avx512")
+    return native_instruction_set() == "avx512"
 
 
 def free_gpu_bytes() -> list[int]:

@@ -6,6 +6,7 @@ groups in it, so the way up to the root counts.
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,16 @@ def cores(root: Path = _ROOT) -> int:
     """Cores that this process can keep busy: those it may run on, at most as many as its quota pays for."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(int(min([affinity, *_quotas(root)])), 1)
+
+
+def processor(root: Path = _ROOT) -> str:
+    """The name of the first core's model, such as "AMD EPYC 9654 96-Core Processor"."""
+    return _of_processor(root, "model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets(root: Path = _ROOT) -> list[str]:
+    """The kernel's names of what the first core has beside the base of its architecture."""
+    return (_of_processor(root, "flags") or _of_processor(root, "Features")).split()
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
@@ -36,6 +47,12 @@ def last_level_cache_bytes(root: Path = _ROOT) -> int | None:
     paths = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = (_read(path).strip().removesuffix("K") for path in paths)
     return max((1024 * int(size) for size in sizes if size.isdigit()), default=None)
+
+
+def _of_processor(root: Path, name: str) -> str:
+    """A line of what the kernel says of the first core; empty where it has none."""
+    lines = (line.partition(":") for line in _read(root / "proc/cpuinfo").splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -5,13 +5,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from longhelix.serve import chat, completions, contexts, errors, responses, state
+from longhelix.serve.calls import Calls
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.serving import Serving
 
 
-def build(serving: Serving, admission: Admission) -> FastAPI:
+def build(serving: Serving, admission: Admission) -> ASGIApp:
     """Its lifetime is that of the engine, which ends with it."""
 
     @asynccontextmanager
@@ -28,7 +30,7 @@ def build(serving: Serving, admission: Admission) -> FastAPI:
         app.include_router(room.routes(serving))
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
-    return app
+    return Calls(app, serving.metrics, serving.journal, app.openapi()["paths"])
 
 
 def _without_unused_status(app: FastAPI) -> None:

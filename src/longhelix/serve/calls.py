@@ -1,52 +1,110 @@
-"""What answers call, as OpenAI has it, whole or event by event."""
+"""One HTTP request from its first byte to its last: its id, what the engine did for it, its line in the journal."""
 
 import secrets
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Collection, Iterable
+from contextvars import ContextVar
 
-from longhelix.guide import Guide
-from longhelix.serve import answers as forms
-from longhelix.serve.bodies import ChatBody, Function
-from longhelix.text.tool_calls import Arguments, Call, Piece, Text, ToolCalls, ToolForm
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+from longhelix.engine.result import Delta
+from longhelix.serve.course import Course
+from longhelix.serve.journal import Journal
+from longhelix.serve.metrics import Metrics
 
-
-def calling_guide(form: ToolForm, functions: list[Function], body: ChatBody) -> Guide:
-    """For answers that call one of `functions`. Raises UserError."""
-    schemas = {each.name: _NO_PARAMETERS if each.parameters is None else each.parameters for each in functions}
-    several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-    return Guide("grammar", form.lark(schemas, several))
+_ID_HEADER = b"x-request-id"
 
 
-def reply(calls: ToolCalls, text: str) -> forms.Reply | forms.CallingReply:
-    """A whole answer."""
-    said: list[str] = []
-    called: list[forms.Called] = []
-    for piece in [*calls.push(text), *calls.finish()]:
-        match piece:
-            case Text(more):
-                said.append(more)
-            case Call(_, name):
-                called.append(forms.Called(id=_new_id(), function=forms.CalledFunction(name=name, arguments="")))
-            case Arguments(place, more):
-                called[place].function.arguments += more
-    content = "".join(said)
-    return forms.CallingReply(content=content or None, tool_calls=called) if called else forms.Reply(content=content)
+class Call:
+    """id: of our own making, whatever a client sends. code: of the error that it was answered with. It watches how the
+    requests for the engine go that it became."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.id = secrets.token_hex(12)
+        self.came_s = time.monotonic()
+        self.status = 500  # unless an answer begins
+        self.code = ""
+        self.courses: list[Course] = []
+        self._metrics = metrics
+
+    def asked(self, course: Course) -> None:
+        self.courses.append(course)
+        self._metrics.asked(course)
+
+    def came(self, course: Course, delta: Delta) -> None:
+        self._metrics.came(course, delta)
+
+    def ended(self, course: Course, reason: str) -> None:
+        self._metrics.ended(course, reason)
 
 
-def deltas(pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-    """Of events."""
-    for piece in pieces:
-        match piece:
-            case Text(text):
-                yield {"content": text}
-            case Call(place, name):
-                function = {"name": name, "arguments": ""}
-                yield {"tool_calls": [{"index": place, "id": _new_id(), "type": "function", "function": function}]}
-            case Arguments(place, text):
-                yield {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def current() -> Call | None:
+    """That which runs here; None outside of any."""
+    return _CURRENT.get()
+
+
+class Calls:
+    """Gives each HTTP request its `Call` and answers with its id, before anything else sees it; counts refusals, and
+    writes a line for each request that went to the engine or was refused. paths: those that lines may name, of which no
+    client is the author."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, journal: Journal, paths: Collection[str]) -> None:
+        self._app, self._metrics, self._journal = app, metrics, journal
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = Call(self._metrics)
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                message = message | {"headers": [*message.get("headers", ()), (_ID_HEADER, call.id.encode())]}
+            await send(message)
+
+        token = _CURRENT.set(call)
+        try:
+            await self._app(scope, receive, marked)
+        finally:
+            _CURRENT.reset(token)
+            self._end(scope, call)
+
+    def _end(self, scope: Scope, call: Call) -> None:
+        if call.status >= 400:
+            self._metrics.refused(call.status, call.code)
+        if call.courses or call.status >= 400:
+            self._journal.tell("request", **self._facts(scope, call))
+
+    def _facts(self, scope: Scope, call: Call) -> dict[str, str | int | float | None]:
+        """Tokens are those of all its requests together; times count from its coming, that of the first token to the
+        first of any."""
+        route = getattr(scope.get("route"), "path_format", scope["path"])
+        facts: dict[str, str | int | float | None] = {
+            "id": call.id,
+            "route": route if route in self._paths else "other",
+            "status": call.status,
+            "code": call.code or None,
+        }
+        courses = call.courses
+        if courses:
+            results = [course.result for course in courses if course.result is not None]
+            facts |= {
+                "requests": len(courses),
+                "prompt_tokens": sum(course.prompt_tokens for course in courses),
+                "new_tokens": sum(course.new_tokens for course in courses),
+                "cached_tokens": sum(result.cached_tokens for result in results),
+                "finish_reason": ",".join(sorted({course.reason for course in courses if course.has_ended})) or None,
+                "queue_s": _least([course.begun_s for course in courses], call.came_s),
+                "ttft_s": _least([course.first_s for course in courses], call.came_s),
+            }
+        return facts | {"duration_s": time.monotonic() - call.came_s}
+
+
+def _least(times_s: Iterable[float | None], came_s: float) -> float | None:
+    """The first of some times, from the call's coming on."""
+    return min((time_s - came_s for time_s in times_s if time_s is not None), default=None)

@@ -12,13 +12,13 @@ from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ChatBody
-from longhelix.serve.calls import calling_guide, deltas, reply
 from longhelix.serve.driver import Answers, Asked
 from longhelix.serve.errors import ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import collect, stream
 from longhelix.serve.token_logprobs import chat_logprobs
+from longhelix.serve.tool_calls import calling_guide, deltas, reply
 from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 

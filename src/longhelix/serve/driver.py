@@ -16,6 +16,7 @@ from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.request import SamplingParams, ServiceLevel
+from longhelix.serve.course import Course, NoWatch, Watch
 
 _Value = TypeVar("_Value")
 
@@ -92,6 +93,11 @@ class Answer:
         # The engine thread's alone.
         self.request_id: int | None = None
         self.failures = 0  # of the engine while it was added
+        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
+
+    @property
+    def was_refused(self) -> bool:
+        return self.taken.done() and not self.taken.cancelled() and self.taken.exception() is not None
 
 
 Got = Delta | Progress | Exception
@@ -100,10 +106,11 @@ Listener = Callable[[Sequence[Delta], Sequence[RanStep]], None]
 
 class Answers:
     """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results.
-    The error of one is raised. Leaving the `async with` aborts those that have not ended."""
+    The error of one is raised. Leaving the `async with` aborts those that have not ended. watch: is told of all."""
 
-    def __init__(self, driver: "Driver") -> None:
+    def __init__(self, driver: "Driver", watch: Watch | None = None) -> None:
         self._driver = driver
+        self._watch = NoWatch() if watch is None else watch
         self._open: dict[int, Answer] = {}
         self._got: asyncio.Queue[tuple[int, Got]] = asyncio.Queue()
 
@@ -112,7 +119,8 @@ class Answers:
         the engine has failed, or the UserError of a request that can never run."""
         self._driver.check_room(requests)
         for place, asked in enumerate(requests):
-            self._open[place] = self._driver.add(asked, lambda got, place=place: self._got.put_nowait((place, got)))
+            self._open[place] = self._driver.add(asked, partial(self._come, place))
+            self._watch.asked(self._open[place].course)
         try:
             for answer in list(self._open.values()):
                 await answer.taken
@@ -144,14 +152,29 @@ class Answers:
         """Abort what has not ended."""
         for answer in self._open.values():
             self._driver.abort(answer)
+            if not answer.was_refused:
+                self._ended(answer.course, "abort")
         self._open.clear()
+
+    def _come(self, place: int, got: Got) -> None:
+        answer = self._open.get(place)
+        if answer is not None and isinstance(got, Delta):
+            self._watch.came(answer.course, got)
+        elif answer is not None and isinstance(got, Exception):
+            self._ended(answer.course, "abort" if isinstance(got, ShuttingDownError) else "error")
+        self._got.put_nowait((place, got))
+
+    def _ended(self, course: Course, reason: str) -> None:
+        if not course.has_ended:
+            self._watch.ended(course, reason)
 
 
 class Driver:
     """Runs an LLM. Its thread alone calls the LLM; what requests get goes to the event loop that `start` is called on,
     and all methods are called there.
 
-    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back.
+    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back; on_restart,
+    on_failure: why the engine has failed, and starts again or not.
     An engine that fails starts again, and its requests go on. One that fails too often, or cannot start, ends all
     requests with the reason, and takes no more. restarting, failure: the reasons, while that is so.
     """
@@ -160,6 +183,8 @@ class Driver:
         self.failure = self.restarting = ""
         self.restarts = 0
         self.listeners: list[Listener] = []
+        self.on_restart: Callable[[str], None] = lambda reason: None
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self.steps = 0
         self.last_step_s = time.monotonic()
         self._llm, self._limits, self._recovery = llm, limits, recovery
@@ -212,6 +237,11 @@ class Driver:
             self.abort(answer)
         self._asked.clear()
         self._answers.clear()
+
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on, in the step that runs."""
+        return self._llm.still_s
 
     @property
     def most_requests(self) -> int:
@@ -380,6 +410,7 @@ class Driver:
     def _stepped(self, deltas: list[Delta], progress: dict[int, Progress], ran: list[RanStep]) -> None:
         self.steps += len(ran)
         self.last_step_s = time.monotonic()
+        self._begin(ran)
         for hear in self.listeners:
             hear(deltas, ran)
         for request_id, come in progress.items():
@@ -394,9 +425,17 @@ class Driver:
             if delta.result is not None:
                 self._gone(delta.request_id)
 
+    def _begin(self, ran: list[RanStep]) -> None:
+        """Say of requests when their first step began."""
+        for step in ran:
+            for chunk in step.chunks:
+                if chunk.request_id in self._answers:
+                    self._answers[chunk.request_id].course.began(self.last_step_s - step.taken_s)
+
     def _restarts(self, reason: str) -> None:
         self.restarting = reason
         self.restarts += 1
+        self.on_restart(reason)
 
     def _restarted(self) -> None:
         self.restarting = ""
@@ -404,6 +443,7 @@ class Driver:
 
     def _failed(self, reason: str) -> None:
         self.failure, self.restarting = reason, ""
+        self.on_failure(reason)
         self.end_all(EngineError(reason))
 
     def _end(self, answer: Answer, error: Exception) -> None:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from longhelix.errors import EngineError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
 from longhelix.serve.bodies import Sampled
+from longhelix.serve.calls import current
 from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
 
 _TYPES = {
@@ -107,6 +108,9 @@ def refusal(status: int, message: str, code: str = "", param: str | None = None)
     # Half a surrogate pair, which a message may quote, is no UTF-8.
     message = message.encode(errors="replace").decode()
     problem = Problem(message=message, type=kind, param=param, code=code or _CODES.get(status, "invalid_argument"))
+    call = current()
+    if call is not None:
+        call.code = problem.code
     # A client that cannot be served now may come again.
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(Refusal(error=problem).model_dump(), status, headers)

@@ -1,7 +1,6 @@
 """What answers to one call have in common, whole or event by event."""
 
 import json
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ class Form:
         self.tokenizer = serving.llm.tokenizer
         self.body, self.asked = body, asked
         self.head = {
-            "id": f"{self.prefix}{secrets.token_hex(12)}",
+            "id": f"{self.prefix}{serving.call.id}",
             "created": int(time.time()),
             "model": serving.model,
         }

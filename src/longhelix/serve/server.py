@@ -43,10 +43,11 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
     """Serve until SIGINT or SIGTERM; then take no more requests and let those that run end. on_ready: is told the URL
     once requests are taken. Raises UserError where the address cannot be had."""
     listening = _listen(address)
-    with listening:
+    with listening, serving.journal.has_logs():
         config = uvicorn.Config(
             build(serving, admission),
             lifespan="on",
+            log_config=None,  # its lines go to the journal
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -71,6 +72,9 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._serving.is_draining = True
         driver, deadline_s = self._serving.driver, time.monotonic() + self._drain_s
+        running, waiting = driver.running, len(driver.waiting)
+        words = f"draining: {running + waiting} requests have {self._drain_s:g} s to end"
+        self._serving.journal.tell("drain", words, running=running, waiting=waiting, drain_s=self._drain_s)
         while not (driver.is_idle or self.force_exit) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_S)
         driver.end_all(ShuttingDownError())

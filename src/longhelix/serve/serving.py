@@ -13,23 +13,46 @@ from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.guide import Guide
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Message, Sampled
+from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
+from longhelix.serve.journal import Journal
+from longhelix.serve.metrics import PREFIX, Metrics
 
 
 @dataclass
 class Serving:
-    """`model`: the name that clients know it by. created_s: when it started, by the wall clock."""
+    """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
+    names of metrics. Raises UserError for one that is none."""
 
     llm: LLM
     driver: Driver
     model: str
     created_s: int
     is_draining: bool = False
+    metrics_prefix: str = PREFIX
+    journal: Journal = field(default_factory=Journal)
+    metrics: Metrics = field(init=False)
     # One at a time: what is hard to compile keeps nothing waiting but other guides.
     compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "guides"))
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
+        self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
+
+    def _restarts(self, reason: str) -> None:
+        self.journal.tell("restart", f"the engine has failed and starts again: {reason}", reason=reason)
+
+    def _failed(self, reason: str) -> None:
+        self.journal.tell("failure", f"the engine has failed: {reason}", reason=reason)
+
+    @property
+    def call(self) -> Call:
+        """The HTTP request that is being answered."""
+        found = current()
+        return Call(self.metrics) if found is None else found
 
     @property
     def max_model_len(self) -> int:
@@ -61,7 +84,7 @@ class Serving:
         ShuttingDownError."""
         if self.is_draining:
             raise ShuttingDownError
-        answers = Answers(self.driver)
+        answers = Answers(self.driver, self.call)
         await answers.ask(asked)
         return answers
 

@@ -1,10 +1,11 @@
-"""What the server is and how it does: models, health, readiness, version; and tokens of text."""
+"""What the server is and how it does: models, health, readiness, metrics, version; and tokens of text."""
 
 import importlib.metadata
 import time
 from typing import Literal
 
 from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
@@ -46,6 +47,12 @@ def routes(serving: Serving) -> APIRouter:
         found = await health(response)
         response.status_code = 200 if found.status == "ok" else 503
         return found
+
+    @router.head("/metrics", include_in_schema=False)
+    @router.get("/metrics", responses=statuses() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        """What it counts, in Prometheus' form."""
+        return Response(await serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version", responses=statuses())
     async def version() -> forms.Version:

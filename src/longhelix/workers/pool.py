@@ -113,6 +113,11 @@ class WorkerPool:
         """Rank to process id, of the processes that this pool started."""
         return self._processes.process_ids
 
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on, while steps are in flight. From any thread."""
+        return self._watchdog.still_s if self._in_flight else 0.0
+
     def submit(self, step: Step) -> None:
         """Give a step to its ranks. If it cannot be sent, the engine ends, because the step is lost."""
         self._check_open()

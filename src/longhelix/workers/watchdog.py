@@ -63,6 +63,11 @@ class Watchdog:
             self._progress[rank] = progress
             self._still_s[rank] = 0.0
 
+    @property
+    def still_s(self) -> float:
+        """For how long no rank has got on."""
+        return self._still_s_of(self._still_s)
+
     def waited(self, seconds: float) -> None:
         for rank in self._still_s:
             self._still_s[rank] += seconds

@@ -1,0 +1,273 @@
+"""What the server counts, in Prometheus' form: by vLLM's names where vLLM has the same, and ours beside them.
+
+Labels have values of ours alone, so that no client can make series.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from itertools import product
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from longhelix.engine.observation import Observation, RankBlocks, RanStep
+from longhelix.engine.result import Delta
+from longhelix.errors import EngineError, UserError
+from longhelix.runner.config import EngineConfig
+from longhelix.serve.course import Course
+from longhelix.serve.driver import Driver, RestartingError, ShuttingDownError
+
+PREFIX = "longhelix"
+REASONS = ("stop", "length", "abort", "error")
+_BLOCK_STATES = ("held", "cached", "promised", "free")
+_LOOK_S = 0.5  # a scrape waits no longer for a step that is being run
+
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0),
+)
+_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 3840.0, 7680.0),
+)
+_STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = tuple(float(digit * 10**power) for power, digit in product(range(8), (1, 2, 5)))
+_DOUBLED = tuple(float(2**power) for power in range(17))
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+# A series more for each counter and histogram, of when it was made, which is when the server started.
+disable_created_metrics()
+
+
+class Metrics:
+    """The counters of one server, in a registry of its own. All methods are called on the event loop."""
+
+    def __init__(self, driver: Driver, config: EngineConfig, model: str, prefix: str = PREFIX) -> None:
+        """Raises UserError for a prefix that Prometheus does not take."""
+        if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]{0,63}", prefix) is None:
+            raise UserError(f"metrics_prefix is {prefix[:80]!r}: set it to a name of letters, digits and _")
+        self._driver, self._prefix, self._model = driver, prefix, model
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._seen: Observation | None = None
+        self._seen_s = time.monotonic()
+        self._look: asyncio.Task[None] | None = None
+
+        self._running = self._gauge("num_requests_running", "Requests that the scheduler has admitted.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for it.")
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens of ended requests.")
+        self._hits = self._counter("prefix_cache_hits", "Those of them whose KV was there already.")
+        self._preemptions = self._counter("num_preemptions", "How often ended requests lost their room to others.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that have been read.")
+        self._new_tokens = self._counter("generation_tokens", "New tokens.")
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of a step.", _TOKENS)
+        success = Counter(
+            f"{prefix}:request_success",
+            "Requests that have ended, by why.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._ended = {reason: success.labels(model, reason) for reason in REASONS}
+        self._request_prompt = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
+        self._request_new = self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS)
+        self._request_most = self._histogram("request_params_max_tokens", "New tokens that were asked for.", _TOKENS)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's coming to its first token.", _FIRST_TOKEN_S
+        )
+        self._between_tokens = [
+            self._histogram(name, "Between two tokens of a request.", _TOKEN_S)
+            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")  # vLLM's new name, and its old
+        ]
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request's coming to its end.", _REQUEST_S)
+        self._queued = self._histogram("request_queue_time_seconds", "From its coming to its first step.", _REQUEST_S)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From its first step to its first token.", _REQUEST_S
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "From its first token to its last.", _REQUEST_S)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "From its first step to its last token.", _REQUEST_S
+        )
+
+        layout = config.layout
+        degrees = {name: str(getattr(layout, name)) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+        Gauge(
+            f"{prefix}:layout_info", "The layout's degrees.", ["model_name", *degrees], registry=self._registry
+        ).labels(model, *degrees.values()).set(1)
+        self._gauge("kvp_degree", "KVP ranks of the layout.").set(layout.kvp)
+        self._kv_ranks = self._histogram("request_kvp_ranks", "KVP ranks with KV of a request, at its end.", _DOUBLED)
+        blocks = Gauge(
+            f"{prefix}:kv_blocks",
+            "KV blocks of a KVP rank: held by requests or contexts, cached, promised, free.",
+            ["model_name", "rank", "state"],
+            registry=self._registry,
+        )
+        self._blocks = [
+            {state: blocks.labels(model, str(rank), state) for state in _BLOCK_STATES} for rank in range(layout.kvp)
+        ]
+        self._imbalance = self._gauge(
+            "kv_blocks_imbalance", "Held KV blocks of the fullest KVP rank beside the mean; 1 where none is held."
+        )
+        self._steps = self._counter("steps", "Steps that have come back.")
+        self._step_s = self._histogram("step_seconds", "What a step took.", _STEP_S)
+        self._measured_s = self._counter("step_measured_seconds", "What predicted steps took, together.")
+        self._predicted_s = self._counter("step_predicted_seconds", "What they were predicted to take.")
+        self._ratio = self._histogram("step_time_ratio", "What a step took beside its prediction.", _RATIOS)
+        self._exposed_s = self._counter("exposed_communication_seconds", "What ranks waited for exchanges.")
+        self._exchanged = self._counter("exchanged_bytes", "What ranks sent in exchanges.")
+        self._chunks = self._histogram("chunk_tokens", "Prompt tokens of a request in one step.", _DOUBLED)
+        self._computed = self._counter(
+            "computed_prompt_tokens", "Prompt tokens that steps computed: without cached ones, with repeated ones."
+        )
+        self._since_step = self._gauge("seconds_since_last_step", "Since a step came back, or since the start.")
+        self._since_seen = self._gauge(
+            "observation_age_seconds",
+            "How old the numbers of blocks and running requests are: a long step delays them.",
+        )
+        self._up = self._gauge(
+            "engine_up", "1 while the engine takes requests; 0 while it starts again, or has failed."
+        )
+        self._restarts = self._gauge("engine_restarts", "How often the engine has failed and started again.")
+        self._still = self._gauge(
+            "watchdog_still_seconds",
+            "How long no rank has got on, in the step that runs: the watchdog ends it in time.",
+        )
+        self._refusals = Counter(
+            f"{prefix}:request_refusals",
+            "Answers of status 400 and above, by status and code.",
+            ["model_name", "status", "code"],
+            registry=self._registry,
+        )
+        driver.listeners.append(self._stepped)
+
+    def asked(self, course: Course) -> None:
+        """A request goes to the engine."""
+        self._request_most.observe(course.most_new_tokens)
+
+    def came(self, course: Course, delta: Delta) -> None:
+        """It got something."""
+        before_s, now_s = course.last_s, time.monotonic()
+        course.come(delta, now_s)
+        if delta.token_id is not None:
+            self._new_tokens.inc()
+            if before_s is None:
+                self._read(course)
+                self._first_token.observe(now_s - course.came_s)
+            else:
+                for histogram in self._between_tokens:
+                    histogram.observe(now_s - before_s)
+        if course.has_ended:
+            self._end(course)
+
+    def ended(self, course: Course, reason: str) -> None:
+        """It ended without a result."""
+        course.end(reason, time.monotonic())
+        self._end(course)
+
+    def refused(self, status: int, code: str) -> None:
+        """A client was told that it does not get what it asked for."""
+        self._refusals.labels(self._model, str(status), code).inc()
+
+    async def text(self) -> bytes:
+        """All of it, as Prometheus reads it. Waits half a second at most for the engine, whose last numbers are given
+        where a step takes longer."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._observe())
+        await asyncio.wait((self._look,), timeout=_LOOK_S)
+        self._set_now(time.monotonic())
+        return generate_latest(self._registry)
+
+    async def _observe(self) -> None:
+        try:
+            self._seen = await self._driver.observe()
+        except (EngineError, RestartingError):
+            self._seen = None  # no engine is left that holds anything
+        except ShuttingDownError:
+            return
+        self._seen_s = time.monotonic()
+
+    def _set_now(self, now_s: float) -> None:
+        driver, seen = self._driver, self._seen
+        requests = driver.running + len(driver.waiting)
+        running = min(len(seen.running), requests) if seen is not None else 0
+        self._running.set(running)
+        self._waiting.set(requests - running)
+        ranks = seen.ranks if seen is not None else [RankBlocks(0, 0, 0, 0)] * len(self._blocks)
+        for states, rank in zip(self._blocks, ranks, strict=True):
+            states["held"].set(rank.held)
+            states["cached"].set(rank.cached)
+            states["promised"].set(rank.promised)
+            states["free"].set(rank.total - rank.held - rank.cached - rank.promised)
+        held = [rank.held for rank in ranks]
+        self._usage.set(sum(held) / max(sum(rank.total for rank in ranks), 1))
+        self._imbalance.set(max(held) * len(held) / sum(held) if any(held) else 1.0)
+        self._since_step.set(now_s - driver.last_step_s)
+        self._since_seen.set(now_s - self._seen_s)
+        self._up.set(not (driver.failure or driver.restarting))
+        self._restarts.set(driver.restarts)
+        self._still.set(driver.still_s)
+
+    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:
+        for step in ran:
+            chunks = [chunk.num_tokens for chunk in step.chunks]
+            self._steps.inc()
+            self._step_s.observe(step.taken_s)
+            self._step_tokens.observe(step.decode_rows + sum(chunks))
+            self._computed.inc(sum(chunks))
+            self._exchanged.inc(step.exchanged_bytes)
+            for chunk in chunks:
+                self._chunks.observe(chunk)
+            if step.exposed_s is not None:
+                self._exposed_s.inc(step.exposed_s)
+            if step.predicted_s:
+                self._predicted_s.inc(step.predicted_s)
+                self._measured_s.inc(step.taken_s)
+                self._ratio.observe(step.taken_s / step.predicted_s)
+
+    def _read(self, course: Course) -> None:
+        """Its prompt has been read."""
+        self._prompt_tokens.inc(course.prompt_tokens)
+        self._request_prompt.observe(course.prompt_tokens)
+
+    def _end(self, course: Course) -> None:
+        assert course.ended_s is not None
+        self._ended[course.reason].inc()
+        if course.first_s is None and course.reason in ("stop", "length"):
+            self._read(course)  # without a token: it asked for the prompt's log-probabilities, or was full
+        self._request_new.observe(course.new_tokens)
+        self._whole.observe(course.ended_s - course.came_s)
+        if course.begun_s is not None:
+            self._queued.observe(course.begun_s - course.came_s)
+            if course.first_s is not None and course.last_s is not None:
+                self._prefill.observe(course.first_s - course.begun_s)
+                self._decode.observe(course.last_s - course.first_s)
+                self._inference.observe(course.last_s - course.begun_s)
+        result = course.result
+        if result is not None:
+            self._queries.inc(result.prompt_tokens)
+            self._hits.inc(result.cached_tokens)
+            self._preemptions.inc(result.preemptions)
+            self._kv_ranks.observe(sum(tokens > 0 for tokens in result.kv_tokens_per_rank))
+
+    def _gauge(self, name: str, said: str) -> Gauge:
+        return Gauge(f"{self._prefix}:{name}", said, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _counter(self, name: str, said: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", said, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"{self._prefix}:{name}", said, ["model_name"], buckets=buckets, registry=self._registry)
+        return made.labels(self._model)

@@ -1,0 +1,250 @@
+"""HTTP requests from end to end beside an engine that only counts: ids, lines of the journal, what metrics say."""
+
+import asyncio
+import contextlib
+import json
+import types
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep
+from longhelix.engine.result import Delta, Result
+from longhelix.errors import EngineError, UserError
+from longhelix.layout import Layout
+from longhelix.serve.app import build
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.gate import Admission
+from longhelix.serve.journal import Journal
+from longhelix.serve.serving import Serving
+
+pytestmark = pytest.mark.unit
+
+HELD = (RankBlocks(8, 0, 0, 0), RankBlocks(8, 0, 0, 0))
+
+
+class Counting:
+    """An engine whose requests get token 5 in each step, until they have as many as they may. failure: is raised by the
+    next step."""
+
+    def __init__(self):
+        spec = types.SimpleNamespace(vocab_size=100)
+        scheduler = types.SimpleNamespace(max_model_len=64)
+        self.config = types.SimpleNamespace(layout=Layout(kvp=2), scheduler=scheduler, spec=spec)
+        self.tokenizer = types.SimpleNamespace(encode=list)
+        self.still_s, self.failure = 0.0, None
+        self._left, self._asked, self._ran, self._next_id = {}, {}, [], 0
+
+    @property
+    def has_work(self):
+        return bool(self._left)
+
+    def add(self, prompt, sampling, service):
+        if max(prompt) >= 100:
+            raise UserError("token outside of the vocabulary")
+        self._next_id += 1
+        self._left[self._next_id] = sampling.max_new_tokens
+        self._asked[self._next_id] = prompt, sampling.max_new_tokens
+        return self._next_id
+
+    def abort(self, request_id):
+        self._left.pop(request_id, None)
+
+    def step(self):
+        if self.failure is not None:
+            raise self.failure
+        deltas, chunks = [], []
+        for request_id, left in list(self._left.items()):
+            prompt, most = self._asked[request_id]
+            if left == most:
+                chunks.append(RanChunk(request_id, len(prompt)))
+            self._left[request_id] = left - 1
+            result = self._result(prompt, most) if left == 1 else None
+            if result is not None:
+                del self._left[request_id]
+            deltas.append(Delta(request_id, "x", result, 5))
+        self._ran.append(RanStep(0, 0, len(deltas) - len(chunks), tuple(chunks), 1, 1.0, 2.0, 0.0, 10))
+        return deltas
+
+    def _result(self, prompt, most):
+        return Result(
+            *("x" * most, [5] * most, len(prompt), "length", 0.0, [], {}, [len(prompt), 0], 2, 1, 0, 0, 0, 0, 0.0, 0.0),
+            *(None, None),
+        )
+
+    def ran_steps(self):
+        ran, self._ran = self._ran, []
+        return ran
+
+    def observe(self):
+        return Observation((), 0, 16, HELD)
+
+    def prefilled_tokens(self, request_id):
+        return 0
+
+    def close(self):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def served(lines, *, keys=(), limits=Limits(8, 1000), as_json=True, **settings):  # noqa: B008 - frozen
+    """A client, and the engine behind it. lines: have what the journal writes."""
+    llm, journal = Counting(), Journal(as_json)
+    journal._put = lines.append
+    serving = Serving(llm, Driver(llm, limits), "small", 0, journal=journal, **settings)
+    app = build(serving, Admission(keys, 10_000))
+    serving.driver.start()
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            yield client, llm, serving
+    finally:
+        await serving.driver.close()
+
+
+def run(test, lines=None, **settings):
+    async def whole():
+        async with served([] if lines is None else lines, **settings) as found:
+            await test(*found)
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+async def counted(client, name, **labels):
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    wanted = labels | {"model_name": "small"}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == wanted:
+                return sample.value
+    return None
+
+
+def test_a_request_is_one_line_with_an_id_of_ours():
+    lines = []
+
+    async def test(client, llm, serving):
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 4}
+        answer = await client.post("/v1/completions", json=body, headers={"x-request-id": "theirs"})
+        assert answer.status_code == 200
+        (line,) = map(json.loads, lines)
+        assert answer.headers.get_list("x-request-id") == [line["id"]]
+        assert answer.json()["id"] == f"cmpl-{line['id']}"
+        assert line["id"] != "theirs"
+        assert "theirs" not in lines[0]
+        numbers = {name: line[name] for name in ("requests", "prompt_tokens", "new_tokens", "cached_tokens", "status")}
+        assert numbers == {"requests": 4, "prompt_tokens": 10, "new_tokens": 16, "cached_tokens": 8, "status": 200}
+        assert (line["event"], line["route"], line["finish_reason"]) == ("request", "/v1/completions", "length")
+        assert 0 <= line["ttft_s"] <= line["duration_s"]
+        assert await counted(client, "longhelix:request_success_total", finished_reason="length") == 4
+        assert await counted(client, "longhelix:generation_tokens_total") == 16
+        assert await counted(client, "longhelix:prompt_tokens_total") == 10
+        assert await counted(client, "longhelix:prefix_cache_hits_total") == 8
+        assert await counted(client, "longhelix:request_queue_time_seconds_count") == 4
+        assert len(lines) == 1, "scrapes are no lines"
+
+    run(test, lines)
+
+
+def test_refusals_are_lines_and_counts_by_status_and_code():
+    lines = []
+
+    async def test(client, llm, serving):
+        key = {"authorization": "Bearer first"}
+        assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 401
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/health")).status_code == 200
+        client.headers.update(key)
+        for body in ({"prompt": ""}, {"prompt": [1] * 64}, {"prompt": [100]}):
+            assert (await client.post("/v1/completions", json=body)).status_code == 400
+        assert (await client.post("/v1/completions", json={"prompt": [1] * 50, "n": 9})).status_code == 400
+        assert (await client.get("/v1/models/other")).status_code == 404
+        assert (await client.get("/no%0Awhere?x=%0Aforged")).status_code == 404
+        assert (await client.post("/v1/completions", content=b"x" * 20_000)).status_code == 413
+        serving.is_draining = True
+        assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
+        found = [json.loads(line) for line in lines]
+        assert [(line["status"], line["code"], line["route"]) for line in found] == [
+            (401, "invalid_api_key", "/v1/completions"),
+            (401, "invalid_api_key", "/metrics"),
+            (400, "invalid_argument", "/v1/completions"),
+            (400, "context_length_exceeded", "/v1/completions"),
+            (400, "invalid_argument", "/v1/completions"),
+            (400, "invalid_argument", "/v1/completions"),
+            (404, "model_not_found", "/v1/models/{name}"),
+            (404, "not_found", "other"),
+            (413, "body_too_large", "/v1/completions"),
+            (503, "shutting_down", "/v1/completions"),
+        ]
+        assert len({line["id"] for line in found}) == len(found)
+        for status, code, count in (
+            ("401", "invalid_api_key", 2),
+            ("400", "invalid_argument", 3),
+            ("404", "not_found", 1),
+        ):
+            assert await counted(client, "longhelix:request_refusals_total", status=status, code=code) == count
+        for reason in ("stop", "length", "abort", "error"):
+            assert await counted(client, "longhelix:request_success_total", finished_reason=reason) == 0
+
+    run(test, lines, keys=("first",))
+
+
+def test_too_many_that_wait_are_refusals():
+    async def test(client, llm, serving):
+        body = {"prompt": [1] * 20, "max_tokens": 1}
+        assert (await client.post("/v1/completions", json=body | {"prompt": [[1] * 20] * 2})).status_code == 429
+        assert await counted(client, "longhelix:request_refusals_total", status="429", code="overloaded") == 1
+
+    run(test, limits=Limits(8, 30))
+
+
+def test_a_client_that_goes_away_is_an_abort():
+    lines = []
+
+    async def test(client, llm, serving):
+        llm.step = list  # nothing comes
+        ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1, 2]}))
+        while not llm.has_work:
+            await asyncio.sleep(0.01)
+        ask.cancel()
+        await asyncio.wait((ask,))
+        del llm.step
+        while serving.driver.waiting:
+            await asyncio.sleep(0.01)
+        assert await counted(client, "longhelix:request_success_total", finished_reason="abort") == 1
+        assert await counted(client, "longhelix:prompt_tokens_total") == 0
+        assert await counted(client, "longhelix:num_requests_waiting") == 0
+        (line,) = map(json.loads, lines)
+        assert (line["finish_reason"], line["new_tokens"]) == ("abort", 0)
+
+    run(test, lines)
+
+
+def test_an_engine_that_fails_is_said_once_and_in_one_line():
+    lines = []
+
+    async def test(client, llm, serving):
+        llm.failure = EngineError("rank 1 failed:\n\x1b[31mwhat\u2028a client said")
+        assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
+        assert await counted(client, "longhelix:engine_up") == 0
+        assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1
+        assert (await client.get("/health")).status_code == 503
+
+    run(test, lines, as_json=False)
+    assert [line.split()[0] for line in lines] == ["the", "request", "request"]
+    assert lines[0] == "the engine has failed: rank 1 failed:\\n\\x1b[31mwhat\\u2028a client said"
+    assert "status=503 code=engine_failed" in lines[1]
+    assert "finish_reason=error" in lines[1]
+
+
+@pytest.mark.parametrize("prefix", ["longhelix", "vllm"])
+def test_head_has_what_get_has_without_its_body(prefix):
+    async def test(client, llm, serving):
+        got, head = await client.get("/metrics"), await client.head("/metrics")
+        assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"])
+        assert got.headers["content-type"].startswith("text/plain")
+        assert await counted(client, f"{prefix}:num_requests_running") == 0
+        assert "/metrics" in (await client.get("/openapi.json")).json()["paths"]
+
+    run(test, metrics_prefix=prefix)
