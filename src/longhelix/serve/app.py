@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from longhelix.serve import chat, completions, errors, state
+from longhelix.serve import chat, completions, errors, live, page_files, state
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.serving import Serving
 
@@ -24,8 +24,9 @@ def build(serving: Serving, admission: Admission) -> FastAPI:
 
     app = FastAPI(title="longhelix", version=importlib.metadata.version("longhelix"), lifespan=lifetime)
     errors.install(app)
-    for room in (completions, chat, state):
+    for room in (completions, chat, state, live):
         app.include_router(room.routes(serving))
+    app.include_router(page_files.routes())
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
     return app

@@ -16,14 +16,14 @@ from longhelix.serve.errors import DisconnectedError, of_error
 from longhelix.serve.form import Form
 
 KEEP_ALIVE_S = 10.0
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class _Stream(StreamingResponse):
     """Ends its answers however it ends itself, even before it has begun."""
 
     def __init__(self, answers: Answers, lines: AsyncIterator[str]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
+        super().__init__(lines, media_type="text/event-stream", headers=HEADERS)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +50,8 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
                 except StopAsyncIteration:
                     break
                 if isinstance(got, Progress):
-                    yield "event: progress\n" + _line({"index": place, "prefilled_tokens": got.prefilled_tokens})
+                    told = {"prefilled_tokens": got.prefilled_tokens, "prompt_tokens": form.asked[place].num_tokens}
+                    yield "event: progress\n" + _line({"index": place} | told)
                     continue
                 check(got.result)
                 for event in form.events(place, got):
