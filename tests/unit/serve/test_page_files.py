@@ -62,7 +62,8 @@ def test_every_file_is_served_and_is_strict():
 def test_nothing_else_is_open():
     paths = [
         "//", "/page", "/page/", "/page/app.js/", "/page/..", "/page/../v1/models", "/page/../live", "/./", "/live", "",
-        "/PAGE/app.js", "/page//app.js", "/page/app.js\0", "/page/../gate.py", "/page/index.html", "/;/live", "/page/%2e",
+        "/PAGE/app.js", "/page//app.js", "/page/app.js\0", "/page/../gate.py", "/page/index.html", "/;/live",
+        "/page/%2e",
     ]  # fmt: skip
     assert [status for status, _, _ in get(paths)] == [401] * len(paths)
     assert {status for status, _, _ in get(paths, b"Bearer secret")} <= {307, 404}
