@@ -5,7 +5,10 @@ import { button, element, write } from "./dom.js";
 import { Rendering, copied } from "./markdown.js";
 import { digits, plural, time, whole } from "./numbers.js";
 
-/** @typedef {{prompt_tokens: number, completion_tokens: number, prompt_tokens_details?: {cached_tokens: number} | null}} Usage */
+/**
+ * @typedef {{prompt_tokens: number, completion_tokens: number,
+ *   prompt_tokens_details?: {cached_tokens: number} | null}} Usage
+ */
 
 export class Answer {
   /**

@@ -34,15 +34,16 @@ export async function call(path, { body, signal } = {}) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
-    const text = body === undefined ? undefined : JSON.stringify(body);
-    response = await fetch(path, { method: text === undefined ? "GET" : "POST", headers, body: text, signal, cache: "no-store" });
+    const sent = body === undefined ? { method: "GET" } : { method: "POST", body: JSON.stringify(body) };
+    response = await fetch(path, { ...sent, headers, signal, cache: "no-store" });
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new Problem("The server does not answer. See whether it still runs, then try again.");
   }
   if (response.ok) return response;
   const problem = await response.json().catch(() => null);
-  throw new Problem(sentence(problem?.error?.message ?? `the server answered with status ${response.status}`), response.status);
+  const message = problem?.error?.message ?? `the server answered with status ${response.status}`;
+  throw new Problem(sentence(message), response.status);
 }
 
 /** @param {string} message */

@@ -34,7 +34,8 @@ const live = new Live({
     write(byId("model"), come.model);
     byId("model").title = `longhelix ${come.version}, weights ${come.weight_dtype}, KV ${come.kv_dtype}`;
     const ranks = come.ranks.length;
-    write(byId("room"), `A conversation may have ${whole(come.max_model_len)} tokens; its keys and values lie on ${plural(ranks, "rank")}.`);
+    const room = `A conversation may have ${whole(come.max_model_len)} tokens`;
+    write(byId("room"), `${room}; its keys and values lie on ${plural(ranks, "rank")}.`);
     pools.begin(come);
     strip.begin();
     showGrids(come);
@@ -143,7 +144,9 @@ function listen() {
     choice.addEventListener("click", () => {
       const { view } = /** @type {HTMLElement} */ (choice).dataset;
       document.documentElement.dataset.view = view;
-      for (const each of document.querySelectorAll(".views button")) each.setAttribute("aria-pressed", String(each === choice));
+      for (const each of document.querySelectorAll(".views button")) {
+        each.setAttribute("aria-pressed", String(each === choice));
+      }
     });
   }
   const dark = matchMedia("(prefers-color-scheme: dark)"), theme = byId("theme");

@@ -74,7 +74,7 @@ export class Chat {
   send() {
     const question = this.question.value.trim();
     if (question === "") {
-      this.tell(this.documents.attached.length ? "Write a question about what is attached." : "Write a question first.");
+      this.tell(`Write a question ${this.documents.attached.length ? "about what is attached" : "first"}.`);
       this.question.focus();
       return;
     }
@@ -83,9 +83,7 @@ export class Chat {
     this.tell("");
     const documents = this.documents.take();
     const node = element("article", { class: "turn question", "aria-label": "Question" },
-      ...(documents.length ? [element("ul", { class: "sent" }, ...documents.map((each) => element("li", {},
-        element("span", { class: "name" }, each.name), element("span", { class: "quiet" }, ` ${bytes(each.size)}`))))] : []),
-      element("p", {}, question));
+      ...(documents.length ? [sent(documents)] : []), element("p", {}, question));
     byId("turns").append(node);
     this.turns.push({ content: prompt(documents, question), node, answer: null });
     this.question.value = "";
@@ -109,7 +107,10 @@ export class Chat {
     this.atEnd = true;
     this.follow();
     const options = { include_usage: true, continuous_usage_stats: true, include_progress: true };
-    const body = { model: this.model || null, messages: this.messages(), stream: true, stream_options: options, client: this.client, ...sampling };
+    const body = {
+      model: this.model || null, messages: this.messages(), client: this.client, stream: true, stream_options: options,
+      ...sampling,
+    };
     const problem = await answer.run(body, this.running.signal);
     this.running = null;
     this.show();
@@ -189,4 +190,10 @@ export class Chat {
     this.question.style.height = "auto";
     this.question.style.height = `${Math.min(this.question.scrollHeight, innerHeight * 0.35)}px`;
   }
+}
+
+/** @param {import("./documents.js").Attached[]} documents */
+function sent(documents) {
+  return element("ul", { class: "sent" }, ...documents.map((each) => element("li", {},
+    element("span", { class: "name" }, each.name), element("span", { class: "quiet" }, ` ${bytes(each.size)}`))));
 }

@@ -1,7 +1,7 @@
 // Text files that go before the next question.
 
 import { button, byId, element } from "./dom.js";
-import { bytes, plural, whole } from "./numbers.js";
+import { bytes, plural } from "./numbers.js";
 
 /** @typedef {{name: string, size: number, text: string}} Attached */
 
@@ -90,7 +90,9 @@ function tokens(document) {
 
 /** @param {File} file @returns {Promise<string>} */
 async function read(file) {
-  if (file.size > MOST_BYTES) throw new Error(`${file.name} has ${whole(file.size / 1e6)} MB: attach files of at most ${MOST_BYTES / 1e6} MB.`);
+  if (file.size > MOST_BYTES) {
+    throw new Error(`${file.name} has ${bytes(file.size)}: attach files of at most ${bytes(MOST_BYTES)}.`);
+  }
   if (file.size === 0) throw new Error(`${file.name} is empty, or a folder: attach text files.`);
   let text;
   try {

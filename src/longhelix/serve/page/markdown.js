@@ -70,8 +70,8 @@ function node(block) {
 function inline(text) {
   return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).filter(Boolean).map((part) => {
     if (part.length > 2 && part.startsWith("`") && part.endsWith("`")) return element("code", {}, part.slice(1, -1));
-    if (part.length > 4 && part.startsWith("**") && part.endsWith("**")) return element("strong", {}, ...inline(part.slice(2, -2)));
-    return part;
+    const isBold = part.length > 4 && part.startsWith("**") && part.endsWith("**");
+    return isBold ? element("strong", {}, ...inline(part.slice(2, -2))) : part;
   });
 }
 

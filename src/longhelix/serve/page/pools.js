@@ -61,9 +61,9 @@ export class Pools {
       tiles: [], spans: [], total: server.kv_blocks,
     }));
     byId("pools").replaceChildren(...this.pools.map((pool, rank) => {
-      const of = server.ranks.filter((each) => each.kvp === rank && each.stage === 0);
       const holders = element("ul", { class: "holders", "aria-label": `Ranks of KVP ${rank}` },
-        ...of.map((each) => element("li", {}, `rank ${each.rank}`, element("span", { class: "quiet" }, ` KV ${range(each.kv_heads, "head")}`))));
+        ...Array.from({ length: server.layout.tpa }, (_, tpa) => (
+          holder(server.ranks.filter((each) => each.kvp === rank && each.tpa === tpa)))));
       return element("div", { class: "pool" }, element("h4", {}, `KVP ${rank}`), pool.canvas, pool.counts, holders);
     }));
   }
@@ -127,6 +127,12 @@ export class Pools {
   }
 }
 
+/** Ranks of all stages that have the same heads of these blocks. @param {import("./live.js").Rank[]} ranks */
+function holder(ranks) {
+  const names = `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.map((each) => each.rank).join(", ")}`;
+  return element("li", {}, names, element("span", { class: "quiet" }, ` KV ${range(ranks[0].kv_heads, "head")}`));
+}
+
 /**
  * What a KVP rank's blocks are, one kind after the other. Requests that share blocks have fewer together than each by
  * itself.
@@ -180,7 +186,8 @@ function paint(context, kind, found, x, y, edge, share) {
   context.fillStyle = context.strokeStyle = found[kind];
   const inset = kind === "cached" ? edge * 0.22 : kind === "promised" ? 0.5 : 0;
   context.beginPath();
-  context.roundRect(x + inset, y + inset, edge - 2 * inset, edge - 2 * inset, kind === "promised" ? 1 : Math.min(2, edge / 4));
+  const size = edge - 2 * inset, radius = kind === "promised" ? 1 : Math.min(2, edge / 4);
+  context.roundRect(x + inset, y + inset, size, size, radius);
   if (kind === "promised") context.stroke();
   else context.fill();
   context.globalAlpha = 1;

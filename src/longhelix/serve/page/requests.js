@@ -16,7 +16,8 @@ export function showRequests(running, palette, client) {
   byId("no-requests").hidden = running.length > 0;
   // Rows are few, and stay where they are: those of this page first, then by their age.
   const ordered = [...running].sort((a, b) => Number(b.client === client) - Number(a.client === client) || a.id - b.id);
-  byId("requests").replaceChildren(...ordered.slice(0, MOST).map((request) => row(request, palette, request.client === client)));
+  const rows = ordered.slice(0, MOST).map((request) => row(request, palette, request.client === client));
+  byId("requests").replaceChildren(...rows);
   const more = byId("more-requests");
   more.hidden = running.length <= MOST;
   write(more, `and ${plural(running.length - MOST, "more request")}`);
@@ -30,14 +31,15 @@ function row(request, palette, own) {
   if (cached) said.push(`${whole(cached)} cached`);
   said.push(plural(request.new_tokens, "new token"));
   if (request.preemptions) said.push(`preempted ${plural(request.preemptions, "time")}`);
-  const bar = element("span", { class: "fill", "aria-hidden": "true" }, element("i"), element("i", { class: "from-cache" }));
-  bar.children[0].style.width = `${(100 * prefilled) / prompt}%`;
-  bar.children[1].style.width = `${(100 * Math.min(cached, prefilled)) / prompt}%`;
+  const filled = element("i"), hit = element("i", { class: "from-cache" });
+  filled.style.width = `${(100 * prefilled) / prompt}%`;
+  hit.style.width = `${(100 * Math.min(cached, prefilled)) / prompt}%`;
+  const whose = own ? [element("em", {}, "this page")] : [element("em", { class: "quiet" }, request.client)];
   return element("li", { class: palette.of(id), "data-request": String(id) },
     element("span", { class: "who" }, element("i", { class: "swatch", "aria-hidden": "true" }), `#${id}`,
-      ...(own ? [element("em", {}, "this page")] : request.client ? [element("em", { class: "quiet" }, request.client)] : [])),
+      ...(request.client ? whose : [])),
     element("span", { class: `placement ${placement}` }, placement),
-    bar,
+    element("span", { class: "fill", "aria-hidden": "true" }, filled, hit),
     element("span", { class: "said quiet" }, said.join(" · ")),
     element("span", { class: "blocks quiet" }, `${request.kv_blocks_per_rank.map(whole).join(" + ")} blocks`),
   );

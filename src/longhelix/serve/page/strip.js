@@ -39,7 +39,8 @@ export class Strip {
       this.canvas.setAttribute("aria-label", "No step yet");
       return;
     }
-    const ratios = this.steps.filter((step) => step.predicted_s).map((step) => step.taken_s / (step.predicted_s ?? 1)).sort((a, b) => a - b);
+    const ratios = this.steps.flatMap((step) => (step.predicted_s ? [step.taken_s / step.predicted_s] : []));
+    ratios.sort((a, b) => a - b);
     const median = ratios.length ? ratios[Math.floor(ratios.length / 2)] : null;
     const words = median === null ? "nothing predicted" : `measured ${median.toFixed(2)} × predicted`;
     write(byId("steps-ratio"), words);
@@ -53,11 +54,12 @@ export class Strip {
     if (area === null) return;
     const { context, width } = area, found = colours(COLOURS);
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
-    const times = this.steps.flatMap((step) => [step.taken_s, step.predicted_s ?? step.taken_s]).filter((took) => took > 0);
+    const times = this.steps.flatMap((step) => [step.taken_s, step.predicted_s ?? 0]).filter((took) => took > 0);
     const least = times.length ? Math.min(...times) : 1e-2, most = times.length ? Math.max(...times) : 1e-1;
     // Decades, with room below the least and above the most.
     const low = Math.floor(Math.log10(least) - 0.15), high = Math.max(low + 1, Math.log10(most) + 0.12);
-    const y = (/** @type {number} */ took) => HEIGHT - FLOOR - ((Math.log10(took) - low) / (high - low)) * (HEIGHT - FLOOR - 8);
+    const room = HEIGHT - FLOOR - 8;
+    const y = (/** @type {number} */ took) => HEIGHT - FLOOR - ((Math.log10(took) - low) / (high - low)) * room;
     context.textBaseline = "middle";
     context.textAlign = "right";
     for (let decade = low; decade <= high; decade += 1) {
