@@ -273,7 +273,7 @@ def test_a_stop_ends_the_request_on_the_server(page, server):
 
 
 def test_a_dropped_document_is_read_and_its_blocks_are_seen(page, server):
-    document = "".join(f"Line {line} says that {line * 7 % 101} is a number. " for line in range(140))
+    document = "".join(f"Line {line} says that {line * 7 % 101} is a number. " for line in range(200))
     name, question = '<img src="x" onerror="fail()">.txt', "Which number comes first? <i>Answer</i> shortly."
     content = f'Document "{name}":\n\n{document}\n\n{question}'
     ids = server.llm.tokenizer.encode_chat([{"role": "user", "content": content}])
@@ -283,7 +283,7 @@ def test_a_dropped_document_is_read_and_its_blocks_are_seen(page, server):
     page.execute_script(DROP, [[name, document], ["a.bin", "\0"]])
     until(lambda: page.find_elements("css selector", "#documents .name"))
     assert page.find_element("css selector", "#documents .name").text == name
-    assert f"{len(document) / 1000:.1f}"[:3] in page.find_element("css selector", "#documents .quiet").text
+    assert f"{len(document) / 1000:.3g} kB" in page.find_element("css selector", "#documents .quiet").text
     assert "a.bin is not plain text" in page.find_element("id", "composer-note").text
     sampling(page, temperature=0, max_tokens=60)
     ask(page, question)

@@ -65,11 +65,10 @@ class LiveTimes(BaseModel):
 
 
 class LiveState(BaseModel):
-    """Events named `state`. at_s: by the server's clock. steps, new_tokens: since the event before; missed_steps: those
+    """Events named `state`. steps, new_tokens: since the event before; missed_steps: those
     of them that are left out, because so many had run. ttft_s, tbt_s: of the last two minutes, as far as somebody
     watched: of requests that ended, and between the tokens of a request; null where there were none."""
 
-    at_s: float
     is_draining: bool
     observation: Observation
     steps: list[RanStep]
@@ -177,7 +176,6 @@ class View:
         now_s = time.monotonic()
         steps, missed_steps, new_tokens = watcher.take()
         return LiveState(
-            at_s=now_s,
             is_draining=self._serving.is_draining,
             observation=self._seen,
             steps=steps,
@@ -194,10 +192,10 @@ class View:
                 if self._serving.is_draining and self._driver.is_idle:
                     raise ShuttingDownError
                 seen = await self._driver.observe()
+                changed, self._seen = seen != self._seen, seen
                 for watcher in self._watchers:
-                    if seen != self._seen or watcher.ran_steps:
+                    if changed or watcher.ran_steps:
                         watcher.news.set()
-                self._seen = seen
                 self._forget(time.monotonic())
                 await asyncio.sleep(_LOOK_S)
         except Exception as error:
@@ -209,7 +207,7 @@ class View:
 
     def _forget(self, now_s: float) -> None:
         """Requests that have had no token for long: they may have been aborted."""
-        self._last_token_s = {key: at_s for key, at_s in self._last_token_s.items() if at_s > now_s - _WINDOW_S}
+        self._last_token_s = {key: last_s for key, last_s in self._last_token_s.items() if last_s > now_s - _WINDOW_S}
 
     def _end(self) -> None:
         self._driver.listeners.remove(self._hear)

@@ -5,11 +5,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 
 from longhelix import Layout
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
+from longhelix.layout import HeadShape
 from longhelix.serve import live
 from longhelix.serve.driver import OverloadedError, ShuttingDownError
 
@@ -171,11 +173,8 @@ def test_percentiles_are_of_the_last_minutes():
     assert times.percentiles(1000.0) is None
 
 
-@pytest.mark.parametrize("layout", [Layout(kvp=3, tpa=2, tpf=2, ep=3), Layout(kvp=2, tpa=2, pp=2, stage_layers=(5, 2))])
-def test_every_rank_has_the_layouts_names(layout):
-    from longhelix.layout import HeadShape
-
-    config = SimpleNamespace(
+def config_of(layout):
+    return SimpleNamespace(
         layout=layout,
         scheduler=SimpleNamespace(max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"),
         spec=SimpleNamespace(num_layers=7),
@@ -183,7 +182,24 @@ def test_every_rank_has_the_layouts_names(layout):
         kv_dtype="int8",
         weight_dtype="int8",
     )
-    server = json.loads(live.what_stays("small", config).model_dump_json())
+
+
+def test_its_events_are_documented():
+    app, llm = FastAPI(), SimpleNamespace(config=config_of(Layout(kvp=2)))
+    app.include_router(live.routes(SimpleNamespace(model="small", llm=llm, driver=Driver())))
+    document = app.openapi()
+    answers = document["paths"]["/live"]["get"]["responses"]
+    events = answers["200"]["content"]
+    assert events == {"text/event-stream": {"schema": {"$ref": "#/components/schemas/LiveEvent"}}}
+    assert list(answers["429"]["content"]) == ["application/json"]
+    names = {each["$ref"].split("/")[-1] for each in document["components"]["schemas"]["LiveEvent"]["anyOf"]}
+    assert names == {"LiveServer", "LiveState", "Refusal"} <= document["components"]["schemas"].keys()
+    assert {"observation", "steps", "tbt_s"} <= document["components"]["schemas"]["LiveState"]["properties"].keys()
+
+
+@pytest.mark.parametrize("layout", [Layout(kvp=3, tpa=2, tpf=2, ep=3), Layout(kvp=2, tpa=2, pp=2, stage_layers=(5, 2))])
+def test_every_rank_has_the_layouts_names(layout):
+    server = json.loads(live.what_stays("small", config_of(layout)).model_dump_json())
     assert [rank["rank"] for rank in server["ranks"]] == list(range(layout.world_size))
     for rank in server["ranks"]:
         assert rank["rank"] == (rank["stage"] * layout.kvp + rank["kvp"]) * layout.tpa + rank["tpa"]

@@ -102,7 +102,8 @@ export class Chat {
     turn.answer = answer;
     announcer.replaceChildren();
     byId("turns").append(answer.node);
-    this.running = new AbortController();
+    const running = new AbortController();
+    this.running = running;
     this.show();
     this.atEnd = true;
     this.follow();
@@ -111,7 +112,8 @@ export class Chat {
       model: this.model || null, messages: this.messages(), client: this.client, stream: true, stream_options: options,
       ...sampling,
     };
-    const problem = await answer.run(body, this.running.signal);
+    const problem = await answer.run(body, running.signal);
+    if (this.running !== running) return; // cleared, and asked anew
     this.running = null;
     this.show();
     if (problem instanceof Problem && problem.status === 401) this.wantsKey();
@@ -140,6 +142,7 @@ export class Chat {
 
   clear() {
     this.stop();
+    this.running = null;
     this.turns = [];
     byId("turns").replaceChildren();
     byId("announcer").replaceChildren();
