@@ -19,6 +19,7 @@ from longhelix.serve.server import Address, _Server, run
 from longhelix.serve.serving import Serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+WebDriverException = pytest.importorskip("selenium.common").WebDriverException
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 
@@ -343,7 +344,8 @@ def without_client(live):
 def test_what_clients_and_models_say_is_text(page, server):
     """A hostile text in every place that shows what others wrote."""
     hostile = '<img src="x" onerror="document.title=1"><script>document.title=1</script>'
-    running = threading.Thread(target=server.chat, args=(QUESTION,), kwargs={"max_tokens": 60, "client": hostile})
+    fields = {"max_tokens": 200, "ignore_eos": True, "client": hostile}
+    running = threading.Thread(target=server.chat, args=(QUESTION,), kwargs=fields)
     running.start()
     until(lambda: any(request[4] == hostile for each in shown(page, "live") for request in each["requests"]))
     running.join()
@@ -370,8 +372,10 @@ def test_what_clients_and_models_say_is_text(page, server):
     assert text.count(hostile) == 4
     assert ended == 6
     assert page.title == f"{MODEL} · longhelix"
-    with pytest.raises(Exception, match="TrustedHTML"):
+    assert page.get_log("browser") == []
+    with pytest.raises(WebDriverException, match="TrustedHTML"):
         page.execute_script("document.body.innerHTML = '<b>x</b>'")
+    page.get_log("browser")  # which has the refusal
 
 
 def test_all_of_it_works_by_keyboard(page):
