@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from longhelix.serve import chat, completions, contexts, errors, responses, state
+from longhelix.serve import chat, completions, contexts, errors, live, page_files, responses, state
 from longhelix.serve.calls import Calls
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.serving import Serving
@@ -26,8 +26,9 @@ def build(serving: Serving, admission: Admission) -> ASGIApp:
 
     app = FastAPI(title="longhelix", version=importlib.metadata.version("longhelix"), lifespan=lifetime)
     errors.install(app)
-    for room in (completions, chat, responses, contexts, state):
+    for room in (completions, chat, responses, contexts, state, live):
         app.include_router(room.routes(serving))
+    app.include_router(page_files.routes())
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
     return Calls(app, serving.metrics, serving.journal, app.openapi()["paths"])

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
-_OPEN = ("/health",)  # to whoever asks
+_OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
 
 
 @dataclass(frozen=True)

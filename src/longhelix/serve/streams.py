@@ -14,14 +14,14 @@ from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class _Stream(StreamingResponse):
     """Ends its answers however it ends itself, even before it has begun."""
 
     def __init__(self, answers: Answers, lines: AsyncIterator[str]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
+        super().__init__(lines, media_type="text/event-stream", headers=HEADERS)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,8 @@ async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress
 def _lines(form: Form, place: int, got: Delta | Progress) -> list[str]:
     """Those of what a request got. Raises the error of one that failed."""
     if isinstance(got, Progress):
-        return [f"event: progress\n{data_line({'index': place, 'prefilled_tokens': got.prefilled_tokens})}"]
+        told = {"prefilled_tokens": got.prefilled_tokens, "prompt_tokens": form.asked[place].num_tokens}
+        return [f"event: progress\n{data_line({'index': place} | told)}"]
     check(got.result)
     return [form.line(event) for event in form.events(place, got)]
 
