@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
-from longhelix.layout import Layout
+from longhelix.layout import HeadShape, Layout
 from longhelix.serve.app import build
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.gate import Admission
@@ -29,10 +29,20 @@ class Counting:
     next step."""
 
     def __init__(self):
-        spec = types.SimpleNamespace(vocab_size=100)
-        scheduler = types.SimpleNamespace(max_model_len=64)
-        self.config = types.SimpleNamespace(layout=Layout(kvp=2), scheduler=scheduler, spec=spec)
+        spec = types.SimpleNamespace(vocab_size=100, vision=None, num_layers=1)
+        scheduler = types.SimpleNamespace(
+            max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"
+        )
+        self.config = types.SimpleNamespace(
+            layout=Layout(kvp=2),
+            scheduler=scheduler,
+            spec=spec,
+            heads=HeadShape(2, 2),
+            kv_dtype="int8",
+            weight_dtype="int8",
+        )
         self.tokenizer = types.SimpleNamespace(encode=list)
+        self.contexts_folder, self.is_saving = None, False
         self.still_s, self.failure = 0.0, None
         self._left, self._asked, self._ran, self._next_id = {}, {}, [], 0
 
@@ -40,7 +50,14 @@ class Counting:
     def has_work(self):
         return bool(self._left)
 
-    def add(self, prompt, sampling, service):
+    @property
+    def has_failed(self):
+        return self.failure is not None
+
+    def watch(self):
+        pass
+
+    def add(self, prompt, sampling, service, context=None):
         if max(prompt) >= 100:
             raise UserError("token outside of the vocabulary")
         self._next_id += 1

@@ -36,7 +36,8 @@ class Idle:
     """What metrics ask a driver for. answer: what the engine says when it is looked at, None while it does not."""
 
     def __init__(self, answer=SEEN):
-        self.listeners, self.failure, self.still_s = [], "", 2.5
+        self.listeners, self.still_s = [], 2.5
+        self.failure, self.restarting, self.restarts = "", "", 3
         self.last_step_s = time.monotonic() - 30
         self.running, self.waiting, self.answer, self.looks = 1, [None, None], answer, 0
 

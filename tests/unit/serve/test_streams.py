@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ class Words(Form):
     """Events of texts; a delta without text is none."""
 
     def __init__(self):
-        pass
+        self.asked = [SimpleNamespace(num_tokens=9)]
 
     def first(self):
         yield {"first": True}
@@ -66,7 +67,7 @@ def test_events_come_as_they_are_and_end():
     assert lines_of((0, text("a")), (0, text()), (0, Progress(7)), (0, text("b"))) == [
         'data: {"first":true}\n\n',
         'data: {"text":"a"}\n\n',
-        'event: progress\ndata: {"index":0,"prefilled_tokens":7}\n\n',
+        'event: progress\ndata: {"index":0,"prefilled_tokens":7,"prompt_tokens":9}\n\n',
         'data: {"text":"b"}\n\n',
         'data: {"last":true}\n\n',
         "data: [DONE]\n\n",
