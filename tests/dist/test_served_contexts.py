@@ -72,7 +72,7 @@ def test_a_prompt_goes_on_after_a_context_as_after_its_text(server):
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) // 16 * 16
         with client.stream("POST", "/v1/completions", json=body | {"stream": True, "echo": True}) as got:
             assert got.read().decode().startswith('data: {"id":')
-    too_long = client.post("/v1/completions", json={"prompt": [7] * (2040 - len(ids)), "context": "numbers", **GREEDY})
+    too_long = client.post("/v1/completions", json={"prompt": [7] * (2041 - len(ids)), "context": "numbers", **GREEDY})
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
     both = client.post("/v1/completions", json={"prompt": "x", "context": "numbers", "echo": True, "logprobs": 1})
     assert (both.status_code, "leave out context" in both.json()["error"]["message"]) == (400, True)
