@@ -226,6 +226,7 @@ def test_what_no_text_can_follow_is_refused_and_others_go_on(exact, native):
     assert deltas[-1].result.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_guide_that_cannot_go_on_ends_its_request_alone(native):
     """On every rank at the same token: work of a token is counted, and this grammar takes more with each."""
     sums = " | ".join(" ".join(["s"] * count) for count in range(2, 15))
@@ -263,6 +264,7 @@ def builtin():
         yield llm
 
 
+@pytest.mark.slow
 def test_the_built_in_model_writes_json_that_its_schema_allows(builtin):
     """At temperature 1 with many seeds at once, two steps in flight."""
     prompt = "Describe a cat as JSON with ok, n, kind and tags: "
