@@ -83,7 +83,7 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 def in_lark(schema: Mapping[str, Any]) -> str:
     """A schema inside of a rule of a grammar."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _BETWEEN}, **schema})
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _BETWEEN}} | dict(schema))
 
 
 def _parsed(name: str, given: str) -> Any:

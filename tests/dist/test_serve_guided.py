@@ -186,6 +186,7 @@ def test_a_wanted_call_comes(with_tools, choice):
     assert come[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.slow
 def test_several_calls_may_come(with_tools):
     client, _ = with_tools
     bias = {"logit_bias": {str(token): -30 for token in with_tools[1].config.spec.eos_token_ids}}
