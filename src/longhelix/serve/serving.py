@@ -13,6 +13,7 @@ from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 from longhelix.serve.journal import Journal
 from longhelix.serve.metrics import PREFIX, Metrics
+from longhelix.serve.traces import Traces
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Serving:
     is_draining: bool = False
     metrics_prefix: str = PREFIX
     journal: Journal = field(default_factory=Journal)
+    traces: Traces | None = None
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
