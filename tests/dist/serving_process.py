@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-_START_S, _END_S = 120, 60
+_START_S, _END_S = 240, 60
 
 
 class Server:

@@ -148,7 +148,8 @@ class ModelOptions:
         return replace(self, layout=None, **left_open), read | settings
 
     def _start(self, settings: dict[str, Any]) -> LLM:
-        with Progress(console=stderr, transient=True) as progress:
+        # Where nobody looks on, it would still write a line end.
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
             return LLM(

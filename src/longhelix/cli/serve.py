@@ -1,5 +1,6 @@
 """`longhelix serve`: a model for many clients, in OpenAI's HTTP interface."""
 
+import contextlib
 import importlib.metadata
 import os
 import time
@@ -40,6 +41,7 @@ def serve(
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
     metrics_prefix: str = "longhelix",
     log_format: Literal["text", "json"] = "text",
+    otlp_endpoint: str | None = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
@@ -74,11 +76,15 @@ def serve(
         What the names at /metrics begin with: vllm for dashboards that were made for it.
     log_format
         Lines on standard error as text, or each as a JSON object.
+    otlp_endpoint
+        Where an OpenTelemetry collector takes traces over HTTP, such as http://localhost:4318/v1/traces; wants
+        longhelix[trace]. [default: no traces]
     """
     from longhelix.serve.driver import Driver, Limits, Recovery  # loads what answers HTTP
     from longhelix.serve.gate import Admission
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
+    from longhelix.serve.traces import Traces
 
     keys = _keys(api_key_file)
     address = Address(host, whole("port", port, 0, 65535), seconds("drain", drain))
@@ -91,23 +97,31 @@ def serve(
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
     name = served_model_name or Path(model.model).name
-    journal = Journal(as_json=log_format == "json")
-    try:
+    traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
+    with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
         journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
         with model.start(_with_defaults(engine, given(engine)), partial(_tell, journal)) as llm:
             of_images = _BYTES_OF_IMAGES if llm.config.spec.vision is not None else 0
             most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + of_images
             driver = Driver(llm, limits, recovery)
-            serving = Serving(llm, driver, name, int(time.time()), metrics_prefix=metrics_prefix, journal=journal)
+            serving = Serving(
+                llm,
+                driver,
+                name,
+                int(time.time()),
+                metrics_prefix=metrics_prefix,
+                journal=journal,
+                traces=traces,
+            )
             run(
                 serving,
                 Admission(keys, most_bytes),
                 address,
                 lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
             )
+        if traces is not None:
+            traces.close()
         journal.tell("end", steps=driver.steps)
-    finally:
-        journal.close()
 
 
 def _tell(journal: Journal, config: EngineConfig) -> None:

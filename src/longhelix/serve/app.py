@@ -31,7 +31,7 @@ def build(serving: Serving, admission: Admission) -> ASGIApp:
     app.include_router(page_files.routes())
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
-    return Calls(app, serving.metrics, serving.journal, app.openapi()["paths"])
+    return Calls(app, serving.metrics, serving.journal, serving.traces, app.openapi()["paths"])
 
 
 def _without_unused_status(app: FastAPI) -> None:

@@ -11,6 +11,7 @@ from longhelix.engine.result import Delta
 from longhelix.serve.course import Course
 from longhelix.serve.journal import Journal
 from longhelix.serve.metrics import Metrics
+from longhelix.serve.traces import Traces
 
 _ID_HEADER = b"x-request-id"
 
@@ -48,11 +49,13 @@ def current() -> Call | None:
 
 class Calls:
     """Gives each HTTP request its `Call` and answers with its id, before anything else sees it; counts refusals, and
-    writes a line for each request that went to the engine or was refused. paths: those that lines may name, of which no
-    client is the author."""
+    writes a line for each request that went to the engine or was refused, and a span where there are traces. paths:
+    those that lines may name, of which no client is the author."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, journal: Journal, paths: Collection[str]) -> None:
-        self._app, self._metrics, self._journal = app, metrics, journal
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, journal: Journal, traces: Traces | None, paths: Collection[str]
+    ) -> None:
+        self._app, self._metrics, self._journal, self._traces = app, metrics, journal, traces
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +81,11 @@ class Calls:
         if call.status >= 400:
             self._metrics.refused(call.status, call.code)
         if call.courses or call.status >= 400:
-            self._journal.tell("request", **self._facts(scope, call))
+            facts = self._facts(scope, call)
+            self._journal.tell("request", **facts)
+            if call.courses and self._traces is not None:
+                headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+                self._traces.tell(headers, facts, call.courses, call.came_s)
 
     def _facts(self, scope: Scope, call: Call) -> dict[str, str | int | float | None]:
         """Tokens are those of all its requests together; times count from its coming, that of the first token to the

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _MOST_WAITING = 4096  # lines that nobody has read yet
-_FLUSH_S = 2.0
+_FLUSH_S = 10.0
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # what text shows without quotes
 
 
@@ -27,7 +27,8 @@ class Journal:
         self.as_json = as_json
         self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
         self._lost = 0
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
 
     def tell(self, event: str, said: str = "", **facts: Any) -> None:
         """One line: what happened, in words, and facts about it. Text has the words where there are some, JSON both.
@@ -44,11 +45,9 @@ class Journal:
 
     def close(self) -> None:
         """Wait a little until all lines are written."""
-        if self._thread is not None:
-            with contextlib.suppress(queue.Full):
-                self._lines.put(None, timeout=_FLUSH_S)
-                self._thread.join(_FLUSH_S)
-            self._thread = None
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_FLUSH_S)
+            self._thread.join(_FLUSH_S)
 
     @contextlib.contextmanager
     def has_logs(self) -> Iterator[None]:
@@ -63,9 +62,6 @@ class Journal:
             logging.getLogger().removeHandler(handler)
 
     def _put(self, line: str) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
-            self._thread.start()
         try:
             self._lines.put_nowait(line)
         except queue.Full:

@@ -202,7 +202,8 @@ class Metrics:
     def _set_now(self, now_s: float) -> None:
         driver, seen = self._driver, self._seen
         requests = driver.running + len(driver.waiting)
-        running = min(len(seen.running), requests) if seen is not None else 0
+        admitted = len(seen.running) if seen is not None else 0
+        running = max(driver.running, min(admitted, requests))  # what was seen may be old
         self._running.set(running)
         self._waiting.set(requests - running)
         ranks = seen.ranks if seen is not None else [RankBlocks(0, 0, 0, 0)] * len(self._blocks)

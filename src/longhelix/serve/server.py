@@ -43,11 +43,11 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
     """Serve until SIGINT or SIGTERM; then take no more requests and let those that run end. on_ready: is told the URL
     once requests are taken. Raises UserError where the address cannot be had."""
     listening = _listen(address)
-    with listening, serving.journal.has_logs():
+    with listening:
         config = uvicorn.Config(
             build(serving, admission),
             lifespan="on",
-            log_config=None,  # its lines go to the journal
+            log_config=None,  # its lines go where all others go
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -19,6 +19,7 @@ from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
 from longhelix.serve.journal import Journal
 from longhelix.serve.metrics import PREFIX, Metrics
+from longhelix.serve.traces import Traces
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Serving:
     is_draining: bool = False
     metrics_prefix: str = PREFIX
     journal: Journal = field(default_factory=Journal)
+    traces: Traces | None = None
     metrics: Metrics = field(init=False)
     # One at a time: what is hard to compile keeps nothing waiting but other guides.
     compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "guides"))

@@ -14,7 +14,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.serve.app import build
-from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.driver import Driver, Limits, Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
 from longhelix.serve.serving import Serving
@@ -105,11 +105,11 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def served(lines, *, keys=(), limits=Limits(8, 1000), as_json=True, **settings):  # noqa: B008 - frozen
+async def served(lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, **settings):  # noqa: B008 - frozen
     """A client, and the engine behind it. lines: have what the journal writes."""
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append
-    serving = Serving(llm, Driver(llm, limits), "small", 0, journal=journal, **settings)
+    serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, journal=journal, **settings)
     app = build(serving, Admission(keys, 10_000))
     serving.driver.start()
     try:
@@ -248,7 +248,7 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1
         assert (await client.get("/health")).status_code == 503
 
-    run(test, lines, as_json=False)
+    run(test, lines, as_json=False, recovery=Recovery(restarts=0))
     assert [line.split()[0] for line in lines] == ["the", "request", "request"]
     assert lines[0] == "the engine has failed: rank 1 failed:\\n\\x1b[31mwhat\\u2028a client said"
     assert "status=503 code=engine_failed" in lines[1]
