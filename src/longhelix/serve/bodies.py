@@ -65,6 +65,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -169,6 +172,12 @@ class Sampled(Body):
     @property
     def prompt_logprobs(self) -> int | None:
         return None
+
+    @property
+    def guide_field(self) -> str | None:
+        """The field that says what the answer has to be."""
+        names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GUIDED))
+        return next((name for name in names if getattr(self, name) is not None), None)
 
     def guide(self) -> Guide | None:
         """What the answer has to be. Takes a while where that is long. Raises UserError for what nothing can be, and

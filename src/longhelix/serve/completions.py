@@ -39,7 +39,7 @@ def routes(serving: Serving) -> APIRouter:
             echo = _Echo(serving, body, serving.requests(body, prompts, 1, None, before))
             return stream(Answers(serving.driver), echo) if body.stream else await asyncio.to_thread(echo.whole, [])
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        guide = await serving.guide(body.guide)
+        guide = await serving.guide(body.guide, body.guide_field)
         asked = serving.requests(body, prompts, most_tokens, body.logprobs, before, guide)
         form, answers = _Form(serving, body, asked), await serving.ask(asked)
         if body.stream:

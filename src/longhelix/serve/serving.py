@@ -10,6 +10,7 @@ from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
+from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.request import SamplingParams
 from longhelix.serve.bodies import Message, Sampled
@@ -73,12 +74,15 @@ class Serving:
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
         return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
 
-    async def guide(self, make: Callable[[], Guide | None]) -> Guide | None:
-        """What an answer has to be, once it is known that it can be, found off the event loop. Raises what `make` and
-        `LLM.check_guide` do."""
-        guide = await asyncio.to_thread(make)
-        if guide is not None and not self.llm.knows_guide(guide):
-            await asyncio.get_running_loop().run_in_executor(self.compiling, self.llm.check_guide, guide)
+    async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
+        """What an answer has to be, once it is known that it can be, found off the event loop. field: that says it.
+        Raises ClientError for what nothing can be."""
+        try:
+            guide = await asyncio.to_thread(make)
+            if guide is not None and not self.llm.knows_guide(guide):
+                await asyncio.get_running_loop().run_in_executor(self.compiling, self.llm.check_guide, guide)
+        except UserError as error:
+            raise ClientError(str(error), field, error.code) from error
         return guide
 
     async def ask(self, asked: Sequence[Asked]) -> Answers:
