@@ -206,7 +206,7 @@ def test_the_server_writes_its_life_and_no_secret(server, client):
     assert server.end() == 0
     end = server.line("end")
     assert end["steps"] > 0
-    events = [line["event"] for line in server.lines]
+    events = [line["event"] for line in server.lines if line["event"] != "warning"]  # of cores that ranks share
     assert events[:4] == ["start", "layout", "kv_cache", "ready"]
     assert events[-2:] == ["drain", "end"]
     cache = server.line("kv_cache")

@@ -11,6 +11,7 @@ import pytest
 from served import served, settled
 
 from longhelix.serve import contexts as served_contexts
+from longhelix.serve.driver import Recovery
 
 pytestmark = pytest.mark.dist
 
@@ -227,8 +228,19 @@ def test_a_full_disk_is_the_contexts_own_and_the_server_goes_on(tmp_path):
         assert settled(client, llm)
 
 
-def test_an_engine_that_fails_ends_those_on_their_way(tmp_path):
+def test_an_engine_that_starts_again_goes_on_with_those_on_their_way(tmp_path):
     with served(contexts_dir=tmp_path, **CHUNKS) as (client, llm):
+        client.post("/v1/contexts", json={"id": "document", "prompt": [1] * 1900})
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        assert ended(client, "document")["status"] == "ready"
+        assert client.get("/health").json()["restarts"] == 1
+        answer = client.post("/v1/completions", json={"context": "document", "prompt": [5], "max_tokens": 2}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1888
+        assert settled(client, llm)
+
+
+def test_an_engine_that_fails_for_good_ends_those_on_their_way(tmp_path):
+    with served(contexts_dir=tmp_path, recovery=Recovery(restarts=0), **CHUNKS) as (client, llm):
         client.post("/v1/contexts", json={"id": "document", "prompt": [1] * 1900})
         os.kill(llm.process_ids[1], signal.SIGKILL)
         found = ended(client, "document")
