@@ -425,3 +425,17 @@ def test_token_ids_come_with_their_text(server):
     assert text == whole["text"]
     plain = client.post("/v1/completions", json=body | {"return_token_ids": None}).json()["choices"][0]
     assert plain["token_ids"] is None
+
+
+def test_a_method_that_a_route_lacks_is_told_those_that_it_has(server):
+    client, _ = server
+    answer = client.put("/v1/models")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_a_body_without_its_type_is_told_which_one(server):
+    client, _ = server
+    answer = client.post("/v1/completions", content=json.dumps({"prompt": PROMPT}))
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]

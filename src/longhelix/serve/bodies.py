@@ -549,6 +549,15 @@ class ResponseBody(Sampled):
 class TokenizeBody(Body):
     """Text, or messages, as tokens."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
+                for name, other in (("prompt", "messages"), ("messages", "prompt"))
+            ]
+        }
+    )
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

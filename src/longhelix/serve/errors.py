@@ -191,7 +191,9 @@ def install(app: FastAPI) -> None:
 
     async def by_status(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return refusal(error.status_code, str(error.detail))
+        answer = refusal(error.status_code, str(error.detail))
+        answer.headers.update(error.headers or {})  # Allow, of 405
+        return answer
 
     for kind in (
         UserError,
@@ -213,6 +215,8 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
     found = error.errors()[0]
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
+    if found["type"] == "model_attributes_type" and len(found["loc"]) == 1:
+        return "the body is no JSON object: send one, with content-type: application/json", "invalid_json", None
     names = [str(name) for name in found["loc"][1:] if not str(name).startswith(("function-", "constrained-"))]
     field, said = ".".join(names), found["msg"].removeprefix("Value error, ")
     if not field and (about := _ABOUT.match(said)):  # of the body as a whole
