@@ -3,7 +3,9 @@ nothing for anybody else."""
 
 import copy
 import json
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from test_equality import first_difference, is_near_tie
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from longhelix import LLM, Guide, Layout, SamplingParams, UserError
+from longhelix import LLM, EngineError, Guide, Layout, SamplingParams, UserError
 from longhelix.runner.matchers import Matchers
 
 pytestmark = pytest.mark.dist
@@ -291,3 +293,32 @@ def test_the_built_in_model_follows_guides_of_all_kinds(builtin):
     assert result.text.startswith("{")
     if result.finish_reason == "stop":
         assert isinstance(json.loads(result.text), dict)
+
+
+def take_all(llm, tokens):
+    while llm.has_work:
+        tokens += [delta.token_id for delta in llm.step()]
+
+
+def test_a_guide_goes_on_in_an_engine_that_starts_again_and_new_ones_are_checked():
+    """Ranks that are new know no tokens, and a request that goes on has told its guide some already."""
+    params = SamplingParams(60, 1.0, seed=3, guide=Guide("regex", "([a-z]{3}-){12}[0-9]{5}"))
+    with LLM("builtin", Layout(kvp=2), kv_cache_tokens=2048, max_model_len=512) as llm:
+        (expected,) = llm.generate(["A word: "], params)
+        tokens, result = [], None
+        llm.add("A word: ", params)
+        while len(tokens) < 10:
+            tokens += [delta.token_id for delta in llm.step()]
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            take_all(llm, tokens)
+        llm.restart()
+        while result is None:
+            for delta in llm.step():
+                tokens += [] if delta.token_id is None else [delta.token_id]
+                result = delta.result
+        assert result.token_ids == tokens
+        assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
+        assert re.fullmatch("([a-z]{3}-){12}[0-9]{5}", result.text)
+        (other,) = llm.generate(["Say: "], SamplingParams(20, 1.0, guide=Guide("regex", "[0-9]{4}")))
+        assert re.fullmatch("[0-9]{4}", other.text)

@@ -100,8 +100,6 @@ class TokenCore:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._failure = self._failure or "it was closed"
-        if self._guides is not None:
-            self._guides.close()
         self._pool.close()
 
     @property
@@ -164,6 +162,8 @@ class TokenCore:
     def resume(self, request: Request, images: Sequence[ShownImage]) -> None:
         """Queue the rest of a request that the core before had."""
         self.check_running()
+        if request.sampling.guide is not None:
+            self._prepare(request.sampling.guide)
         self._loop.add(request)
         if images:
             self._show(request, images)

@@ -114,6 +114,7 @@ class LLM:
         for saving in self._savings:
             saving.end(EngineError("the engine was closed"))
         self._savings.clear()
+        self._guides.close()
         self._end()
 
     def _end(self) -> None:

@@ -379,7 +379,9 @@ class Driver:
     def _call(self, ask: Callable[[], Any], seen: asyncio.Future[Any]) -> None:
         try:
             found = ask()
-        except EngineError:
+        except EngineError as error:
+            failure = error
+            self._tell(lambda: _fail(seen, failure))
             raise
         except Exception as error:
             refusal = error
