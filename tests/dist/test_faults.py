@@ -218,7 +218,9 @@ def native_path(tmp_path_factory):
     return str(oracle.path)
 
 
-@pytest.mark.parametrize("point", ["prefill", "decode", "exchange"])
+@pytest.mark.parametrize(
+    "point", ["decode", *(pytest.param(point, marks=pytest.mark.slow) for point in ("prefill", "exchange"))]
+)
 def test_a_poisoned_request_fails_alone_and_leaves_the_bits_of_others(native_path, tmp_path, monkeypatch, point):
     fault_file = tmp_path / "fault"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))

@@ -300,6 +300,7 @@ def take_all(llm, tokens):
         tokens += [delta.token_id for delta in llm.step()]
 
 
+@pytest.mark.slow
 def test_a_guide_goes_on_in_an_engine_that_starts_again_and_new_ones_are_checked():
     """Ranks that are new know no tokens, and a request that goes on has told its guide some already."""
     params = SamplingParams(60, 1.0, seed=3, guide=Guide("regex", "([a-z]{3}-){12}[0-9]{5}"))

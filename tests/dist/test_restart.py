@@ -42,7 +42,7 @@ def run(llm, ids, results, tokens, until=lambda: False):
                 results[delta.request_id] = delta.result
 
 
-@pytest.mark.parametrize("layout", [Layout(kvp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(kvp=2), pytest.param(Layout(pp=2), marks=pytest.mark.slow)], ids=str)
 def test_requests_go_on_from_their_tokens(path, layout):
     """Killed between steps at several places: while prompts are computed, and after some tokens."""
     with LLM(path, layout, **SETTINGS) as llm:
