@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
-from longhelix import LLM, EngineError, Layout, SamplingParams
+from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
@@ -145,6 +145,9 @@ def test_what_has_not_failed_or_was_closed_does_not_start_again(path):
     with LLM(path, **SETTINGS) as llm:
         with pytest.raises(EngineError, match="has not failed"):
             llm.restart()
+        for wrong in (-1, 1.5, "1", True, None):
+            with pytest.raises(UserError, match="most_failures"):
+                llm.restart(wrong)
         assert llm.generate([[3]], SamplingParams(max_new_tokens=2))
     with pytest.raises(EngineError, match="was closed"):
         llm.restart()

@@ -30,12 +30,12 @@ from longhelix.guide import Guide
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
-from longhelix.request import ANY_SERVICE, SamplingParams, ServiceLevel
+from longhelix.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
-from longhelix.values import refused
+from longhelix.values import refused, whole
 from longhelix.workers import ranks, torchrun
 
 _Answer = TypeVar("_Answer")
@@ -129,8 +129,9 @@ class LLM:
         that they have given: none of these comes again, and none is left out.
 
         One that ran in more than `most_failures` failures, without a new token between them, ends with an error. Raises
-        EngineError if the ranks cannot start.
+        EngineError if the ranks cannot start, UserError for another `most_failures` than a whole number from 0.
         """
+        most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
         if self._closed or not self._core.has_failed:
             raise EngineError("the engine was closed" if self._closed else "the engine has not failed")
         if self._trace is not None or torchrun.is_active():
