@@ -413,6 +413,23 @@ def test_what_cannot_be_served_is_said(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_token_ids_come_with_the_text_of_chats(server, logprobs):
+    client, _ = server
+    # Characters of several tokens: some tokens come without text.
+    body = {"messages": [{"role": "user", "content": "Say: 漢字 🦜"}], "logprobs": logprobs, **GREEDY}
+    whole = client.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
+    with client.stream("POST", "/v1/chat/completions", json=body | {"return_token_ids": True, "stream": True}) as got:
+        choices = [event["choices"][0] for event in events(got)]
+    told = [choice["token_ids"] for choice in choices if "token_ids" in choice]
+    assert [token_id for ids in told for token_id in ids] == whole["token_ids"]
+    assert all(len(ids) == 1 for ids in told)
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
+    plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert plain["token_ids"] is None
+    assert plain["message"] == whole["message"]
+
+
 def test_token_ids_come_with_their_text(server):
     client, _ = server
     body = {"prompt": PROMPT, "return_token_ids": True, **GREEDY}

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from longhelix.cli.layout_file import read_layout
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.engine.llm import LLM
-from longhelix.engine.options import Count, EngineOptions, Words, chunk, compilation, path, rope_settings, weights
+from longhelix.engine.options import Count, CountOrAuto, EngineOptions, Words, compilation, path, rope_settings, weights
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.layout import Layout, widest_ep
@@ -35,7 +35,6 @@ _KINDS = {
     rope_settings: str,
     weights: str,
     compilation: str,
-    chunk: SizeOrAuto,
     seconds: Seconds,
     above_zero: float,
 }
@@ -49,6 +48,8 @@ def _type(setting: Field) -> Any:
     kind: Any = _KINDS.get(check)
     if isinstance(check, Words):
         kind = Literal[check.known]
+    elif isinstance(check, CountOrAuto):
+        kind = SizeOrAuto
     elif isinstance(check, Count):
         kind = Size if check.tokens else int
     name, negative = setting.metadata["flag"], setting.metadata["negative"]
@@ -130,10 +131,16 @@ class ModelOptions:
     config: Path | None = None
     "A YAML file of flags by their names; those of the command line win."
 
-    def start(self, engine: EngineFlags, tell: Callable[[EngineConfig], None] | None = None) -> LLM:
+    def start(
+        self,
+        engine: EngineFlags,
+        tell: Callable[[EngineConfig], None] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> LLM:
         """Start the engine, with progress on standard error, and what it resolved to as well, unless that is told
-        `tell`."""
+        `tell`. defaults: settings that neither flags nor a layout file say."""
         model, settings = self._composed(engine)
+        settings = {**(defaults or {}), **settings}
         llm = model._start(settings)
         (tell or _print_described)(llm.config)
         return llm

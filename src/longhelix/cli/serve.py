@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from longhelix.cli.options import EngineFlags, ModelOptions, describe, given, held_tokens
+from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
@@ -21,7 +21,7 @@ from longhelix.values import seconds, whole
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
 _BYTES_OF_IMAGES = 64_000_000  # of a body
 # What one prompt wants and what many want differ.
-_DEFAULTS = {"policy": "lars", "placement": "auto"}
+_DEFAULTS = {"policy": "lars", "placement": "auto", "kv_cache_tokens": "auto"}
 
 
 def serve(
@@ -100,7 +100,7 @@ def serve(
     traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
     with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
         journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
-        with model.start(_with_defaults(engine, given(engine)), partial(_tell, journal)) as llm:
+        with model.start(engine, partial(_tell, journal), _DEFAULTS) as llm:
             of_images = _BYTES_OF_IMAGES if llm.config.spec.vision is not None else 0
             most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + of_images
             driver = Driver(llm, limits, recovery)
@@ -137,11 +137,6 @@ def _tell(journal: Journal, config: EngineConfig) -> None:
         max_model_len=most,
         max_concurrency=tokens / most,
     )
-
-
-def _with_defaults(engine: EngineFlags, settings: dict[str, object]) -> EngineFlags:
-    left_open = {setting: value for setting, value in _DEFAULTS.items() if setting not in settings}
-    return EngineFlags(**vars(engine) | left_open)
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

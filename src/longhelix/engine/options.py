@@ -44,11 +44,16 @@ class Count:
         return whole(name, value, self.least, self.most)
 
 
-def chunk(name: str, value: object) -> int | str:
+@dataclass(frozen=True)
+class CountOrAuto:
     """A number of tokens, or "auto"."""
-    if isinstance(value, str) and str.__str__(value) == "auto":
-        return "auto"
-    return whole(name, value, 1, MOST_TOKENS, ', or "auto"')
+
+    most: int = MOST_TOKENS
+
+    def __call__(self, name: str, value: object) -> int | str:
+        if isinstance(value, str) and str.__str__(value) == "auto":
+            return "auto"
+        return whole(name, value, 1, self.most, ', or "auto"')
 
 
 def weights(name: str, value: object) -> dict[str, float]:
@@ -130,10 +135,11 @@ class EngineOptions:
     rope_scaling: Mapping[str, Any] | None = _setting(
         None, rope_settings, 'RoPE settings, such as {"rope_type": "yarn", "factor": 4}. [default: the model\'s own]'
     )
-    kv_cache_tokens: int | None = _setting(
+    kv_cache_tokens: int | str | None = _setting(
         None,
-        Count(most=_MOST_POOL_TOKENS),
-        "Tokens that the KV cache holds over all KVP ranks. [default: one request of max-model-len]",
+        CountOrAuto(most=_MOST_POOL_TOKENS),
+        "Tokens that the KV cache holds over all KVP ranks; auto: max-running requests of max-model-len, or as many as "
+        "memory has room for, on CPUs half of what is free. [default: one request of max-model-len]",
     )
     policy: str = _setting(
         "fcfs",
@@ -143,7 +149,7 @@ class EngineOptions:
     )
     chunk_tokens: int | str = _setting(
         "auto",
-        chunk,
+        CountOrAuto(),
         "Prompt tokens that run in one step; auto: as many as it computes within the TBT target by the performance "
         f"model, at most {MOST_CHUNK_TOKENS}.",
     )
@@ -188,7 +194,7 @@ class EngineOptions:
     )
     growth_limit_tokens: int | str = _setting(
         4096,
-        chunk,
+        CountOrAuto(),
         "With growing placement: tokens on a rank before the next one joins; auto: as many as a request's own decode "
         "reads in half of its time between tokens by the performance model.",
     )

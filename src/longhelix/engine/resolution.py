@@ -22,7 +22,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig
-from longhelix.runner.pool_size import affordable_blocks, num_blocks, split_state_bytes
+from longhelix.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, RopeSpec, product_dtype
 from longhelix.values import one_of, refused
@@ -61,7 +61,11 @@ def resolve(
         affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
         for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
     )
-    held = num_blocks(options.kv_cache_tokens, longest_tokens, affordable, scheduler.block_tokens, layout.kvp)
+    sizes = affordable, scheduler.block_tokens, layout.kvp
+    if isinstance(options.kv_cache_tokens, str):
+        held = num_blocks_of_many(scheduler.max_running * max_model_len, *sizes, shares_memory=device == "cpu")
+    else:
+        held = num_blocks(options.kv_cache_tokens, longest_tokens, *sizes)
     return EngineConfig(
         model_path=str(checkpoint.path),
         spec=spec,

@@ -74,3 +74,10 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
             "out_of_memory",
         )
     return -(-asked_tokens // (block_tokens * kvp))
+
+
+def num_blocks_of_many(tokens: int, affordable: int, block_tokens: int, kvp: int, *, shares_memory: bool) -> int:
+    """KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows. shares_memory: with other
+    programs, which it leaves half of what is free."""
+    most = max(affordable // 2, 1) if shares_memory else affordable
+    return min(-(-tokens // (block_tokens * kvp)), most)

@@ -90,8 +90,11 @@ class CallingReply(BaseModel):
 
 
 class ChatChoice(BaseModel):
+    """token_ids: as in `CompletionChoice`."""
+
     index: int
     message: CallingReply | Reply
+    token_ids: list[int] | None = None
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 

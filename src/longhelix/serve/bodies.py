@@ -52,6 +52,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
+    "return_token_ids": (False,),
 }
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -426,6 +427,7 @@ class ChatBody(Sampled):
     tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:

@@ -80,6 +80,7 @@ class _Form(Form):
                 forms.ChatChoice(
                     index=place,
                     message=message,
+                    token_ids=result.token_ids if self.body.return_token_ids else None,
                     logprobs=self._logprobs(result.token_ids, result.logprobs),
                     finish_reason=_reason(result, calls),
                 )
@@ -98,11 +99,14 @@ class _Form(Form):
         told = [{"content": delta.text}] if calls is None and delta.text else []
         if calls is not None:
             told += deltas(calls.push(delta.text) + (calls.finish() if delta.result is not None else []))
-        if logprobs is not None and not told:
+        of_token = {} if logprobs is None else {"logprobs": logprobs.model_dump()}
+        if self.body.return_token_ids and delta.token_id is not None:
+            of_token["token_ids"] = [delta.token_id]
+        if of_token and not told:
             told = [{"content": ""}]
         for one in told:
-            yield _choice(place, one, logprobs)
-            logprobs = None  # which the first one has
+            yield _choice(place, one, of_token)
+            of_token = {}  # which the first one has
         if delta.result is not None:
             yield _choice(place, {}, reason=_reason(delta.result, calls))
 
@@ -134,11 +138,6 @@ def _reason(result: Result, calls: ToolCalls | None) -> str:
 
 
 def _choice(
-    place: int, delta: Mapping[str, Any], logprobs: forms.ChatLogprobs | None = None, reason: str | None = None
+    place: int, delta: Mapping[str, Any], of_token: Mapping[str, Any] | None = None, reason: str | None = None
 ) -> dict[str, Any]:
-    return {
-        "index": place,
-        "delta": delta,
-        "logprobs": None if logprobs is None else logprobs.model_dump(),
-        "finish_reason": reason,
-    }
+    return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason} | dict(of_token or {})

@@ -6,7 +6,13 @@ from longhelix.errors import UserError
 from longhelix.kv.splits import most_state_bytes
 from longhelix.layout import Layout
 from longhelix.models.parameters import declare
-from longhelix.runner.pool_size import affordable_blocks, kv_bytes_per_token, num_blocks, split_state_bytes
+from longhelix.runner.pool_size import (
+    affordable_blocks,
+    kv_bytes_per_token,
+    num_blocks,
+    num_blocks_of_many,
+    split_state_bytes,
+)
 from longhelix.spec import ModelSpec, RopeSpec
 
 pytestmark = pytest.mark.unit
@@ -87,6 +93,14 @@ def test_without_being_asked_a_pool_holds_the_longest_request_as_far_as_memory_a
     assert num_blocks(None, 161, affordable=100, block_tokens=16, kvp=2) == 11
     with pytest.warns(UserWarning, match="memory holds 3200 tokens of KV cache, less than one request"):
         assert num_blocks(None, 1601, affordable=100, block_tokens=16, kvp=2) == 100
+
+
+def test_many_requests_have_their_room_as_far_as_memory_allows():
+    assert num_blocks_of_many(64 * 100, 1000, 16, 2, shares_memory=False) == 200
+    assert num_blocks_of_many(64 * 100 + 1, 1000, 16, 2, shares_memory=False) == 201
+    assert num_blocks_of_many(64 * 100, 150, 16, 2, shares_memory=False) == 150
+    assert num_blocks_of_many(64 * 100, 150, 16, 2, shares_memory=True) == 75
+    assert num_blocks_of_many(64 * 100, 1, 16, 2, shares_memory=True) == 1
 
 
 def test_states_of_splits_are_those_of_the_ranks_query_heads():
