@@ -1,0 +1,79 @@
+"""Of /v1/chat/completions."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from longhelix.request import MOST_TOKENS
+from longhelix.serve.bodies.body import Body
+from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
+from longhelix.serve.bodies.sampled import Sampled
+
+_MOST_TOP_LOGPROBS = 20
+
+
+class Function(Body):
+    """One that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Name
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(Sampled):
+    prompt_field = "messages"
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two of the tools have one name: give each another one")
+        if not names and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice wants a call, but there are no tools: give some, or leave it out")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice wants {self.tool_choice.function.name}, which is none of the tools")
+        return self
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that the model may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def wanted(self) -> list[Function]:
+        """Those of which it has to call one; empty where it need not."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return [function for function in self.offered if function.name == self.tool_choice.function.name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

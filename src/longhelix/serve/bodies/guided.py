@@ -1,0 +1,81 @@
+"""Fields that say what an answer has to be: OpenAI's and vLLM's."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from longhelix.errors import UserError
+from longhelix.guide import Guide
+from longhelix.serve.bodies.body import Body
+
+Schema = dict[str, Any] | str
+Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+class NamedSchema(Body):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """What OpenAI's answers are."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def guide(self) -> Guide | None:
+        """Raises UserError."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise UserError("response_format has a json_schema where its type is json_schema, and nowhere else")
+        if self.json_schema is not None:
+            return Guide.of_schema(self.json_schema.content)
+        return Guide("json") if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """What vLLM's answers are."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    content: Annotated[Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Guided(Body):
+    """One of these fields says it, or none."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def guide_field(self) -> str | None:
+        """The field that says what the answer has to be."""
+        names = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in _GUIDED))
+        return next((name for name in names if getattr(self, name) is not None), None)
+
+    def guide(self) -> Guide | None:
+        """What the answer has to be. Takes a while where that is long. Raises UserError for what nothing can be, and
+        where two fields say it."""
+        other = self.structured_outputs or StructuredOutputs()
+        found = [
+            Guide.of_schema(schema) for schema in (self.guided_json, other.content) if schema is not None
+        ]  # fmt: skip
+        found += [Guide("regex", regex) for regex in (self.guided_regex, other.regex) if regex is not None]
+        found += [Guide.of_choices(choices) for choices in (self.guided_choice, other.choice) if choices is not None]
+        found += [Guide("grammar", text) for text in (self.guided_grammar, other.grammar) if text is not None]
+        found += [Guide("json")] if other.json_object else []
+        asked = None if self.response_format is None else self.response_format.guide()
+        found += [] if asked is None else [asked]
+        if len(found) > 1:
+            raise UserError(
+                "several fields say what the answer has to be: give one of response_format, structured_outputs, "
+                "guided_json, guided_regex, guided_choice and guided_grammar, and one thing in it"
+            )
+        return found[0] if found else None

@@ -1,0 +1,160 @@
+"""What requests for new tokens have in common."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from longhelix.errors import UserError
+from longhelix.guide import Guide
+from longhelix.request import MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
+from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId
+from longhelix.serve.bodies.guided import Guided
+
+_MOST_CHOICES = 64
+_MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is looked at for all of them
+# Not served, by what asks for nothing.
+NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "suffix": ("",),
+    "best_of": (1,),
+    "guided_whitespace_pattern": (),
+    "prompt_logprobs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+}
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_Strings = Annotated[list[str], Field(max_length=64, fail_fast=True)]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_progress: bool | None = None
+
+
+class Sampled(Guided):
+    """What requests for new tokens have in common. A null is what is left out.
+
+    prompt_field, limit_field: those that say what comes before new tokens, and how many of these may come. not_here:
+    fields that are not served, by what asks for nothing; instead: what to do about some of them.
+    """
+
+    prompt_field: ClassVar[str]
+    limit_field: ClassVar[str] = "max_tokens"
+    not_here: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_HERE
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    model: ModelName | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[str, Field(min_length=1, max_length=1000)] | _Strings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
+    client: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    context: ContextName | None = None
+    ttft_slo_s: _Seconds | None = None
+    tbt_slo_s: _Seconds | None = None
+    user: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = (self.model_extra or {}) | ({} if self.n is None else {"n": self.n})
+        for name, value in given.items():
+            if name in self.not_here and value is not None and value not in self.not_here[name]:
+                raise ValueError(f"{name} is not served here: {self.instead.get(name, 'leave it out')}")
+        stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
+        if sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop has more than {_MOST_STOP_CHARACTERS} characters in all: give fewer or shorter ones"
+            )
+        return self
+
+    def asks_for(self, option: str) -> bool:
+        """Whether this is a stream with that option."""
+        return bool(self.stream and self.stream_options is not None and getattr(self.stream_options, option))
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return None
+
+    def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
+        """Of one of several choices, each of which has draws of its own. Raises UserError."""
+        given = {
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # as vLLM says that it is off
+            "seed": None if self.seed is None else (self.seed + choice) % 2**63,
+        }
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            guide=guide,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def service(self) -> ServiceLevel:
+        """Raises UserError."""
+        return ServiceLevel(
+            ttft_slo_s=self.ttft_slo_s,
+            tbt_slo_s=self.tbt_slo_s,
+            priority=self.priority or 0,
+            client=self.client or "",
+            cache_salt=self.cache_salt or "",
+        )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """By token id, which JSON has as text."""
+    wrong = next((name for name in given if not _is_written_id(name)), None)
+    if wrong is not None:
+        raise UserError(f'logit_bias has {wrong[:20]!r}: its names are token ids, such as "42"')
+    return {int(name): bias for name, bias in given.items()}
+
+
+def _is_written_id(name: str) -> bool:
+    """As there is one way to write it: "42", and not "042"."""
+    return name.isascii() and name.isdigit() and len(name) < 12 and (name == "0" or name[0] != "0")
