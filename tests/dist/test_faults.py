@@ -48,13 +48,22 @@ class Client(threading.Thread):
     def run(self):
         import httpx
 
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body | {"stream": True}, timeout=120) as got:
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self._ask(client):
+                time.sleep(0.1)
+
+    def _ask(self, client):
+        """Returns False where the engine starts again just now: the fault was quicker than this client."""
+        with client.stream("POST", "/v1/completions", json=self.body | {"stream": True}) as got:
+            if got.status_code == 503:
+                return False
             assert got.status_code == 200
             for line in got.iter_lines():
                 if line == "data: [DONE]":
                     self.done += 1
                 elif line.startswith("data: "):
                     self._take(json.loads(line[6:]))
+        return True
 
     def _take(self, event):
         if "error" in event:

@@ -78,14 +78,16 @@ def test_requests_go_on_from_their_tokens(path, layout):
                 assert list((one or {}).values()) == pytest.approx(list((two or {}).values()), abs=1e-3)
 
 
-def test_a_request_that_always_ends_a_rank_is_found_and_fails_alone(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_request_that_always_ends_a_rank_is_found_and_fails_alone(path, tmp_path, monkeypatch, decodes):
     fault_file = tmp_path / "fault"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))
     monkeypatch.setenv("FAULT_FILE", str(fault_file))
     sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
     with LLM(path, Layout(kvp=2), execution="eager", **SETTINGS) as llm:
         expected = [result.token_ids for result in llm.generate(PROMPTS, sampling)]
-        fault_file.write_text(json.dumps({"rank": 1, "token": POISON, "action": "kill"}))
+        fault = {"rank": 1, "token": POISON, "action": "kill", "decodes": decodes}
+        fault_file.write_text(json.dumps(fault))
         ids, results, tokens, restarts = [], {}, {}, 0
         ids += [llm.add(prompt, sampling) for prompt in PROMPTS[:2]]
         bad = llm.add([4] * 20 + [POISON] + [4] * 30, sampling)
@@ -139,6 +141,62 @@ def test_a_saved_context_is_loaded_again_and_not_computed(path, tmp_path):
         computed = sum(chunk.num_tokens for step in llm.ran_steps() for chunk in step.chunks)
         assert results[id].token_ids == tokens[id] == expected.token_ids
         assert computed <= 2 + 20 + SETTINGS["chunk_tokens"]
+
+
+def test_a_rank_that_ends_while_a_context_is_loaded_loses_nobody(path, tmp_path):
+    sampling, context = SamplingParams(max_new_tokens=20, ignore_eos=True), list(range(2, 66)) * 2
+    settings = SETTINGS | {"contexts_dir": str(tmp_path)}
+    with LLM(path, Layout(kvp=2), **settings) as llm:
+        llm.save_context("long", context)
+        expected = llm.generate(PROMPTS, sampling) + llm.generate([[5, 7]], sampling, context="long")
+    with LLM(path, Layout(kvp=2), **settings) as llm:
+        ids, results, tokens = [llm.add(prompt, sampling) for prompt in PROMPTS], {}, {}
+        run(llm, ids, results, tokens, lambda: len(tokens) == len(ids))
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            llm.add([5, 7], sampling, context="long")
+        llm.restart()
+        ids.append(llm.add([5, 7], sampling, context="long"))
+        run(llm, ids, results, tokens)
+    assert [results[id].token_ids for id in ids] == [tokens[id] for id in ids]
+    assert [results[id].token_ids for id in ids] == [result.token_ids for result in expected]
+
+
+def test_what_a_request_took_before_a_failure_counts_once(path):
+    sampling, prompt = SamplingParams(max_new_tokens=20, ignore_eos=True), PROMPTS[0]
+    with LLM(path, Layout(kvp=2), block_tokens=4, **SETTINGS) as llm:
+        [first] = llm.generate([prompt], sampling)
+        [expected] = llm.generate([prompt], sampling)
+        assert 0 == first.cached_tokens < expected.cached_tokens < len(prompt)
+        ids, results, tokens = [llm.add(prompt, sampling) for _ in range(2)], {}, {}
+        run(llm, ids, results, tokens, lambda: sum(map(len, tokens.values())) >= 10)
+        os.kill(llm.process_ids[0], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            run(llm, ids, results, tokens)
+        llm.restart()
+        run(llm, ids, results, tokens)
+    assert [results[id].cached_tokens for id in ids] == [expected.cached_tokens] * 2
+
+
+def test_a_start_that_is_given_up_may_be_tried_again(path):
+    def give_up(share):
+        raise KeyboardInterrupt
+
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with LLM(path, Layout(kvp=2), **SETTINGS) as llm:
+        expected = [result.token_ids for result in llm.generate(PROMPTS, sampling)]
+        ids, results, tokens = [llm.add(prompt, sampling) for prompt in PROMPTS], {}, {}
+        run(llm, ids, results, tokens, lambda: len(tokens) == len(ids))
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        with pytest.raises(EngineError):
+            run(llm, ids, results, tokens)
+        with pytest.raises(KeyboardInterrupt):
+            llm.restart(on_load=give_up)
+        with pytest.raises(UserError, match="on_load is 5"):
+            llm.restart(on_load=5)
+        llm.restart()
+        run(llm, ids, results, tokens)
+    assert [results[id].token_ids for id in ids] == [tokens[id] for id in ids] == expected
 
 
 def test_what_has_not_failed_or_was_closed_does_not_start_again(path):

@@ -131,6 +131,19 @@ class TokenCore:
     ) -> Request:
         """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
         just now. images: what it shows, in order. Raises UserError if it can never run."""
+        request = self.request(prompt, sampling, service, arrival_s, images)
+        self.queue(request, images)
+        return request
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        service: ServiceLevel = ANY_SERVICE,
+        arrival_s: float | None = None,
+        images: Sequence[ShownImage] = (),
+    ) -> Request:
+        """What `add` queues, with a number of its own."""
         self.check_running()
         self.check_asked(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
@@ -138,7 +151,7 @@ class TokenCore:
         eos_token_ids = self.config.spec.eos_token_ids
         self._check_token_ids(sampling)
         if sampling.guide is not None:
-            self._prepare(sampling.guide)
+            self._check_guide(sampling.guide)
         request = Request(
             self._next_id,
             prompt_ids,
@@ -149,24 +162,22 @@ class TokenCore:
             service,
             images=tuple(image.span for image in images),
         )
-        self._loop.add(request)
+        self._scheduler.check(request)
         self._next_id += 1
+        return request
+
+    def queue(self, request: Request, images: Sequence[ShownImage]) -> None:
+        """Queue a request: a new one, or the rest of one that the core before had."""
+        self.check_running()
+        if request.sampling.guide is not None:
+            self._tell_tokens()
+        self._loop.add(request)
         if images:
             self._show(request, images)
-        return request
 
     def follow(self, ended: "TokenCore") -> None:
         """Go on with the counters of a core that has ended, and with its numbers of requests."""
         self.counters, self._next_id = ended.counters, ended._next_id
-
-    def resume(self, request: Request, images: Sequence[ShownImage]) -> None:
-        """Queue the rest of a request that the core before had."""
-        self.check_running()
-        if request.sampling.guide is not None:
-            self._prepare(request.sampling.guide)
-        self._loop.add(request)
-        if images:
-            self._show(request, images)
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
@@ -181,12 +192,15 @@ class TokenCore:
                 "stop_token_ids, or min_tokens 0"
             )
 
-    def _prepare(self, guide: Guide) -> None:
-        """Check a guide, and have the ranks that will follow it know tokens."""
+    def _check_guide(self, guide: Guide) -> None:
         if self._guides is None:
             raise UserError("this engine knows no text, and its requests cannot have guides: use LLM")
         self._guides.check(guide)
+
+    def _tell_tokens(self) -> None:
+        """Have the ranks that will follow guides know tokens."""
         if not self._told_tokens:
+            assert self._guides is not None, "or the guide was refused"
             layout = self.config.layout
             ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
             self._pool.show(ranks, TakeTokens(self._guides.table))
@@ -296,12 +310,12 @@ class TokenCore:
         """Have all ranks save or load KV blocks. Raises UserError, and goes on, if a file or a disk does not serve."""
         self.check_running()
         try:
-            self._pool.carry(message)
-        except UserError:
-            raise
+            refusal = self._pool.carry(message)
         except BaseException as error:
             self.fail(error)
             raise
+        if refusal is not None:
+            raise refusal
 
     def fail(self, error: BaseException) -> None:
         """End, and keep the reason. An error may leave a step half done, after which ranks and engine no longer

@@ -9,7 +9,7 @@ from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
 from longhelix.request import Request
-from longhelix.scheduler.scheduler import FinishReason, TokenEvent
+from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 
@@ -17,7 +17,8 @@ from longhelix.text.text_stream import TextStream
 @dataclass
 class Live:
     """A request between `add` and its end. context: the saved one that its prompt begins with. failures: how often the
-    engine has failed while it ran and had no new token yet since the engine last began."""
+    engine has failed while it ran, since it last had two new tokens: its prompt gave the first one, and a step of
+    decodes the second. new_tokens: since it last began. spent: what it took in engines that have failed."""
 
     request: Request
     tokens: TextStream
@@ -27,6 +28,8 @@ class Live:
     context: str | None = None
     images: Sequence[ShownImage] = ()
     failures: int = 0
+    new_tokens: int = 0
+    spent: Usage | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -36,8 +39,10 @@ class Live:
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
         """The text that a token completes, and why the request ends, if it does."""
         text, stopped = "", False
-        self.failures = 0
         if event.sampled is not None:
+            self.new_tokens += 1
+            if self.new_tokens == 2:
+                self.failures = 0
             self.token_ids.append(event.sampled.token_id)
             self.times_s.append(now_s)
             if self.request.sampling.logprobs is not None:
@@ -48,8 +53,15 @@ class Live:
             text += rest if stopped else rest + self.stops.flush()
         return text, "stop" if stopped else event.finish_reason
 
+    def stop(self, usage: Usage | None, *, began: bool) -> None:
+        """The engine has failed, with which it has taken that. began: it did not only wait."""
+        self.failures += began
+        if began and usage is not None:
+            self.spent = usage if self.spent is None else usage.after(self.spent)
+
     def begin_again(self) -> Request:
         """The rest of the request, for an engine that has nothing of it: after the tokens that it has given."""
+        self.new_tokens = 0
         if not self.token_ids:
             self.prompt_logprobs = [None]
             return self.request

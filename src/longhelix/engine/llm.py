@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
@@ -38,7 +38,6 @@ from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import refused, whole
 from longhelix.workers import ranks, torchrun
 
-_Answer = TypeVar("_Answer")
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
 
 
@@ -62,9 +61,7 @@ class LLM:
         layout = Layout() if layout is None else layout
         if not isinstance(model, str | os.PathLike):
             raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
-        for name, told in (("on_load", on_load), ("on_warm_up", on_warm_up)):
-            if not callable(told):
-                raise refused(name, told, "a function of one number")
+        _check_told(on_load=on_load, on_warm_up=on_warm_up)
         options = EngineOptions.of(settings)
         if isinstance(layout, Layout):  # what is none, `resolve` refuses
             torchrun.join(layout.world_size)
@@ -124,25 +121,36 @@ class LLM:
             if self._trace is not None:
                 self._trace.close()
 
-    def restart(self, most_failures: int = 1) -> None:
+    def restart(
+        self,
+        most_failures: int = 1,
+        *,
+        on_load: Callable[[float], None] = lambda share: None,
+        on_warm_up: Callable[[float], None] = lambda share: None,
+    ) -> None:
         """After an EngineError: start the ranks again. Requests that were added and had not ended go on from the tokens
         that they have given: none of these comes again, and none is left out.
 
-        One that ran in more than `most_failures` failures, without a new token between them, ends with an error. Raises
-        EngineError if the ranks cannot start, UserError for another `most_failures` than a whole number from 0.
+        One that ran in more than `most_failures` failures, without two new tokens between them, ends with an error.
+        on_load and on_warm_up: as of the constructor; what they raise ends the start. Raises EngineError if the ranks
+        cannot start, after which it may be tried again, UserError for another `most_failures` than a whole number
+        from 0.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
+        _check_told(on_load=on_load, on_warm_up=on_warm_up)
         if self._closed or not self._core.has_failed:
             raise EngineError("the engine was closed" if self._closed else "the engine has not failed")
         if self._trace is not None or torchrun.is_active():
             raise EngineError("ranks that are traced, or that torchrun started, are not started again")
         ranks.prepare()
-        core = self._new_core()
+        core = self._new_core(on_load, on_warm_up)
+        self._lost.add(self._live.values(), self._core)
+        self._live.clear()
         core.follow(self._core)
         self._core = core
         self._contexts.use(core)
         for saving in self._savings:
-            saving.begin_again()
+            saving.begin_again(most_failures)
         for live in self._lost.failing(most_failures):
             usage = Usage((0,) * self.config.layout.kvp)
             error = f"the engine has failed {live.failures} times while this request ran"
@@ -268,7 +276,7 @@ class LLM:
 
     def watch(self) -> None:
         """Look after the ranks while there is nothing to do. Raises EngineError if one of them has failed."""
-        self._asked(self._core.watch)
+        self._core.watch()
 
     @property
     def has_failed(self) -> bool:
@@ -301,8 +309,11 @@ class LLM:
         else:
             given = self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
-        request = self._core.add(given, sampling, service, arrival_s, images)
-        self._live[request.id] = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, images)
+        request = self._core.request(given, sampling, service, arrival_s, images)
+        live = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, images)
+        if not self._lost.take(live, self._live):
+            self._core.queue(request, images)
+            self._live[request.id] = live
         return request.id
 
     def _shown(self, prompt: ImagePrompt | ReadPrompt, context: str | None) -> ReadPrompt:
@@ -351,16 +362,10 @@ class LLM:
             saved = [saving.advance() for saving in self._savings]
             self._savings = [saving for saving in self._savings if not saving.has_ended]
         except BaseException as error:
-            self._fail(error)
+            self._core.fail(error)
+            self._end()
             raise
         return self._core.counters.steps > steps_before or any(saved)
-
-    def _fail(self, error: BaseException) -> None:
-        """End, and keep the reason."""
-        self._lost.add(self._live.values(), self._core)
-        self._live.clear()
-        self._core.fail(error)
-        self._end()
 
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
@@ -376,7 +381,7 @@ class LLM:
     def expert_load(self) -> list[list[int]] | None:
         """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
         expert. None for a model without experts. The ranks are asked when this is called; no step waits for it."""
-        return self._asked(self._core.expert_load)
+        return self._core.expert_load()
 
     def sequence_parallel_report(self) -> dict[str, Any] | None:
         """What the compiler pass of `enable_sp` has made of the graphs so far of one rank of each pipeline stage; None
@@ -385,16 +390,7 @@ class LLM:
         {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before": {dtype:
         bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}; docs/passes.md has the names.
         A graph for any number of tokens counts the bytes of as many as it was traced with."""
-        return self._asked(self._core.pass_report)
-
-    def _asked(self, ask: Callable[[], _Answer]) -> _Answer:
-        """What ranks answer; they may fail in that."""
-        try:
-            return ask()
-        except BaseException as error:
-            if self._core.has_failed:
-                self._fail(error)
-            raise
+        return self._core.pass_report()
 
     def abort(self, request_id: int) -> Result | None:
         """End a request in any phase. Returns its result so far, which also ends its stream, or None if it had already
@@ -500,6 +496,7 @@ class LLM:
     ) -> Result:
         layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
         assert usage is not None, "it has ended, once"
+        usage = usage if live.spent is None else usage.after(live.spent)
         return Result(
             text=live.text,
             token_ids=live.token_ids,
@@ -522,3 +519,10 @@ class LLM:
             error=error,
             prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
         )
+
+
+def _check_told(**told: object) -> None:
+    """Raise UserError for what cannot be told the share that is done."""
+    for name, each in told.items():
+        if not callable(each):
+            raise refused(name, each, "a function of one number")

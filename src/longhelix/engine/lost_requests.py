@@ -6,18 +6,20 @@ from contextlib import suppress
 from longhelix.engine.contexts import Contexts
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
-from longhelix.errors import UserError
+from longhelix.errors import EngineError, UserError
 
 
 class LostRequests:
-    """In the order in which they go on.
+    """In the order in which they go on: by priority, and then those that ran before those that waited.
 
-    Those that ran begin one after the other, each when the one before has a token, short prompts first, and those that
-    waited after them: a request that always makes the engine fail is then alone among those without a token.
+    Those that ran begin one after the other, each when the one before has got on, short prompts first: a request that
+    always makes the engine fail is then alone among those that may have done it. Until it is found, others of its
+    priority or a lower one wait here as well.
     """
 
     def __init__(self) -> None:
         self._lost: dict[int, Live] = {}
+        self._suspects: list[Live] = []  # those of them that have begun
 
     def __bool__(self) -> bool:
         return bool(self._lost)
@@ -27,12 +29,21 @@ class LostRequests:
         return self._lost.pop(request_id, None)
 
     def add(self, live: Iterable[Live], core: TokenCore) -> None:
-        """The engine `core` fails, and with it these requests."""
+        """The engine `core` has failed, and with it these requests."""
         for each in live:
-            each.failures += core.prefilled_tokens(each.request.id) > 0
+            began = core.prefilled_tokens(each.request.id) > 0
+            each.stop(core.abort(each.request.id), began=began)
             self._lost[each.request.id] = each
-        ordered = sorted(self._lost.values(), key=lambda each: (not each.failures, len(each.request.prompt_token_ids)))
-        self._lost = {each.request.id: each for each in ordered}
+        self._suspects.clear()
+        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_turn)}
+
+    def take(self, live: Live, running: Mapping[int, Live]) -> bool:
+        """Whether a new request has to wait here."""
+        if not self._lost and not self._holds(live, running):
+            return False
+        self._lost[live.request.id] = live
+        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_turn)}
+        return True
 
     def failing(self, most_failures: int) -> list[Live]:
         """Take out those that ran in more failures than that."""
@@ -41,11 +52,30 @@ class LostRequests:
     def go_on(self, core: TokenCore, contexts: Contexts, running: Mapping[int, Live]) -> Iterable[Live]:
         """Queue those that may begin beside the ones that run, which are to include each before the next is asked
         for."""
-        while self._lost and not any(each.failures for each in running.values()):
+        while self._lost:
             live = next(iter(self._lost.values()))
+            if self._holds(live, running):
+                return
             if live.context is not None:
-                with suppress(UserError):  # it is computed, then
-                    contexts.load(live.context, live.request.service.cache_salt)
-            core.resume(live.begin_again(), live.images)
+                try:
+                    with suppress(UserError):  # it is computed, then
+                        contexts.load(live.context, live.request.service.cache_salt)
+                except EngineError:
+                    live.failures += 1
+                    raise
+            core.queue(live.begin_again(), live.images)
+            if live.failures:
+                self._suspects.append(live)
             del self._lost[live.request.id]
             yield live
+
+    def _holds(self, live: Live, running: Mapping[int, Live]) -> bool:
+        """Whether a request has to wait for others, which may have made the engine fail."""
+        self._suspects = [each for each in self._suspects if each.failures and each.request.id in running]
+        return any(each.request.service.priority >= live.request.service.priority for each in self._suspects)
+
+
+def _turn(live: Live) -> tuple[int, bool, int]:
+    """By which they are sorted; those that waited stay in the order in which they came."""
+    ran = live.failures > 0
+    return -live.request.service.priority, not ran, len(live.request.prompt_token_ids) if ran else 0

@@ -42,7 +42,8 @@ class Saving:
         self._contexts, self._computing = contexts, computing
         self._deltas: deque[Delta] = deque()
         self._writing: Generator[None, None, SavedContext | None] | None = None
-        self._attempts = 0
+        self._failures = 0  # of the engine while it was written
+        self._displaced = 0
         self._compute()
 
     @property
@@ -60,12 +61,16 @@ class Saving:
             self.end(error)
             return True
 
-    def begin_again(self) -> None:
+    def begin_again(self, most_failures: int) -> None:
         """The engine has failed and begun again. A request that had not ended goes on by itself; what was computed is
-        gone."""
-        if self._writing is not None:
-            self._give_up_writing()
-            self._compute()
+        gone. One that was written in more than `most_failures` failures ends."""
+        if self._writing is None:
+            return
+        self._failures += 1
+        if self._failures > most_failures:
+            self.end(RequestError(f"the engine has failed {self._failures} times while the context was written"))
+        else:
+            self._compute_again()
 
     def end(self, error: Exception) -> None:
         """Give it up for that reason, unless it has ended. Nothing of it stays on the disk."""
@@ -85,14 +90,14 @@ class Saving:
             raise self.error
         return self.saved
 
-    def _give_up_writing(self) -> None:
+    def _compute_again(self) -> None:
         assert self._writing is not None
         self._writing.close()
         self._writing, self.status, self.prefilled_tokens = None, "computing", 0
+        self._compute()
 
     def _compute(self) -> None:
         self._deltas.clear()
-        self._attempts += 1
         self._request_id = self._computing.add(self._deltas)
 
     def _is_computed(self) -> bool:
@@ -116,11 +121,11 @@ class Saving:
             if ended.value is not None:
                 self.saved = ended.value
                 self.status = "ready"
-            elif self._attempts >= _MOST_ATTEMPTS:
+                return True
+            self._displaced += 1
+            if self._displaced >= _MOST_ATTEMPTS:
                 raise _displaced(self.new.name) from None
-            else:
-                self._give_up_writing()
-                self._compute()
+            self._compute_again()
         return True
 
 

@@ -54,6 +54,19 @@ class Usage(NamedTuple):
     moved_tokens: int = 0
     moved_s: float = 0.0
 
+    def after(self, earlier: "Usage") -> "Usage":
+        """Of a request that had begun in another engine before: together with what it took there. Cached were the
+        tokens that it found when it first began."""
+        return Usage(
+            self.kv_tokens_per_rank,
+            earlier.cached_tokens,
+            earlier.preemptions + self.preemptions,
+            earlier.recomputed_tokens + self.recomputed_tokens,
+            earlier.swapped_tokens + self.swapped_tokens,
+            earlier.moved_tokens + self.moved_tokens,
+            earlier.moved_s + self.moved_s,
+        )
+
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A request's new token (None where a stop token ended it), and why the request ended, if it did.
@@ -136,9 +149,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._preempted)
 
+    def check(self, request: Request) -> None:
+        """Raise UserError if a request could never run."""
+        self._waiting.check(request)
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it could never run."""
-        self._waiting.check(request)
+        self.check(request)
         self._waiting.push(self._job(request), request.arrival_s)
 
     def _job(self, request: Request) -> Job:

@@ -93,6 +93,7 @@ class Answer:
         # The engine thread's alone.
         self.request_id: int | None = None
         self.failures = 0  # of the engine while it was added
+        self.aborted = False
         self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
 
     @property
@@ -312,16 +313,30 @@ class Driver:
                 self._tell(partial(self._stepped, deltas, progress, ran))
 
     def _recover(self, error: Exception) -> None:
-        """Start an engine that has failed again, or raise the error."""
-        now_s = time.monotonic()
-        self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
-        if self._closing or not self._llm.has_failed or len(self._failed_s) >= self._recovery.restarts:
-            raise error
-        self._failed_s.append(now_s)
+        """Start an engine that has failed again, as often as it may be, or raise the error."""
         reason = _reason(error)
-        self._tell(lambda: self._restarts(reason))
-        self._llm.restart(self._recovery.failures)
-        self._tell(self._restarted)
+        while True:
+            now_s = time.monotonic()
+            self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
+            if self._closing or not self._llm.has_failed or len(self._failed_s) >= self._recovery.restarts:
+                raise error
+            self._failed_s.append(now_s)
+            self._tell(partial(self._restarts, reason))
+            try:
+                self._llm.restart(self._recovery.failures, on_load=self._check_open, on_warm_up=self._check_open)
+            except ShuttingDownError:
+                return
+            except EngineError as again:
+                reason = f"{_reason(error)}; and the ranks did not start again: {again}"
+                error = EngineError(reason)
+            else:
+                self._tell(self._restarted)
+                return
+
+    def _check_open(self, share: float) -> None:
+        """Raise ShuttingDownError if nobody needs the ranks that start."""
+        if self._closing:
+            raise ShuttingDownError
 
     def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
         """How far watched prompts have come in this step."""
@@ -336,11 +351,9 @@ class Driver:
     def _obey(self) -> None:
         """Do what was asked for; wait for something if there is nothing else to do."""
         if not self._llm.has_work:
-            try:
+            self._llm.watch()
+            with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=_WATCH_S)()
-            except queue.Empty:
-                self._llm.watch()
-                return
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -350,6 +363,9 @@ class Driver:
 
     def _add(self, answer: Answer) -> None:
         asked = answer.asked
+        if answer.aborted:
+            self._tell(lambda: self._asked.discard(answer))
+            return
         try:
             request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
         except EngineError as error:
@@ -370,6 +386,7 @@ class Driver:
         self._tell(lambda: self._accepted(answer, request_id))
 
     def _abort(self, answer: Answer) -> None:
+        answer.aborted = True
         request_id = answer.request_id
         if request_id is not None:
             self._watched.pop(request_id, None)

@@ -53,7 +53,7 @@ from longhelix.workers.watchdog import DISK_S, GRACE_S, Watchdog
 # or reading may hold its interpreter, and the heart with it, for longer.
 SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
-_POLL_S = 0.1
+_POLL_S, _LOOK_S = 0.1, 0.5
 _STOP_S = 3.0
 
 _Answer = TypeVar("_Answer")
@@ -79,8 +79,8 @@ class WorkerPool:
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
-        # Quiet time counts while the engine listens, and a little between two times that it does, so that a suspended
-        # engine blames nobody, and one that is polled without waiting sees who is silent.
+        # Quiet time counts while the engine listens, and at most a little between two times that it does: a suspended
+        # engine blames nobody, and one that only looks now and then sees who is silent.
         self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
         # A rank gives no signs before it has joined; a start that stands still is the watchdog's.
@@ -168,14 +168,12 @@ class WorkerPool:
         leaders = [ranks[0] for ranks in self._layout.stage_groups()]
         return list(self._ask(leaders, ReportPasses(), PassReport, GRACE_S).values())
 
-    def carry(self, message: SaveBlocks | LoadBlocks) -> None:
-        """Have all ranks save or load KV blocks, between two steps. Raises UserError, which one of them gave, if that
-        cannot be."""
+    def carry(self, message: SaveBlocks | LoadBlocks) -> UserError | None:
+        """Have all ranks save or load KV blocks, between two steps. Returns what one of them says, if that cannot
+        be."""
         self._check_open()
-        answers = self._ask(self._ranks, message, Carried, DISK_S)
-        for answer in answers.values():
-            if answer.refusal:
-                raise UserError(answer.refusal, answer.code)
+        answers = self._ask(self._ranks, message, Carried, DISK_S).values()
+        return next((UserError(answer.refusal, answer.code) for answer in answers if answer.refusal), None)
 
     def show(self, ranks: Collection[int], message: TakeImage | DropImage | TakeTokens) -> None:
         """Have ranks keep what the steps that come need, or forget it."""
@@ -262,7 +260,7 @@ class WorkerPool:
         while True:
             received = self._socket.receive(min(max(deadline_s - time.monotonic(), 0.0), _POLL_S))
             now = time.monotonic()
-            waited_s = min(now - self._listened_at, _POLL_S)
+            waited_s = min(now - self._listened_at, _LOOK_S)
             self._listened_at = now
             self._watchdog.waited(waited_s)
             for rank in self._ranks:

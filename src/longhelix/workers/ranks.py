@@ -1,6 +1,5 @@
 """The processes of ranks, as the process that starts them sees them: it starts, watches and reliably ends them."""
 
-import math
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from longhelix.workers.fork_server import fork_server, server_for
 from longhelix.workers.process import Process, signal_name
 
 _POLL_S = 0.1
+_GONE_S = 30.0
 _ALONE_S = 5.0  # that ranks run on after one of them has failed
 
 
@@ -122,12 +122,13 @@ class Ranks:
             process.await_end(deadline_s - time.monotonic())
 
     def kill(self) -> None:
-        """End the ranks that run and what they have started, such as compilers; return once they are gone."""
+        """End the ranks that run and what they have started, such as compilers; return once they are gone, or after a
+        while in which the system could not end one: it waits for a device or a disk that does not answer."""
         for rank, process in self.processes.items():
             if not process.await_end(0.0):
                 self._killed.add(rank)
                 process.kill()
-        self.wait(math.inf)
+        self.wait(_GONE_S)
         self.statuses()  # which may take a moment more, for all of them together
 
     def close(self) -> None:

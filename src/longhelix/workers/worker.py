@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from longhelix.cache.context_folder import disk_error
 from longhelix.errors import UserError
 from longhelix.runner.config import EngineConfig
@@ -140,7 +142,10 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
             case LoadBlocks(folder, files, first, blocks):
                 saved.load(Path(folder), files, first, blocks)
     except OSError as error:
-        refusal = disk_error("the KV cannot be written", error)
+        done = "written" if isinstance(message, SaveBlocks) else "read"
+        refusal = disk_error(f"the KV cannot be {done}", error)
+    except torch.OutOfMemoryError:
+        refusal = UserError("there is no memory to carry KV blocks between ranks and files", "out_of_memory")
     except UserError as error:
         refusal = error
     else:

@@ -1,6 +1,7 @@
 """Faults inside ranks, for tests: a process that starts with this folder on its path looks, at the points of its
 steps, for the fault that the file of FAULT_FILE has, as JSON {"rank", "point", "action", "row"}. It happens once; then
-the file is gone. A NaN is in all rows, or in one. {"rank", "token", "action"} happens whenever a prompt has that token.
+the file is gone. A NaN is in all rows, or in one. {"rank", "token", "action"} happens whenever a prompt has that token;
+with "decodes", whenever such a request begins to decode.
 """
 
 import json
@@ -18,6 +19,7 @@ from longhelix.runner.runner import ModelRunner
 _FILE = Path(os.environ["FAULT_FILE"])
 _SLOW_S = 2.0
 _rank = None
+_poisoned = set()  # requests whose prompts had the token
 
 
 def _kill():
@@ -52,7 +54,7 @@ def _reach(point, step=None):
     except FileNotFoundError:
         return None
     if "token" in fault:
-        if step is not None and fault["rank"] == _rank and _has(step, fault["token"]):
+        if step is not None and fault["rank"] == _rank and _comes(step, fault):
             _ACTIONS[fault["action"]]()
         return None
     if (fault["rank"], fault["point"]) != (_rank, point):
@@ -64,8 +66,11 @@ def _reach(point, step=None):
     return None
 
 
-def _has(step, token_id):
-    return any(token_id in array("i", chunk.token_ids) for chunk in step.chunks)
+def _comes(step, fault):
+    found = {chunk.id for chunk in step.chunks if fault["token"] in array("i", chunk.token_ids)}
+    begins = not _poisoned.isdisjoint(step.joining)
+    _poisoned.update(found)
+    return begins if fault.get("decodes") else bool(found)
 
 
 def _with_nan(rows, tensor):

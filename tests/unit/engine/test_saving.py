@@ -137,3 +137,20 @@ def test_it_may_be_given_up_at_any_time(when):
     assert engine.aborted == ([1] if when == "computing" else [])
     assert engine.cleaned == (when == "saving")
     assert not saving.advance()
+
+
+def test_what_fails_each_time_that_it_is_written_ends():
+    """And not what ran while others made the engine fail."""
+    engine = Engine()
+    saving = saving_of(engine)
+    saving.begin_again(0)
+    engine.compute()
+    saving.advance()
+    saving.begin_again(1)
+    assert (saving.status, len(engine.asked), engine.cleaned) == ("computing", 2, 1)
+    engine.compute()
+    saving.advance()
+    saving.begin_again(1)
+    with pytest.raises(RequestError, match="failed 2 times while the context was written"):
+        saving.result()
+    assert (len(engine.asked), engine.cleaned) == (2, 2)
