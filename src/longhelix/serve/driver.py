@@ -314,7 +314,7 @@ class Driver:
 
     def _recover(self, error: Exception) -> None:
         """Start an engine that has failed again, as often as it may be, or raise the error."""
-        reason = _reason(error)
+        first = reason = _reason(error)
         while True:
             now_s = time.monotonic()
             self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
@@ -327,7 +327,7 @@ class Driver:
             except ShuttingDownError:
                 return
             except EngineError as again:
-                reason = f"{_reason(error)}; and the ranks did not start again: {again}"
+                reason = f"{first}; and the ranks did not start again: {again}"
                 error = EngineError(reason)
             else:
                 self._tell(self._restarted)
