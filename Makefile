@@ -31,7 +31,7 @@ test: setup
 	$(PYTEST) -m 'not slow'
 
 test-all: setup sanitize
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile many
 
 # Without the package's asserts, as python -O runs it: what comes from outside is refused all the same. pytest rewrites
 # the asserts of test files, which stay.

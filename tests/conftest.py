@@ -12,9 +12,10 @@ if _WORKER is not None:
 # The oracle's threads would otherwise spin while they wait, and starve the ranks that run beside it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# How long an example takes says more about what else the machine does.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# How long an example takes says more about what else the machine does. `make test-all` asks for many.
+settings.register_profile("few", deadline=None, max_examples=30)
+settings.register_profile("many", deadline=None, max_examples=200)
+settings.load_profile("few")
 
 
 @pytest.fixture(scope="module")

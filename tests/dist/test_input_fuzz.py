@@ -67,7 +67,7 @@ def serve_plain(llm):
 
 
 @pytest.mark.timeout(240)  # a hang ends here, and with it the ranks
-@settings(max_examples=150)
+@settings(max_examples=150)  # of which enough are served, and enough refused
 @given(prompts=PROMPTS, sound=SOUND, odd=st.booleans().flatmap(lambda sound: st.just({}) if sound else ODD))
 def test_any_input_is_refused_or_served_and_the_engine_goes_on(llm, plain, prompts, sound, odd):
     try:

@@ -61,7 +61,7 @@ class Arena(RuleBasedStateMachine):
 
 
 TestArena = Arena.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(stateful_step_count=40)
 
 
 def test_a_copy_on_another_device_follows():

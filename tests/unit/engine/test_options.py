@@ -7,7 +7,7 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anything import VALUES, Text
@@ -38,7 +38,6 @@ ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["ya
 
 
 @pytest.mark.parametrize("name", ["layout", *(setting.name for setting in fields(EngineOptions))])
-@settings(max_examples=40)
 @given(st.data())
 def test_any_option_is_resolved_or_refused_in_a_sentence(name, data):
     value = data.draw(VALUES | ROPE if name == "rope_scaling" else VALUES)
@@ -170,7 +169,6 @@ EVERY_ROPE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(EVERY_ROPE, st.sampled_from([1, 8192, 2**31 - 1]))
 def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
     try:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_native_attention import seeded
 from test_native_linear import inputs, matrix
@@ -57,7 +57,6 @@ def whole(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return (weight_OI.float() * inverse_O.unsqueeze(1)).round().to(torch.int8), most_O / 127.0
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     width=st.integers(1, 70),
     depth=depths,
@@ -79,7 +78,6 @@ def test_weights_are_bytes_with_a_scale_for_each_output(width, depth, halves, so
     assert torch.equal(in_pieces.values, weight.values)
 
 
-@settings(deadline=None, max_examples=100)
 @given(rows=row_counts, depth=depths, dtype=st.sampled_from(DTYPES), seed=seeds)
 @example(rows=5, depth=144, dtype=torch.float32, seed=1)
 def test_rows_become_the_bytes_of_the_reference(rows, depth, dtype, seed):
@@ -105,7 +103,6 @@ def test_ties_are_even_and_what_is_no_number_has_no_scale():
     assert not q_TX[1:].any()
 
 
-@settings(deadline=None, max_examples=100)
 @given(rows=row_counts, width=st.integers(1, 100), depth=depths, dtype=st.sampled_from(DTYPES), seed=seeds)
 @example(rows=13, width=33, depth=144, dtype=torch.bfloat16, seed=1)
 def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
@@ -127,7 +124,6 @@ def test_products_are_the_reference_to_the_bit(rows, width, depth, dtype, seed):
     assert torch.equal(of_other_dtype, product_TO + narrow["bias"].float())
 
 
-@settings(deadline=None, max_examples=60)
 @given(rows=row_counts, width=st.integers(1, 60), depth=depths, dtype=st.sampled_from(DTYPES), seed=seeds)
 def test_a_norm_and_swiglu_are_as_of_rows_that_are_rounded_before(rows, width, depth, dtype, seed):
     weight = make_weight(matrix(2 * width, depth, seed), "w8a8", halves=2)
@@ -184,7 +180,6 @@ def test_every_instruction_set_gives_the_same_bits():
     assert len(set(found.values())) == 1, found
 
 
-@settings(deadline=None, max_examples=30)
 @given(rows=st.integers(1, 30), dtype=st.sampled_from(DTYPES), seed=seeds)
 def test_experts_are_their_products_one_by_one(rows, dtype, seed):
     generator, hidden, columns = seeded(seed), 144, (160, 0, 48)

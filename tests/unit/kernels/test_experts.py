@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_native_attention import UNIT, bits, seeded
 from test_native_linear import DTYPES, FLOATS, NARROW, Interval, inputs, matrix, name, wide
@@ -77,7 +77,6 @@ def logits_and_bias(moe: MoE, rows: int, seed: int, biased: bool) -> tuple[Tenso
 
 
 @needs_native
-@settings(deadline=None, max_examples=200)
 @given(moe=routings(), rows=st.integers(0, 40), seed=st.integers(0, 2**31), biased=st.booleans())
 def test_native_routing_takes_what_the_reference_takes(moe, rows, seed, biased):
     logits_TX, bias_E = logits_and_bias(moe, rows, seed, biased)
@@ -179,7 +178,6 @@ COLUMNS = {3: 64, 4: 32, 5: 0, 6: 96, 9: 128}  # of the experts that are here; r
 
 
 @needs_native
-@settings(deadline=None, max_examples=60)
 @given(
     rows=st.one_of(st.integers(1, 13), st.integers(1, 40), st.just(530)),
     hidden=st.sampled_from([32, 96, 160]),

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -215,7 +215,6 @@ def test_the_same_inputs_give_the_same_bits_with_any_number_of_threads():
         torch.set_num_threads(threads)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     empty=st.integers(0, 2**20 - 1),

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
@@ -127,7 +127,6 @@ def assert_stored(kept: np.ndarray, scale: np.ndarray | None, given_TkC: Tensor,
     assert (np.abs(kept * scale - wanted) <= half * (1 + 2 * UNIT) + 2 * UNIT * np.abs(wanted)).all()
 
 
-@settings(max_examples=80)
 @given(
     shape=st.builds(Shape, st.integers(1, 4), st.just(1), head_sizes, head_sizes, block_sizes, kv_dtypes),
     dtype=dtypes,
@@ -333,7 +332,6 @@ rotations = given(
 )
 
 
-@settings(max_examples=60)
 @rotations
 def test_queries_are_normalised_and_rotated(heads, size, norms, dtype, kv_dtype, rows, seed):
     query_heads, kv_heads = heads
@@ -374,7 +372,6 @@ def test_a_rotation_rounds_at_the_same_steps_as_the_reference(dtype, least):
     assert (kept_TkC == k_TkC[mine_T].double().numpy()).mean() > least
 
 
-@settings(max_examples=60)
 @rotations
 def test_keys_are_rotated_as_queries_are_and_written_as_by_a_write(heads, size, norms, dtype, kv_dtype, rows, seed):
     """The key heads once more as queries: what comes back, written, makes the same pool bit for bit."""
@@ -604,7 +601,6 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=120)
 @given(
     shape=shapes,
     limits=st.lists(sequences(), min_size=1, max_size=4),
@@ -855,7 +851,6 @@ def test_threads_never_write_to_the_same_byte(threads):
         assert torch.equal(layer.values, expected.values)
 
 
-@settings(max_examples=40)
 @given(
     group=st.integers(1, 5),
     kv_dtype=kv_dtypes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_native_attention import UNIT, bits, chain, numbers, seeded
 from torch import Tensor
@@ -99,7 +99,6 @@ seeds = st.integers(0, 2**31)
 
 
 @needs_native
-@settings(deadline=None, max_examples=40)
 @given(
     depth=st.sampled_from(range(16, 400, 16)),
     width=outputs,
@@ -120,7 +119,6 @@ def test_floats_are_packed_as_they_are_and_given_back_as_rows(depth, width, halv
 
 
 @needs_native
-@settings(deadline=None, max_examples=60)
 @given(depth=depths, width=outputs, halves=st.sampled_from([1, 2]), dtype=st.sampled_from(NARROW), seed=seeds)
 def test_narrow_numbers_are_off_by_half_a_step(depth, width, halves, dtype, seed):
     weight_OI = matrix(halves * width, depth, seed)
@@ -300,7 +298,6 @@ cases = given(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @cases
 @example(rows=3, width=5, depth=32, has={}, dtype=torch.float32, seed=1)
 def test_the_reference_over_rows_is_as_exact_as_its_dtype(rows, width, depth, has, dtype, seed):
@@ -318,7 +315,6 @@ def test_the_reference_over_rows_is_as_exact_as_its_dtype(rows, width, depth, ha
 
 
 @needs_native
-@settings(deadline=None, max_examples=200)
 @cases
 @example(rows=7, width=81, depth=480, has={"swiglu": True}, dtype=torch.float32, seed=1856)  # gates near -88
 @example(rows=40, width=33, depth=512, has={"norm": True, "bias": True, "swiglu": True}, dtype=torch.bfloat16, seed=1)

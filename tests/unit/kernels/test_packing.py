@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -76,7 +76,6 @@ def matrix(outputs: int, depth: int, seed: int, dtype: str) -> Tensor:
     return weight_OI.to(getattr(torch, dtype))
 
 
-@settings(max_examples=150)
 @given(
     width=st.integers(1, 70),
     blocks=st.integers(1, 9),
@@ -96,7 +95,6 @@ def test_packing_is_the_reference_to_the_bit(width, blocks, halves, dtype, sourc
     assert torch.equal(found.values, packed(weight_OI, dtype, halves))
 
 
-@settings(max_examples=60)
 @given(
     width=st.integers(1, 70),
     halves=st.sampled_from([1, 2]),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -144,7 +144,6 @@ shapes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     shape=shapes,
     limits=st.lists(st.lists(st.integers(0, 40), max_size=5), min_size=1, max_size=4),
@@ -347,7 +346,6 @@ def token_owners(placement: Placement, block_tokens: int, length: int) -> list[i
     return [owners[token // block_tokens] for token in range(length)]
 
 
-@settings(deadline=None, max_examples=80)
 @given(batch=sharded_batches(), group=st.sampled_from([1, 3]), seed=st.integers(0, 2**31))
 def test_attention_split_over_ranks_by_any_placement_merges_to_the_whole(batch, group, seed):
     kvp, block_tokens, batch_requests = batch

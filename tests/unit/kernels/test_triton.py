@@ -223,7 +223,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases, few_rows=st.sampled_from([1, 3, 16]), split_tokens=st.sampled_from([128, 256, 4096]))
 def test_attention_equals_softmax_for_any_shape_and_no_unseen_token_leaks(case, few_rows, split_tokens, device):
     with split_at(split_tokens, few_rows):

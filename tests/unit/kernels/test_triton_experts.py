@@ -102,7 +102,7 @@ def test_counts_of_many_programs_add_up(device):
     assert found.num_tiles.tolist() == [25 + 13]
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=st.integers(0, 90),
     per_row=st.integers(1, 5),

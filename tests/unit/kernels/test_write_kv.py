@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,7 +65,6 @@ def draw_slots(data: st.DataObject, places: int) -> list[int]:
     return [free.pop() if mine else -1 for mine in owned]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     blocks=st.integers(1, 5),
     block_tokens=st.sampled_from([1, 2, 16]),
@@ -186,7 +185,6 @@ def assert_turned(actual: Tensor, expected: tuple[Tensor, Tensor], roundings: di
     assert bool(((actual.double() - wanted).abs() <= bound * length + 2**-25).all())
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     heads=st.tuples(st.integers(1, 7), st.integers(1, 3)),
     half=st.sampled_from([1, 8, 12, 40, 64]),

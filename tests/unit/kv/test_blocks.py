@@ -138,7 +138,7 @@ class Allocation(RuleBasedStateMachine):
 
 
 TestAllocation = Allocation.TestCase
-TestAllocation.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocation.settings = settings(stateful_step_count=40)
 
 
 def test_ids_are_unique_until_the_pool_is_empty():

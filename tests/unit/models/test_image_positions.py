@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
@@ -25,7 +25,6 @@ class Model:
     get_vision_position_ids = Qwen3VLModel.get_vision_position_ids
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     gaps=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     grids=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=5, max_size=5),

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -210,7 +210,6 @@ def test_the_attention_factor_multiplies_cos_and_sin():
     assert torch.equal(scaled_cos_TR[0], torch.full((32,), 1.25))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.integers(1, 9),
     num_heads=st.integers(0, 5),

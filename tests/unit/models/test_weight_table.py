@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.layout import Layout
@@ -77,13 +77,11 @@ def fullest(spec, layout, layer, *names):
 
 
 @given(specs())
-@settings(deadline=None, max_examples=150)
 def test_one_rank_declares_as_many_parameters_as_the_model_has(spec):
     assert num_parameters(spec) == sum(parameter.num_elements for parameter in declare(spec, Layout(), 0))
 
 
 @given(specs())
-@settings(deadline=None, max_examples=150)
 def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_take(spec):
     parameters = declare(spec, Layout(), 0)
     unmet = sum(p.num_elements for p in parameters if p.name == "embedding" and not spec.tied_embeddings)
@@ -96,7 +94,6 @@ def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_ta
 
 
 @given(placed())
-@settings(deadline=None, max_examples=150)
 def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
     spec, layout = drawn
     how, layouts = Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout])
@@ -123,7 +120,6 @@ def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
 
 
 @given(placed())
-@settings(deadline=None, max_examples=100)
 def test_the_cost_models_memory_is_that_of_the_matrices_and_no_rank_has_more(drawn):
     spec, layout = drawn
     held = weights_bytes(Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout]))[0] / 2
@@ -137,7 +133,6 @@ def test_the_cost_models_memory_is_that_of_the_matrices_and_no_rank_has_more(dra
 
 
 @given(placed())
-@settings(deadline=None, max_examples=100)
 def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
     """With one KVP rank and no more TPA ranks than KV heads, where nothing that is shared is doubled."""
     spec, layout = drawn

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_exchange import Wire, random_states, world_ranks
 
@@ -29,7 +29,6 @@ def random_holding(ranks, rows, seed, idle):
     return held_NT
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     ranks=st.integers(2, 4),
     rows=st.integers(1, 13),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix import Layout, UserError
@@ -59,7 +59,6 @@ def configurations(draw):
 
 
 @given(configurations())
-@settings(deadline=None, max_examples=60)
 def test_an_array_of_layouts_costs_what_each_costs_alone(drawn):
     how, layouts, batch, context = drawn
     together = decode_seconds(how, layouts, batch, context)
@@ -71,7 +70,6 @@ def test_an_array_of_layouts_costs_what_each_costs_alone(drawn):
 
 
 @given(configurations(), st.floats(1.01, 8))
-@settings(deadline=None, max_examples=60)
 def test_better_hardware_never_slows_a_step(drawn, factor):
     how, layouts, batch, context = drawn
     before_s = decode_seconds(how, layouts, batch, context)
@@ -91,7 +89,6 @@ def test_better_hardware_never_slows_a_step(drawn, factor):
 
 
 @given(configurations())
-@settings(deadline=None, max_examples=60)
 def test_parts_are_finite_and_not_negative(drawn):
     how, layouts, batch, context = drawn
     for item in decode_items(how, layouts, batch, context):
@@ -102,7 +99,6 @@ def test_parts_are_finite_and_not_negative(drawn):
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 12), st.integers(1, 200))
-@settings(deadline=None)
 def test_shares_are_those_of_the_fullest_rank_of_the_layout(kvp, num_kv_heads, group, tpa):
     heads = HeadShape(num_kv_heads * group, num_kv_heads)
     if tpa > heads.num_query_heads or kvp * tpa > 256:
@@ -129,7 +125,6 @@ def divisors(number, most=64):
 
 
 @given(st.data(), st.sampled_from(sorted(MODELS)), st.integers(1, 64), st.integers(1, 300), st.integers(1, 10**7))
-@settings(deadline=None, max_examples=60)
 def test_kv_over_all_ranks_is_the_formula(data, name, kvp, batch, context):
     """Where heads and layers divide evenly, so that every rank is as full as the fullest."""
     model, how = MODELS[name], setting(name)
@@ -171,7 +166,6 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
 
 
 @given(configurations(), st.integers(1, 10**7))
-@settings(deadline=None, max_examples=40)
 def test_exchanged_bytes_do_not_depend_on_the_context(drawn, other):
     how, layouts, batch, context = drawn
     sent = [
@@ -182,7 +176,6 @@ def test_exchanged_bytes_do_not_depend_on_the_context(drawn, other):
 
 
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 300), st.integers(1, 10**7))
-@settings(deadline=None, max_examples=60)
 def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa, batch, context):
     """With TPF = TPA: nothing is exchanged or merged, HOP-B changes nothing, and Wo takes the TPA share of heads."""
     how, layout = setting(name), Layout(1, tpa, tpa)

@@ -5,7 +5,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix import Layout, UserError
@@ -103,7 +103,6 @@ points = st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=
 
 
 @given(points)
-@settings(deadline=None)
 def test_a_frontier_has_no_dominated_point_and_dominates_all_others(drawn):
     user, gpu = (np.array(values) for values in zip(*drawn, strict=True))
     kept = frontier(user, gpu)
@@ -114,7 +113,6 @@ def test_a_frontier_has_no_dominated_point_and_dominates_all_others(drawn):
 
 
 @given(points, points)
-@settings(deadline=None)
 def test_gains_are_those_of_all_pairs(ours, base):
     user, gpu = (np.array(values) for values in zip(*ours, strict=True))
     base_user, base_gpu = (np.array(values) for values in zip(*base, strict=True))

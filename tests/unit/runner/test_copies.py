@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.cache.pool import KVPool
@@ -80,7 +80,6 @@ def plans(draw):
     return kvp, tuple((draw(st.sampled_from(sources)), target) for target in targets)
 
 
-@settings(max_examples=60, deadline=None)
 @given(plan=plans(), format=st.sampled_from(FORMATS))
 def test_targets_hold_what_sources_held_and_others_what_they_had(plan, format):
     kvp, copies = plan

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.kernels import native, take_rows
@@ -101,7 +101,6 @@ def attended(batch):
     return found
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     rows=st.lists(st.integers(1, 1), min_size=1, max_size=9) | st.lists(st.integers(1, 7), min_size=1, max_size=5),
     parts=st.integers(1, 3),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -109,7 +109,6 @@ sampling_params = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(params=sampling_params, seed=st.integers(0, 10_000), token_ids=st.lists(st.integers(0, VOCAB - 1), min_size=1))
 def test_the_distribution_is_that_of_transformers(params, seed, token_ids):
     logits_V = random_logits(seed)
@@ -131,7 +130,6 @@ def test_the_distribution_is_that_of_transformers(params, seed, token_ids):
         assert draws(monkeypatch, logits_V, params, token_ids, numbers) == tokens
 
 
-@settings(max_examples=150, deadline=None)
 @given(params=sampling_params, seed=st.integers(0, 10_000), size=st.sampled_from([1, 2, 40, 1000]))
 def test_the_filters_keep_the_same_tokens_as_transformers(params, seed, size):
     logits_V = random_logits(seed, size)
@@ -144,7 +142,6 @@ def test_the_filters_keep_the_same_tokens_as_transformers(params, seed, size):
 
 
 @given(seed=st.integers(0, 1000), token_ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60))
-@settings(max_examples=50, deadline=None)
 def test_the_repetition_penalty_is_that_of_transformers(seed, token_ids):
     logits_V = random_logits(seed)
     ids = torch.tensor([token_ids], dtype=torch.int64)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.layout import Layout
@@ -44,7 +44,6 @@ def work(prompts, sizes, beside):
     return beside
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.builds(prompt, st.integers(1, 20_000), st.integers(0, 2_000_000), st.sampled_from([None, 0, 1])),
@@ -67,7 +66,6 @@ def test_a_step_fits_its_target_and_one_with_an_eighth_more_does_not(prompts, be
         assert COST.seconds(work(prompts, [more], beside)) > target_s
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 2_000_000), st.floats(1e-4, 0.2)), min_size=2, max_size=6)
 )

@@ -7,7 +7,7 @@ from itertools import takewhile
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import VOCAB, WHOLE, Engine, expected_output
 
@@ -306,7 +306,6 @@ def workloads(draw):
     return replace(asked_of, num_blocks=num_blocks), asked, events, draw(st.integers(1, 4)), draw(st.booleans())
 
 
-@settings(max_examples=200, deadline=None)
 @given(workload=workloads(), arrivals=st.lists(st.integers(1, 4), min_size=1, max_size=7))
 def test_any_requests_that_begin_alike_get_their_own_output_and_leave_nothing(workload, arrivals):
     asked_of, asked, events, depth, whole = workload

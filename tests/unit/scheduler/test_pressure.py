@@ -254,7 +254,7 @@ class UnevenTraffic(Traffic):
 
 TestTraffic = Traffic.TestCase
 TestUnevenTraffic = UnevenTraffic.TestCase
-TestTraffic.settings = TestUnevenTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestTraffic.settings = TestUnevenTraffic.settings = settings(stateful_step_count=25)
 
 
 def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -707,7 +707,6 @@ def test_a_prompt_that_exceeds_the_pool_is_refused_with_a_size_that_works(placem
     assert refusal(replace(settings, num_blocks=num_blocks - 1), request(0, 90, 11)).code == "kv_cache_exceeded"
 
 
-@settings(max_examples=60)
 @given(
     kvp=st.integers(1, 4),
     num_blocks=st.integers(1, 12),
@@ -778,7 +777,6 @@ def workloads(draw):
     return replace(settings, num_blocks=num_blocks), asked, aborts, draw(st.integers(1, 4))
 
 
-@settings(max_examples=150, deadline=None)
 @given(workload=workloads())
 def test_any_workload_gives_each_request_its_own_output_and_leaves_nothing(workload):
     settings, asked, aborts, depth = workload

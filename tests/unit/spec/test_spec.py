@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -602,7 +602,6 @@ def assert_read_or_refused(read_spec):
 
 
 @pytest.mark.parametrize("family", SOUND)
-@settings(max_examples=300)
 @given(data=st.data())
 def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
     factors = [2.0] * (ModelSpec.from_hf_config(SOUND[family]).rotated_size // 2)
@@ -624,7 +623,6 @@ def test_any_end_of_sequence_is_read_or_refused_in_a_sentence(value):
     assert_read_or_refused(lambda: ModelSpec.from_hf_config(MINIMAL, {"eos_token_id": value}))
 
 
-@settings(max_examples=500)
 @given(data=st.data())
 def test_gguf_metadata_with_any_value_are_read_or_refused_in_a_sentence(data):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 2048, "finetuned": True, "attn_factor": 1.0}

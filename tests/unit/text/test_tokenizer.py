@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -313,7 +313,6 @@ def test_gguf_bos_stands_for_itself_whatever_it_is_called(bos):
     assert pieces(metadata, "12") == [bos, "12"]
 
 
-@settings(max_examples=300)
 @given(data=st.data())
 def test_gguf_tokenizers_with_any_value_are_made_or_refused_in_a_sentence(data):
     sound = data.draw(
@@ -512,7 +511,6 @@ def streamed(tokenizer, token_ids):
 ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("😀👩‍👧日本語한é \n\t▁")), max_size=40)
 
 
-@settings(deadline=None)
 @given(text=ANY_TEXT)
 def test_stream_of_a_text(smollm, text):
     token_ids = smollm.encode(text)
@@ -522,7 +520,6 @@ def test_stream_of_a_text(smollm, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-@settings(deadline=None)
 @given(text=ANY_TEXT)
 def test_stream_of_a_sentencepiece_text(spaced_metadata, text):
     tokenizer = Tokenizer.from_gguf(spaced_metadata)
@@ -533,7 +530,6 @@ def test_stream_of_a_sentencepiece_text(spaced_metadata, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_stream_of_random_ids(smollm, data):
     # Ids that hold parts of characters, special ids, and ids beyond the vocabulary.

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import PIL.Image
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -36,7 +36,6 @@ def draw(width, height, seed=0):
     return PIL.Image.fromarray(pixels_HWC)
 
 
-@settings(max_examples=60)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_size_alone_gives_the_grid(patcher, width, height):
     if max(width, height) > 200 * min(width, height):
