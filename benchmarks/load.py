@@ -2,7 +2,7 @@
 does any stream end in no way or in two, does memory grow?
 
 python benchmarks/load.py [--seconds 600] [--streams 64] [--cancel 0.1] [--kill 0.01] [--prompt-tokens 128]
-    [--new-tokens 64] [--out FILE]
+    [--new-tokens 64] [--checked 200] [--out FILE]
 
 Each stream draws how it goes from a seed. What it got is checked in two ways: by the server's count of tokens, which
 each event has, and by the model: the prompt with the answer behind it is given again, and each token has to be the
@@ -32,7 +32,6 @@ from longhelix.bench.environment import environment
 
 NEAR = 0.02  # natural log
 SAMPLE_S = 1.0
-CHECKED = 200  # streams
 OPTIONS = ["--model", "builtin", "--kvp", "2", "--dtype", "float32", "--max-model-len", "2048"]
 
 
@@ -59,6 +58,7 @@ def main() -> int:
     parser.add_argument("--kill", type=float, default=0.01, help="the share of requests during which a rank is killed")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--checked", type=int, default=200, help="streams that are given to the model again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -179,7 +179,7 @@ class Load:
                 wrong.append(f"stream {index} ended with {stream.ends} and {stream.done} [DONE]")
             elif not len(stream.token_ids) == stream.counted == self.given.new_tokens:
                 wrong.append(f"stream {index} has {len(stream.token_ids)} tokens, counted as {stream.counted}")
-        for index, stream in enumerate(self.random.sample(whole, min(CHECKED, len(whole)))):
+        for index, stream in enumerate(self.random.sample(whole, min(self.given.checked, len(whole)))):
             distance = await self._distance(stream)
             if distance > NEAR:
                 wrong.append(f"checked stream {index} has a token that is {distance:.3f} less likely than another")

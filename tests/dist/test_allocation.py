@@ -25,7 +25,13 @@ MOST_GROWTH = {
     "size",
     [
         pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.skipif(native.module is None, reason="shared memory is native")),
+        pytest.param(
+            2,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(native.module is None, reason="shared memory is native"),
+            ],
+        ),
     ],
 )
 def test_ten_thousand_steps_hold_no_more_than_two_thousand(size):

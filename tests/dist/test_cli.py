@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from longhelix.cli.generate import _prompt as read_prompt
 from longhelix.cli.main import main
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -156,6 +157,7 @@ def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
     assert "warning: max_model_len 1000 goes beyond the 128 positions" in err
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_gives_the_same_tokens(oracle):
     arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2, "--json")]
     plain = subprocess.run([sys.executable, "-m", "longhelix", *arguments], capture_output=True, timeout=240)
@@ -183,7 +185,7 @@ def generating(oracle, *more):
         command.communicate()
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", few([True, False]))
 def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle, as_json):
     with generating(oracle, *(["--json"] if as_json else [])) as command:
         (server,) = psutil.Process(command.pid).children()

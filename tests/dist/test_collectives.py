@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from world import run_ranks
 
+from tiers import few
+
 TIMEOUT_S = 240
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
@@ -22,11 +24,13 @@ def run(case, backend, size):
 @backends
 @pytest.mark.parametrize(
     ("cases", "size"),
-    [
-        ("sums,pieces,gathers,shards,products,mixture,scattered_sums,functional_forms", 2),
-        ("sums,pieces,gathers,shards,products,mixture,scattered_sums", 3),
-    ],
-    ids=["2", "3"],
+    few(
+        [
+            ("sums,pieces,gathers,shards,products,mixture,scattered_sums", 3),
+            ("sums,pieces,gathers,shards,products,mixture,scattered_sums,functional_forms", 2),
+        ]
+    ),
+    ids=["3", "2"],
 )
 def test_values(backend, cases, size):
     run(cases, backend, size)

@@ -134,6 +134,7 @@ def test_a_burst_is_what_the_link_carries_in_a_fifth_of_a_millisecond(rate_mbit,
 
 
 @needs_links
+@pytest.mark.slow
 def test_tc_takes_every_rate_that_is_not_refused():
     rates = (link.LEAST_MBIT, 12.345678, link.MOST_MBIT)
     first, _ = run_ranks("link_rank", [f"{rate}:1" for rate in rates], 2, 60)

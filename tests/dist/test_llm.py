@@ -535,9 +535,10 @@ def assert_nothing_left(process_ids, directory):
     ("layout", "victim"),
     [
         (Layout(kvp=2), 1),
-        (Layout(pp=2), 0),
-        pytest.param(Layout(kvp=2, tpa=2), 3, marks=pytest.mark.slow),
-        (Layout(kvp=2, pp=2), 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((Layout(pp=2), 0), (Layout(kvp=2, tpa=2), 3), (Layout(kvp=2, pp=2), 3))
+        ),
     ],
 )
 @pytest.mark.parametrize(("signal", "words"), [("SIGKILL", "SIGKILL"), ("SIGSTOP", "not answered")])

@@ -149,6 +149,7 @@ def test_a_client_that_goes_away_leaves_nothing_held(server, client):
     assert line["new_tokens"] == counts("generation_tokens_total")
 
 
+@pytest.mark.slow
 def test_refusals_are_counted_by_kind(server, client):
     counts = Counts(client)
     wrong = [client.post("/v1/completions", json={"prompt": "x", "max_tokens": -1}) for _ in range(3)]

@@ -7,6 +7,7 @@ import pytest
 from test_serve import events, served
 
 from longhelix.text.chat_template import ChatTemplate
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -70,17 +71,19 @@ def check_person(text):
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
-            }
-        },
-        {"guided_json": SCHEMA},
-        {"guided_json": json.dumps(SCHEMA)},
-        {"structured_outputs": {"json": SCHEMA}},
-    ],
+    few(
+        [
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+                }
+            },
+            {"guided_json": SCHEMA},
+            {"guided_json": json.dumps(SCHEMA)},
+            {"structured_outputs": {"json": SCHEMA}},
+        ]
+    ),
 )
 def test_answers_are_json_of_a_schema(server, field):
     client, _ = server
@@ -101,7 +104,7 @@ def test_answers_are_json_of_a_schema(server, field):
     ("field", "pattern"),
     [
         ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*\}"),
-        ({"structured_outputs": {"json_object": True}}, r"\{(.|\n)*\}"),
+        pytest.param({"structured_outputs": {"json_object": True}}, r"\{(.|\n)*\}", marks=pytest.mark.slow),
         ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
         ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}}, "[a-c]{3}-[0-9]{2}"),
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
@@ -157,11 +160,13 @@ def check_call(call):
 
 @pytest.mark.parametrize(
     "choice",
-    [
-        "required",
-        {"type": "function", "function": {"name": "now"}},
-        {"type": "function", "function": {"name": "get_weather"}},
-    ],
+    few(
+        [
+            {"type": "function", "function": {"name": "now"}},
+            "required",
+            {"type": "function", "function": {"name": "get_weather"}},
+        ]
+    ),
 )
 def test_a_wanted_call_comes(with_tools, choice):
     """Whole and in a stream alike."""
@@ -199,6 +204,7 @@ def test_several_calls_may_come(with_tools):
     assert choice["finish_reason"] in ("length", "tool_calls")
 
 
+@pytest.mark.slow
 def test_without_a_wanted_call_text_comes(with_tools):
     client, _ = with_tools
     none = client.post("/v1/chat/completions", json=CHAT | {"tool_choice": "none"}).json()

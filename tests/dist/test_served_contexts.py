@@ -229,6 +229,7 @@ def test_a_full_disk_is_the_contexts_own_and_the_server_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_engine_that_starts_again_goes_on_with_those_on_their_way(tmp_path):
     with served(contexts_dir=tmp_path, **CHUNKS) as (client, llm):
         client.post("/v1/contexts", json={"id": "document", "prompt": [1] * 1900})

@@ -40,6 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_request_is_a_span_with_its_phases_under_the_clients():
     collector = Collector()
     listening = threading.Thread(target=collector.serve_forever)

@@ -21,6 +21,7 @@ from launches import Launches
 from longhelix.kernels import reference
 from longhelix.kernels.triton import attention, merge_states, partial_attention, write_kv
 from longhelix.kv import splits
+from tiers import few
 from triton_interpreter import interpret
 
 pytestmark = [
@@ -239,7 +240,7 @@ def test_mla_equals_softmax_where_values_are_the_first_channels_of_keys(pool_dty
             assert_equals_softmax(case, device)
 
 
-@pytest.mark.parametrize("few_rows", [1, 16])
+@pytest.mark.parametrize("few_rows", few([16, 1]))
 def test_the_heads_of_one_row_may_fill_several_tiles(few_rows, device):
     with split_at(128, few_rows):
         assert_equals_softmax(Case([[20], [140, 9]], 1, 72, 48, 32, dtype=torch.float16), device)
@@ -273,14 +274,17 @@ def test_more_splits_than_are_merged_at_once(device):
 
 @pytest.mark.parametrize(
     ("limits", "states_bytes", "turns"),
-    [
-        ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 0, 8),  # a row at a time
-        ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 3 * 2**15, 2),  # room for 7 rows, which is a tile of 5
-        ([[600, 700]], 3 * 2**15, 1),
-        ([[400], [*range(300, 320)], [600]], 10 * 7800 - 1, 5),  # a chunk; room for 9 rows
-        ([[400], [*range(300, 320)], [600]], 10 * 7800, 3),
-        ([[*range(580, 600)]], 2**20, 1),
-    ],
+    few(
+        [
+            ([[600, 700]], 3 * 2**15, 1),
+            ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 0, 8),  # a row at a time
+            ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 3 * 2**15, 2),  # room for 7 rows, which is a tile of 5
+            ([[400], [*range(300, 320)], [600]], 10 * 7800 - 1, 5),  # a chunk; room for 9 rows
+            ([[400], [*range(300, 320)], [600]], 10 * 7800, 3),
+            ([[*range(580, 600)]], 2**20, 1),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_splits_of_few_rows_at_a_time_give_the_same_bits_in_bounded_memory(
@@ -426,7 +430,7 @@ def test_a_row_that_sees_nothing_is_0_beside_one_that_sees_infinities(few_rows, 
     assert (lse_Tq[1] == -math.inf).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", few(FLOATS), ids=str)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype, device):
     limits = [[200], [300, 301, 302, 303], [10, 0], [*range(100, 140)], [1000]]
     call = Case(limits, dtype=dtype, pool_dtype=dtype).call()

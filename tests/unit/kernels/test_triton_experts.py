@@ -28,6 +28,7 @@ from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.spec import MoE
 from tensors import weights_of
+from tiers import few
 from triton_interpreter import interpret
 
 pytestmark = pytest.mark.unit
@@ -140,18 +141,21 @@ def test_rows_are_sorted_by_expert_in_the_order_of_pairs(rows, per_row, held, ti
     assert (len(pair_X), len(tiles_X3)) == most_places_and_tiles(rows, per_row, len(held), tile_rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", few(DTYPES), ids=str)
 @pytest.mark.parametrize(
     ("columns", "hidden", "rows", "per_row"),
-    [
-        (WIDEST, 96, 1, 6),
-        (WIDEST, 96, 37, 4),  # past a tile's edge
-        (WIDEST, 96, 130, 3),  # tiles of many rows
-        ({2: 40, 7: 24}, 72, 20, 4),  # rows of weights that begin anywhere, in float16 and bfloat16
-        ({2: 7, 7: 9}, 50, 5, 4),
-        ({0: 33}, 40, 9, 1),
-        (dict.fromkeys(range(10), 32), 32, 140, 9),
-    ],
+    few(
+        [
+            ({2: 40, 7: 24}, 72, 20, 4),  # rows of weights that begin anywhere, in float16 and bfloat16
+            ({0: 33}, 40, 9, 1),
+            (WIDEST, 96, 1, 6),
+            (WIDEST, 96, 37, 4),  # past a tile's edge
+            (WIDEST, 96, 130, 3),  # tiles of many rows
+            ({2: 7, 7: 9}, 50, 5, 4),
+            (dict.fromkeys(range(10), 32), 32, 140, 9),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_experts_equal_their_definition(columns, hidden, rows, per_row, dtype, device):
@@ -167,7 +171,7 @@ def test_experts_equal_their_definition(columns, hidden, rows, per_row, dtype, d
     assert held.rows_e.tolist() == [2 * counts_E[number] for number in columns]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", few(DTYPES), ids=str)
 def test_experts_equal_the_reference(dtype, device):
     held = make(COLUMNS, 96, dtype, device)
     counted = Experts(held.ids, held.gate_up, held.down, held.rows_e.clone())  # without addresses
@@ -267,7 +271,7 @@ def test_a_row_without_a_number_reaches_no_other(device):
     assert torch.equal(bits(broken[others]), bits(clean[others]))
 
 
-@pytest.mark.parametrize("rows", [5, 0])
+@pytest.mark.parametrize("rows", few([0, 5]))
 def test_torch_accepts_the_op_and_its_fake(rows, device):
     held, x_TH = make(COLUMNS, 32, torch.float32, device), normal(rows, 32, seed=17).to(device)
     taken = [part.to(device) for part in some_taken(rows, NUM_EXPERTS, 2, 18)]
@@ -317,7 +321,7 @@ MOES = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("rows", few([1, 40]))
 @pytest.mark.parametrize("moe", MOES, ids=["softmax", "sigmoid in groups"])
 def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device, monkeypatch):
     """Whatever the rows and the experts, the same few launches; nothing is read back."""

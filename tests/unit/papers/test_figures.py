@@ -20,6 +20,7 @@ from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
 from longhelix.spec import FORMATS
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -238,7 +239,7 @@ def test_reports_hold_every_claim_and_constant(helix, medha):
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("paper", ["helix", "medha"])
+@pytest.mark.parametrize("paper", few(["helix", "medha"]))
 def test_the_verb_writes_a_report_and_pictures_that_open(paper, request, tmp_path, monkeypatch, capfd):
     from matplotlib import image
 

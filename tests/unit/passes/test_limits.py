@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 
 from longhelix.passes import SequenceParallel
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +26,7 @@ def traced(tokens=13, dynamic=None, size=2, module=Chain):
     return copy.deepcopy(graph).graph
 
 
-@pytest.mark.parametrize("min_tokens", [7, 13, 14])
+@pytest.mark.parametrize("min_tokens", few([13, 7, 14]))
 def test_the_pass_does_what_its_predicate_says(min_tokens):
     with group_of(2):
         ranks = Lockstep([Chain(rank, 2) for rank in range(2)], False, min_tokens=min_tokens)
@@ -163,7 +164,7 @@ class InTwoDims(Chain):
         return super().forward(x.view(-1, x.shape[0] // 3 or 1, H)).view(-1, H)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", few([2, 4]))
 def test_a_batch_of_sequences(size):
     with group_of(size):
         ranks = Lockstep([InTwoDims(rank, size) for rank in range(size)], False, min_tokens=1)

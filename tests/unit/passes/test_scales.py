@@ -11,6 +11,7 @@ from test_sequence_parallel import found, near
 
 from longhelix.passes import Calibration
 from longhelix.passes.scales import OBSERVED
+from tiers import few
 
 LAYERS = 3
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -44,7 +45,9 @@ def with_scales(module, scales, dtype, x):
     return returned
 
 
-@pytest.mark.parametrize(("size", "dynamic", "quantize"), [(2, False, "int8"), (3, True, "int8"), (3, False, "fp8")])
+@pytest.mark.parametrize(
+    ("size", "dynamic", "quantize"), few([(3, True, "int8"), (2, False, "int8"), (3, False, "fp8")])
+)
 def test_scales_are_found_once_and_travel_with_no_row(size, dynamic, quantize):
     with group_of(size), torch.no_grad():
         alone, calibration = Chain(0, 1, LAYERS), Calibration()

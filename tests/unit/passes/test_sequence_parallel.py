@@ -5,6 +5,8 @@ import torch
 from lockstep import Lockstep, group_of
 from modules import Biased, Chain, Experts, H, LayerNorms, PostNorms, Returned, Scaled, Shared, rows
 
+from tiers import few
+
 pytestmark = pytest.mark.unit
 
 HOW = (None, "static int8", "dynamic int8", "static fp8", "dynamic fp8")
@@ -79,18 +81,14 @@ def check_chain(size, dynamic, how, tokens_of, layers=3):
 
 
 @pytest.mark.parametrize(
-    ("size", "dynamic"),
-    [
-        *[(2, False), (3, True), (4, True)],
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (3, False), (4, False))),
-    ],
+    ("size", "dynamic"), few([(3, True), (2, False), (2, True), (3, False), (4, False), (4, True)], 2)
 )
 def test_reduced_and_normed(size, dynamic):
     check_chain(size, dynamic, None, edges(size))
 
 
-@pytest.mark.parametrize("how", HOW[1:])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", few(HOW[1:]))
+@pytest.mark.parametrize("size", few([2, 3]))
 def test_quantised_before_the_gather(size, how):
     check_chain(size, True, how, (1, size + 1, 13))
 
@@ -103,8 +101,8 @@ def test_quantised_at_all_edges(size, dynamic, how):
     check_chain(size, dynamic, how, edges(size))
 
 
-@pytest.mark.parametrize("how", [None, "dynamic int8"])
-@pytest.mark.parametrize(("size", "dynamic"), [(2, False), (3, True), (4, True)])
+@pytest.mark.parametrize("how", few(["dynamic int8", None]))
+@pytest.mark.parametrize(("size", "dynamic"), few([(2, False), (3, True), (4, True)]))
 def test_deepstack_is_added_on_shards(size, dynamic, how):
     with group_of(size):
         alone = Chain(0, 1, how=how)
@@ -121,12 +119,9 @@ def test_deepstack_is_added_on_shards(size, dynamic, how):
             check_counts(outcome, size, tokens, 4, how, 3 if how else 0)
 
 
-@pytest.mark.parametrize("how", [None, "dynamic int8"])
-@pytest.mark.parametrize("deepstack", [0, 1])
-@pytest.mark.parametrize(
-    ("size", "dynamic"),
-    [(2, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, True), (4, True)))],
-)
+@pytest.mark.parametrize("how", few(["dynamic int8", None]))
+@pytest.mark.parametrize("deepstack", few([1, 0]))
+@pytest.mark.parametrize(("size", "dynamic"), few([(2, False), (3, True), (4, True)]))
 def test_experts_on_shards(size, dynamic, deepstack, how):
     """All-gathers whose rows are cut from them again, and norms of what they give."""
     layers = 3
@@ -157,7 +152,7 @@ def test_experts_on_shards(size, dynamic, deepstack, how):
                 assert outcome.changed.sent_bytes["all_gather", "int8"] == scales * share * H * (size - 1)
 
 
-@pytest.mark.parametrize(("size", "dynamic"), [(2, False), (3, False), (3, True), (4, True)])
+@pytest.mark.parametrize(("size", "dynamic"), few([(3, True), (2, False), (3, False), (4, True)]))
 def test_a_residual_that_is_no_sum(size, dynamic):
     """Each rank adds its own rows of it, not the first ones."""
     with group_of(size):
@@ -185,7 +180,7 @@ def test_outputs_and_buffers_have_all_tokens(size):
                 near(one, other)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", few([True, False]))
 @pytest.mark.parametrize(("module", "stay"), [(PostNorms, 0), (Scaled, 0), (Shared, 1), (Biased, 0)])
 def test_modules_that_others_do_not_match(module, stay, dynamic):
     """Where a sum has two norms, gathering both would take more bytes than the sum does: it stays."""
@@ -241,7 +236,7 @@ def test_fp8_travels_as_bytes():
 
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", few([True, False]))
 def test_what_is_gathered_can_be_quantised_by_the_pass(dynamic, quantize):
     with group_of(3):
         alone = Chain(0, 1)

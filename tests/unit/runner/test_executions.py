@@ -93,7 +93,7 @@ def expected():
     [
         pytest.param(False, True, False, marks=needs_native, id="tapes"),
         pytest.param(False, False, True, id="graphs"),
-        pytest.param(True, False, False, marks=needs_compiler, id="compiled"),
+        pytest.param(True, False, False, marks=[needs_compiler, pytest.mark.slow], id="compiled"),
         pytest.param(True, False, True, marks=needs_compiler, id="compiled in graphs"),
     ],
 )

@@ -23,6 +23,7 @@ from longhelix.request import SamplingParams
 from longhelix.runner import choice, sampler
 from longhelix.runner.sampler import logprobs, uniform
 from longhelix.runner.seen_tokens import SeenTokens
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -199,12 +200,14 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 @pytest.mark.parametrize(
     "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_k=5),
-        SamplingParams(temperature=1.3, top_p=0.8),
-        SamplingParams(temperature=1.0, min_p=0.1),
-    ],
+    few(
+        [
+            SamplingParams(temperature=1.3, top_p=0.8),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=0.7, top_k=5),
+            SamplingParams(temperature=1.0, min_p=0.1),
+        ]
+    ),
 )
 def test_draws_follow_the_probabilities(params):
     logits_V = random_logits(11, 12, scale=1.5)
@@ -220,6 +223,7 @@ def test_draws_follow_the_probabilities(params):
     assert chi_square <= degrees + 5 * math.sqrt(2 * degrees)
 
 
+@pytest.mark.slow
 def test_seeds_draw_independently_of_each_other():
     logits_V = torch.zeros(4)
     pairs = Counter(

@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
@@ -144,6 +144,7 @@ def floods(draw):
     return draw(st.integers(1, 3000)), tokens, tokens * TOKEN_S * gap + 1e-3, draw(st.sampled_from(["", "other"]))
 
 
+@settings(max_examples=settings.default.max_examples // 5)  # each of which is long
 @given(
     flood=floods(), policy=st.sampled_from(POLICIES), adaptive=st.booleans(), max_running=st.sampled_from([1, 3, 1000])
 )

@@ -14,6 +14,7 @@ def policies(monkeypatch):
     return importlib.import_module("policies")
 
 
+@pytest.mark.slow
 def test_lars_serves_short_prompts_ten_times_sooner_than_fcfs_and_starves_nobody(policies):
     study = policies.Study(requests=150, seed=2)
     held_rps = study.held_rps("lars")

@@ -1,0 +1,236 @@
+"""Clients of OpenAI's interface, each against a server of ours: whether they work, and what they see.
+
+python benchmarks/clients/run.py DIRECTORY [--only openai guidellm ...] [--cases 100] [--out benchmarks/clients.md]
+
+DIRECTORY: the environments that install.sh has made; clients that it lacks are passed over. The model is the built-in
+one, and its tokenizer a folder that transformers writes. The exit status is 1 where a client failed, or found what it
+should not.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longhelix.bench.environment import environment
+from longhelix.models.model_files import open_checkpoint
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+PROMPT_TOKENS, NEW_TOKENS, STREAMS, REQUESTS = 64, 16, 4, 20
+LIMIT_S = 1800
+QUESTIONS = [
+    ("The capital of France is", ["Paris", "Oslo", "Lima"], 0),
+    ("Two and two are", ["nine", "four", "none"], 1),
+    ("The opposite of hot is", ["tall", "green", "cold"], 2),
+    ("Water freezes and becomes", ["ice", "gold", "bread"], 0),
+    ("Monday, Tuesday,", ["October", "Wednesday", "seven"], 1),
+    ("A cat says", ["moo", "bark", "meow"], 2),
+]
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+{more}
+"""
+CHOOSE = """output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: " "
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]"""
+WRITE = """output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n", "."], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_punctuation: true}]"""
+
+
+@dataclass
+class Client:
+    """One to drive. python: of its environment; folder: for what it writes; tokenizer: a folder."""
+
+    python: Path
+    url: str
+    folder: Path
+    tokenizer: Path
+    cases: int
+
+    def run(self, program: str | Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> str:
+        """What it prints. Raises RuntimeError with its end where it fails."""
+        of_package = isinstance(program, str)
+        command = [self.python.with_name(program)] if isinstance(program, str) else [self.python, program]
+        paths = os.environ["PATH"] if not of_package else f"{self.python.parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [*map(str, command), *map(str, arguments)],
+            cwd=self.folder,
+            env=os.environ | OFFLINE | {"PATH": paths, "OPENAI_API_KEY": "none", "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode not in allowed:
+            raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        return done.stdout
+
+
+def openai(client: Client) -> tuple[bool, str]:
+    found = json.loads(
+        client.run(Path(__file__).with_name("openai_run.py").resolve(), client.url, "builtin", allowed=(0, 1))
+    )
+    good = found["checks"] - len(found["failed"])
+    return not found["failed"], f"{good} of {found['checks']} checks" + "".join(f"; {each}" for each in found["failed"])
+
+
+def schemathesis(client: Client) -> tuple[bool, str]:
+    """5xx and undocumented statuses are wrong; the rest is told."""
+    said = client.run(
+        "st", "run", f"{client.url}/openapi.json", "--checks", "all", "-n", client.cases, "--seed", 1,
+        "--request-timeout", 60, "--continue-on-failure", "--no-color", allowed=(0, 1),
+    )  # fmt: skip
+    (client.folder / "schemathesis.txt").write_text(said)
+    cases = re.findall(r"(\d+) generated", said)
+    kinds = re.findall(r"(ST\d+ [^:\n]+): (\d+)", said)
+    operations = re.findall(r"Tested: (\d+)", said)
+    wrong = [kind for kind, _ in kinds if re.search("Server error|Undocumented|Response violates|rejected by", kind)]
+    told = "; ".join(f"{kind}: {count}" for kind, count in kinds) or "nothing found"
+    return bool(cases) and not wrong, f"{'+'.join(cases)} cases of {'+'.join(operations)} operations; {told}"
+
+
+def guidellm(client: Client) -> tuple[bool, str]:
+    out = client.folder / "guidellm.json"
+    client.run(
+        "guidellm", "run", "--backend", f"kind=openai_http,target={client.url}",
+        "--profile", f"kind=concurrent,streams={STREAMS}", "--constraint", f"kind=max_requests,count={REQUESTS}",
+        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={NEW_TOKENS}",
+        "--tokenizer", f"kind=hf_auto,model={client.tokenizer}", "--output", f"kind=json,path={out}",
+        "--disable-console-interactive",
+    )  # fmt: skip
+    (found,) = json.loads(out.read_text())["benchmarks"]
+    metrics = found["metrics"]
+    totals = metrics["request_totals"]
+
+    def median(name: str) -> float:
+        return metrics[name]["successful"]["median"]
+
+    return totals["successful"] >= REQUESTS and not totals["errored"], (
+        f"{totals['successful']} requests, {totals['errored']} errors; TTFT {median('time_to_first_token_ms'):.0f} ms, "
+        f"between tokens {median('inter_token_latency_ms'):.1f} ms, medians"
+    )
+
+
+def aiperf(client: Client) -> tuple[bool, str]:
+    client.run(
+        "aiperf", "profile", "--model", "builtin", "--url", client.url, "--endpoint-type", "chat", "--streaming",
+        "--tokenizer", client.tokenizer, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
+        "--output-tokens-mean", NEW_TOKENS, "--concurrency", STREAMS, "--request-count", REQUESTS,
+        "--no-gpu-telemetry", "--ui", "none", "--artifact-dir", client.folder / "aiperf",
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(next((client.folder / "aiperf").rglob("profile_export_aiperf.json")).read_text())
+    done = found["request_count"]["avg"]
+    errors = (found.get("error_request_count") or {"avg": 0})["avg"]
+    return done == REQUESTS and not errors, (
+        f"{done:.0f} requests, {errors:.0f} errors; TTFT {found['time_to_first_token']['p50']:.0f} ms, "
+        f"between tokens {found['inter_token_latency']['p50']:.1f} ms, medians"
+    )
+
+
+def lm_eval(client: Client) -> tuple[bool, str]:
+    """Log-likelihoods by echo, and texts."""
+    file = client.folder / "questions.jsonl"
+    rows = ({"question": question, "choices": choices, "answer": answer} for question, choices, answer in QUESTIONS)
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for name, more in (("chosen", CHOOSE), ("written", WRITE)):
+        (client.folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file, more=more))
+    out = client.folder / "lm_eval"
+    client.run(
+        "lm_eval", "--model", "local-completions", "--model_args",
+        f"model=builtin,base_url={client.url}/v1/completions,num_concurrent={STREAMS},tokenizer={client.tokenizer},"
+        "max_length=2000",
+        "--tasks", "chosen,written", "--include_path", client.folder, "--output_path", out,
+    )  # fmt: skip
+    results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+    right, written = results["chosen"]["acc,none"], results["written"]["exact_match,none"]
+    return right >= 0.5, f"{right:.0%} of {len(QUESTIONS)} chosen rightly, {written:.0%} written exactly"
+
+
+CLIENTS = {"openai": openai, "schemathesis": schemathesis, "guidellm": guidellm, "aiperf": aiperf, "lm-eval": lm_eval}
+
+
+@contextmanager
+def served(*options: str) -> Iterator[str]:
+    """The address of a server, which ends with it."""
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *options]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        yield next(found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=90)
+
+
+def write_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = Path(str(open_checkpoint("builtin").path))
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+
+
+def version(python: Path, package: str) -> str:
+    program = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
+    parser.add_argument("--cases", type=int, default=100, help="that schemathesis makes for each operation")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    lines = [environment(time.strftime("%Y-%m-%d")), "", "| client | | what it saw | s |", "|---|---|---|--:|"]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder, "tokenizer")
+        write_tokenizer(tokenizer)
+        for name in given.only:
+            python = (given.directory / name / "bin" / "python").absolute()
+            if not python.exists():
+                lines.append(f"| {name} | not installed | | |")
+                continue
+            begun_s = time.monotonic()
+            # What schemathesis leaves out may be as long as the context.
+            options = ["--max-model-len", "256" if name == "schemathesis" else "2048", "--kvp", "2"]
+            with served(*options, "--contexts-dir", str(Path(folder, "contexts"))) as url:
+                room = Path(folder, name)
+                room.mkdir()
+                try:
+                    good, said = CLIENTS[name](Client(python, url, room, tokenizer, given.cases))
+                except Exception as error:
+                    good, said = False, f"{type(error).__name__}: {error}"
+            wrong += not good
+            told = said.replace("|", "/").replace("\n", " ")
+            lines.append(
+                f"| {name} {version(python, name)} | {'good' if good else 'WRONG'} | {told} "
+                f"| {time.monotonic() - begun_s:.0f} |"
+            )
+            print(lines[-1], flush=True)
+    report = "\n".join(lines) + "\n"
+    print(report)
+    if given.out is not None:
+        given.out.write_text(report)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
