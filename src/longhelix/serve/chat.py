@@ -122,7 +122,8 @@ class _Form(Form):
         """What finds calls in an answer that may have some."""
         if self._form_of_calls is None:
             return None
-        return ToolCalls(self._form_of_calls, {function.name for function in self.body.offered})
+        names = {function.name for function in self.body.offered}
+        return ToolCalls(self._form_of_calls, names, several=self.body.parallel_tool_calls is not False)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> forms.ChatLogprobs | None:
         num_best = self.body.num_logprobs
