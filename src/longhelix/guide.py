@@ -83,7 +83,8 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 def in_lark(schema: Mapping[str, Any]) -> str:
     """A schema inside of a rule of a grammar."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": _BETWEEN}} | dict(schema))
+    # Last, because a schema from outside may have such a key itself.
+    return "%json " + json.dumps(dict(schema) | {"x-guidance": {"whitespace_pattern": _BETWEEN}})
 
 
 def _parsed(name: str, given: str) -> Any:

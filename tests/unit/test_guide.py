@@ -36,6 +36,11 @@ def test_a_schema_is_the_same_as_an_object_and_as_text():
     assert json.loads(Guide.of_schema(schema).text) == schema
 
 
+def test_no_schema_says_what_stands_between_tokens():
+    schema = {"type": "object", "x-guidance": {"whitespace_pattern": ".*", "whitespace_flexible": False}}
+    assert Guide.of_schema(schema).lark == Guide("json").lark
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -1,12 +1,15 @@
 """The folder of saved contexts: each a folder of its own, there with all of its files or not at all."""
 
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
+import threading
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,6 +24,7 @@ from longhelix.values import refused, text
 _LONGEST_NAME = 100
 _MANIFEST, _TOKENS = "context.json", "token_ids.int32"
 _UNFINISHED = ".unfinished-"  # no context's name begins with a dot
+_REMOVING = "removes contexts"  # the name of threads
 
 
 class _Manifest(msgspec.Struct):
@@ -54,6 +58,7 @@ class ContextFolder:
 
     def __init__(self, asked: Path | None) -> None:
         self._asked = asked
+        self._has_looked = False  # for what others have left
 
     @cached_property
     def path(self) -> Path:
@@ -116,9 +121,10 @@ class ContextFolder:
             pass
 
     @contextmanager
-    def _without(self, path: Path) -> Iterator[None]:
-        """A context is gone at once, and its files then; it is back if what is done meanwhile fails."""
-        gone = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+    def _without(self, path: Path, later: bool = False) -> Iterator[None]:
+        """A context is gone at once, and its files then, or `later`, on a thread of their own; it is back if what is
+        done meanwhile fails."""
+        gone, lock = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}", _lock(path)
         try:
             os.rename(path, gone)
             try:
@@ -126,8 +132,13 @@ class ContextFolder:
             except BaseException:
                 os.rename(gone, path)
                 raise
-        finally:
-            shutil.rmtree(gone, ignore_errors=True)
+        except BaseException:
+            os.close(lock)
+            raise
+        if later:
+            threading.Thread(target=_remove, args=(gone, lock), name=_REMOVING).start()
+        else:
+            _remove(gone, lock)
 
     def check_free(self, name: str, replace: bool) -> None:
         if context_name(name) in self.names() and not replace:
@@ -142,11 +153,14 @@ class ContextFolder:
         self.check_free(name, replace)
         with _in_words(f"context {name!r} cannot be saved in {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-            folder = Path(mkdtemp(prefix=_UNFINISHED, dir=self.path))
+            if not self._has_looked:
+                self._has_looked = True
+                threading.Thread(target=_remove_left, args=(self.path,), name=_REMOVING).start()
+            folder, lock = _unfinished(self.path)
             try:
                 yield folder
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder, lock)
 
     def finish(self, folder: Path, context: SavedContext, token_ids: "array[int]", replace: bool) -> None:
         """Make a folder with the files of ranks the context of that name, in one step. Raises OSError."""
@@ -156,9 +170,48 @@ class ContextFolder:
         _sync(folder)
         self.check_free(context.name, replace)
         path = self.path / context.name
-        with self._without(path) if context.name in self.names() else nullcontext():
+        with self._without(path, later=True) if context.name in self.names() else nullcontext():
             os.rename(folder, path)
         _sync(self.path)
+
+
+def _unfinished(path: Path) -> tuple[Path, int]:
+    """A new folder in it, and its lock."""
+    while True:
+        folder = Path(mkdtemp(prefix=_UNFINISHED, dir=path))
+        with suppress(FileNotFoundError):
+            lock = _lock(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+        # Somebody took it for one that was left, before it had its lock.
+
+
+def _lock(folder: Path) -> int:
+    """The descriptor of a folder that is written or removed. While it is open nobody takes it for one that was left:
+    the system lets go of the lock of a process that ends, however it does. Where there are no locks nothing is left to
+    others."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    """Folders in it whose writers have ended before them."""
+    for folder in path.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):  # one that is written, or gone already
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def tokens_checksum(token_ids: "array[int]") -> str:

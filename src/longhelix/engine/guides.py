@@ -22,7 +22,7 @@ class Guides:
         self._checker.check(guide)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether `check` has found it sound."""
+        """Whether `check` says at once what it has found before."""
         return self._checker.knows(guide)
 
     @cached_property

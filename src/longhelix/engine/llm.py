@@ -199,7 +199,7 @@ class LLM:
         self._guides.check(guide)
 
     def knows_guide(self, guide: Guide) -> bool:
-        """Whether `check_guide` has found it sound."""
+        """Whether `check_guide` says at once what it has found before."""
         return self._guides.knows(guide)
 
     def save_context(

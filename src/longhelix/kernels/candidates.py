@@ -20,8 +20,8 @@ class Candidates(NamedTuple):
     """Of S rows the K largest logits after the penalty, largest first, of equal ones that of the lowest id.
 
     values_SK: float32; -inf where a row has fewer. ids_SK: int64; -1 there, and perhaps for logits of -inf. sums_S:
-    float64, over all logits of the row, of exp((logit - largest) / temperature); 0 for temperature 0. If a row has a
-    NaN, its first value is one.
+    float64, over all logits of the row, of exp((logit - largest) / temperature); 0 for temperature 0, and where the
+    largest is -inf. If a row has a NaN, its first value is one.
     """
 
     values_SK: Tensor
@@ -102,8 +102,9 @@ def _of_piece(logits_Sv, seen, penalties_S, temperatures_S, count) -> Candidates
     sums_S = logits_Sv.new_zeros(rows, dtype=torch.float64)
     if size:
         values_SK[logits_Sv.isnan().any(dim=1), 0] = torch.nan
-        scaled_Sv = (logits_Sv - logits_Sv.amax(dim=1, keepdim=True)).double() / temperatures_S[:, None]
-        sums_S = torch.where(temperatures_S == 0, 0.0, scaled_Sv.exp().sum(dim=1))
+        largest_S = logits_Sv.amax(dim=1)
+        scaled_Sv = (logits_Sv - largest_S[:, None]).double() / temperatures_S[:, None]
+        sums_S = torch.where((temperatures_S == 0) | (largest_S == -torch.inf), 0.0, scaled_Sv.exp().sum(dim=1))
     return Candidates(values_SK, ids_SK, sums_S)
 
 

@@ -63,11 +63,14 @@ def choose(
     temperatures_S = np.array([each.temperature for each in params], np.float32)
     greedy_S = temperatures_S == 0
     scaled_SK = (values_SK - values_SK[:, :1]) / np.where(greedy_S, np.float32(1), temperatures_S)[:, None]
-    ids_SK, known_S = _in_order(scaled_SK, ids_SK, (ids_SK >= 0).sum(axis=1), size)
+    # Fewer finite ones than could be: of all others, none has a probability.
+    finite_S = np.isfinite(values_SK).sum(axis=1)
+    all_S = finite_S < ids_SK.shape[1]
+    ids_SK, known_S = _in_order(scaled_SK, ids_SK, np.where(all_S, finite_S, (ids_SK >= 0).sum(axis=1)), all_S, size)
 
     weights_SK = np.where(rank_K < known_S[:, None], np.exp(scaled_SK.astype(np.float64)), 0.0)
     cumulative_SK = weights_SK.cumsum(axis=1)
-    top_k_S = np.array([each.top_k or size for each in params]).clip(max=size)
+    top_k_S = np.array([each.top_k or size for each in params]).clip(max=np.where(all_S, known_S, size))
     top_p_S = np.array([each.top_p for each in params])
     min_p_S = np.array([each.min_p for each in params])
 
@@ -107,9 +110,10 @@ def choose(
 
 
 def _in_order(
-    scaled_SK: np.ndarray, ids_SK: np.ndarray, known_S: np.ndarray, size: int
+    scaled_SK: np.ndarray, ids_SK: np.ndarray, known_S: np.ndarray, all_S: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids, of equal scaled logits the lowest first, and how many of them come before all tokens that are none.
+    all_S: whether those that are known are all that matter.
 
     Logits that differ may be equal when they are scaled, and one that was left out may be equal to the last.
     """
@@ -120,4 +124,4 @@ def _in_order(
     equal_SK = scaled_SK[:, 1:] == scaled_SK[:, :-1]
     if (equal_SK & (ids_SK[:, 1:] < ids_SK[:, :-1])).any():
         ids_SK = np.take_along_axis(ids_SK, np.lexsort((ids_SK, -scaled_SK), axis=1), axis=1)
-    return ids_SK, np.where(known_S < size, before_S, known_S)
+    return ids_SK, np.where(all_S | (known_S >= size), known_S, before_S)

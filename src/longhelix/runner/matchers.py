@@ -6,7 +6,7 @@ No clock bounds what a matcher does, but counted work, which is the same on all 
 
 import json
 import re
-from functools import lru_cache
+from array import array
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Of a grammar, and then of each token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,
     "max_items_in_row": 2_000,
     "max_grammar_size": 500_000,
     "max_lexer_states": 10_000,  # of 1 to 2 kB each
@@ -32,7 +32,7 @@ _LIMITS = {
 _ANY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 _LONGEST_REASON = 200  # characters
 _MORE = re.compile(r"\n *(<|[0-9]+ \| )")  # behind a reason: its state, or the lines that it is about
-_KNOWN_GRAMMARS = 64
+_KEPT = 8  # compiled guides
 _NAMES = {
     "json": "guide",
     "json_schema": "JSON schema",
@@ -62,19 +62,25 @@ class _Words:
 
 
 class Matcher:
-    """How far the text of one sequence has come in its guide."""
+    """How far the text of one sequence has come in its guide.
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    shared: whether `matcher`, which is at the beginning of a text, finds things out together with others of that guide.
+    """
+
+    def __init__(self, matchers: "Matchers", guide: Guide, matcher: "LLMatcher", shared: bool) -> None:
+        self._matchers = matchers
+        self._guide = guide
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+        self._shared = shared
+        self._told = array("i")
         self._has_ended = False
 
     def add_one(self, token_id: int) -> None:
         """The next token of the text. One that nothing allows shows in `allowed`."""
         if not self._has_ended:
-            self._has_ended = token_id in self._eos_ids
-            self._matcher.consume_token(token_id)
+            self._has_ended = token_id in self._matchers.eos_ids
+            self._told.append(token_id)
+            self._tell(token_id)
 
     @property
     def has_ended(self) -> bool:
@@ -84,36 +90,72 @@ class Matcher:
     def allowed(self) -> NDArray[np.bool_]:
         """allowed_V: which tokens of the whole vocabulary may come next, at least one. Raises GuideError if it cannot
         be found, or if the text can neither go on nor end."""
-        if not self._matcher.is_error():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            allowed_V = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
-        if self._matcher.is_error():
+        allowed_V = self._mask()
+        if allowed_V is None and self._shared:
+            # Limits count what others have found out as well, and no text shall end because of others.
+            self._shared = False
+            self._matchers.forget(self._guide)
+            self._matcher = self._matchers.compiled(self._guide)
+            for token_id in self._told:
+                self._tell(token_id)
+            allowed_V = self._mask()
+        if allowed_V is None:
             raise GuideError(_reason(self._matcher.get_error()))
         return allowed_V
 
+    def _tell(self, token_id: int) -> None:
+        self._matcher.consume_token(token_id)
+        self._matchers.steps += 1
+
+    def _mask(self) -> NDArray[np.bool_] | None:
+        """None if it cannot be found."""
+        self._matchers.steps += 1
+        if self._matcher.is_error():
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            return None
+        return np.unpackbits(bits, bitorder="little", count=self._matchers.vocab_size).view(np.bool_)
+
 
 class Matchers:
-    """Makes matchers of guides, over one vocabulary."""
+    """Makes matchers of guides, over one vocabulary.
+
+    steps: how often one was compiled, was told a token, or was asked what may come.
+    """
 
     def __init__(self, table: TokenTable) -> None:
         import llguidance  # which takes a while, and is needed where somebody asks for a guide
 
-        self._vocab_size, self._eos_ids = len(table.tokens), table.eos_ids
+        self.vocab_size, self.eos_ids = len(table.tokens), table.eos_ids
+        self.steps = 0
         self._new = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         self._tokenizer = llguidance.LLTokenizer(_Words(table), eos_token=list(table.eos_ids))
-        self._grammar = lru_cache(_KNOWN_GRAMMARS)(_grammar)
+        self._kept: dict[Guide, LLMatcher] = {}  # in the order in which they were last wanted
 
     def new(self, guide: Guide) -> Matcher:
         """At the beginning of a text. Raises UserError for what is no grammar; what else is wrong with it shows in
         `Matcher.allowed`."""
-        # Compiled anew, because copies share what they find out, and with it what their limits count.
-        found = self._new(self._tokenizer, self._grammar(guide), log_level=0, limits=self._limits)
-        return Matcher(found, self._vocab_size, self._eos_ids)
+        kept = self._kept.pop(guide, None)
+        self._kept[guide] = self.compiled(guide) if kept is None else kept
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        return Matcher(self, guide, self._kept[guide].deep_copy(), shared=True)
+
+    def compiled(self, guide: Guide) -> "LLMatcher":
+        """At the beginning of a text, and with nothing in common with others. Raises UserError as `new` does."""
+        found = self._new(self._tokenizer, _grammar(guide), log_level=0, limits=self._limits)
+        self.steps += 1
+        return found
+
+    def forget(self, guide: Guide) -> None:
+        """Compile it again for the next text."""
+        self._kept.pop(guide, None)
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed from its first token on."""
-        matcher = self.new(guide)
+        matcher = Matcher(self, guide, self.compiled(guide), shared=False)
         try:
             matcher.allowed()
         except GuideError as error:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Progress:
     """How far a rank has come: the step that it runs (0: none), the collectives that it has begun, the one that it is
-    in, the layers that it has begun op by op, the KV blocks that it has swapped, and what it waits for from other
-    pipeline stages, in words. Layers of tapes and graphs are not counted, so ranks may differ in layers."""
+    in, the layers that it has begun op by op, the KV blocks that it has swapped, what it waits for from other pipeline
+    stages, in words, and the steps of its guides. Layers of tapes and graphs are not counted, so ranks may differ in
+    layers."""
 
     step_id: int = 0
     collectives: int = 0
@@ -15,3 +16,4 @@ class Progress:
     layers: int = 0
     swapped_blocks: int = 0
     awaited: str = ""
+    guide_steps: int = 0

@@ -219,7 +219,8 @@ class ModelRunner:
         """How far it has come. Any thread may ask."""
         swapped = 0 if self.swap_space is None else self.swap_space.swapped_blocks
         awaited = "" if self.mesh.pipeline is None else self.mesh.pipeline.progress()
-        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun, swapped, awaited)
+        guided = 0 if self._matchers is None else self._matchers.steps
+        return Progress(self._step_id, *self.mesh.progress(), self.model.layers_begun, swapped, awaited, guided)
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""

@@ -46,8 +46,8 @@ async def _ask(serving: Serving, body: ChatBody) -> tuple["_Form", Answers]:
     if body.offered and calls is None:
         raise ClientError("the model's chat template takes no tools, or in a form that is not known", "tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered else None
+    guide = await serving.guide(lambda: _guide(body, calls), body.guide_field or "tools")  # images take longer
     prompt = await serving.conversation(body.messages, "messages", body.context, tools)
-    guide = await serving.guide(lambda: _guide(body, calls), body.guide_field or "tools")
     asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
     answers = await serving.ask(asked)
     return _Form(serving, body, [replace(each, prompt=()) for each in asked], calls), answers
@@ -122,7 +122,8 @@ class _Form(Form):
         """What finds calls in an answer that may have some."""
         if self._form_of_calls is None:
             return None
-        return ToolCalls(self._form_of_calls, {function.name for function in self.body.offered})
+        names = {function.name for function in self.body.offered}
+        return ToolCalls(self._form_of_calls, names, several=self.body.parallel_tool_calls is not False)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> forms.ChatLogprobs | None:
         num_best = self.body.num_logprobs

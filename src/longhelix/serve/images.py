@@ -15,6 +15,8 @@ MOST_IMAGES = 64  # of one request
 MOST_BYTES = 20 * 2**20  # of an image's file
 MOST_PIXELS = 2**25  # of an image: 8K video has less
 MOST_PIXELS_TOGETHER = 2**27  # of one request
+MOST_SCANS = 256  # of a JPEG, each of which goes over all of its pixels; encoders make about ten
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # what begins one
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _WANTED = "send the image itself, as data:image/png;base64,... (or image/jpeg, image/webp)"
 
@@ -28,6 +30,8 @@ def read_images(urls: Sequence[str], field: str) -> list[bytes]:
     for number, url in enumerate(urls, 1):
         name = f"image {number}"
         file = _file(url, name, field)
+        if file.startswith(_JPEG) and file.count(_SCAN) > MOST_SCANS:
+            raise _refused(f"{name} has more than {MOST_SCANS} scans: save it anew", field)
         pixels += _num_pixels(file, name, field)
         if pixels > MOST_PIXELS_TOGETHER:
             raise _refused(f"the images have more than {MOST_PIXELS_TOGETHER} pixels together: give fewer", field)

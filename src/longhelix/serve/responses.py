@@ -35,8 +35,8 @@ def routes(serving: Serving) -> APIRouter:
 
 async def _ask(serving: Serving, body: ResponseBody) -> tuple["_Form", Answers]:
     before = await serving.context_tokens(body.context)
+    guide = await serving.guide(body.guide, body.guide_field)  # images take longer
     prompt = await serving.conversation(body.take_messages(), "input", body.context)
-    guide = await serving.guide(body.guide, body.guide_field)
     asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
     answers = await serving.ask(asked)
     return _Form(serving, body, [replace(each, prompt=()) for each in asked]), answers

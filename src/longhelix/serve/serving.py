@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +18,11 @@ from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
 from longhelix.serve.journal import Journal
+from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.traces import Traces
+
+_MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 
 
 @dataclass
@@ -37,9 +39,10 @@ class Serving:
     journal: Journal = field(default_factory=Journal)
     traces: Traces | None = None
     metrics: Metrics = field(init=False)
-    # One at a time: what is hard to compile keeps nothing waiting but other guides.
-    compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "guides"))
-    _looking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    # What is hard to compile keeps nothing waiting but other guides.
+    _compiling: Line = field(default_factory=lambda: Line("guides", _MOST_GUIDES), init=False)
+    # An image in memory is large, and the tower takes all cores.
+    _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
@@ -76,11 +79,13 @@ class Serving:
 
     async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
         """What an answer has to be, once it is known that it can be, found off the event loop. field: that says it.
-        Raises ClientError for what nothing can be."""
+        Raises ClientError for what nothing can be, and OverloadedError."""
         try:
             guide = await asyncio.to_thread(make)
-            if guide is not None and not self.llm.knows_guide(guide):
-                await asyncio.get_running_loop().run_in_executor(self.compiling, self.llm.check_guide, guide)
+            if guide is not None and self.llm.knows_guide(guide):
+                self.llm.check_guide(guide)
+            elif guide is not None:
+                await self._compiling.run(self.llm.check_guide, guide)
         except UserError as error:
             raise ClientError(str(error), field, error.code) from error
         return guide
@@ -117,7 +122,7 @@ class Serving:
     ) -> list[int] | ReadPrompt:
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
         show and the tools that they may call. Their content is not kept: an answer may take long, and images are large.
-        Raises UserError for what cannot be."""
+        Raises UserError for what cannot be, and OverloadedError."""
         tokenizer = self.llm.tokenizer
         given = [message.for_template() for message in messages]
         urls = [url for message in messages for url in message.image_urls]
@@ -132,8 +137,7 @@ class Serving:
         token_ids = await self.token_ids(encode, given, field, 0 if tools is None else len(json.dumps(tools)))
         if not urls:
             return token_ids
-        async with self._looking:  # an image in memory is large, and the tower takes all cores
-            return await asyncio.to_thread(self._read, token_ids, urls, field)
+        return await self._looking.run(self._read, token_ids, urls, field)
 
     def _read(self, token_ids: list[int], urls: list[str], field: str) -> ReadPrompt:
         return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))

@@ -1,7 +1,7 @@
 """Guides, looked at before any rank has them."""
 
 import hashlib
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -31,25 +31,26 @@ class GuideChecker:
         self._table = table
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None  # which nobody's holding this checker does as well
-        self._sound: dict[bytes, None] = {}  # digests of guides, in the order in which they came
+        self._found: dict[bytes, Checked] = {}  # by digests of guides, in the order in which they came
         self._lock = threading.Lock()
         self._closed = False
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
-        if self.knows(guide):  # while others are looked at, too
-            return
-        with self._lock:
-            found = self._asked(guide)
-            if found.refusal:
-                raise UserError(found.refusal, found.code)
-            if len(self._sound) >= _KNOWN:
-                del self._sound[next(iter(self._sound))]
-            self._sound[_digest(guide)] = None
+        digest = _digest(guide)
+        found = self._found.get(digest)  # while others are looked at, too
+        if found is None:
+            with self._lock:
+                found = self._asked(guide)
+                if len(self._found) >= _KNOWN:
+                    del self._found[next(iter(self._found))]
+                self._found[digest] = found
+        if found.refusal:
+            raise UserError(found.refusal, found.code)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether it is one that was found sound."""
-        return _digest(guide) in self._sound
+        """Whether it was looked at before."""
+        return _digest(guide) in self._found
 
     def close(self) -> None:
         """End the process. May be called more than once, and beside a check, which then fails."""
@@ -104,13 +105,16 @@ def _digest(guide: Guide) -> bytes:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
-    """What the process answers; None if it ends, or says nothing for so long."""
+    """What the process answers; None if it ends. Raises RequestError if it says nothing for so long."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         write(process.stdin, message)
     except OSError:
         return None
-    ready, _, _ = select.select([process.stdout], [], [], timeout_s)
-    answer = read(process.stdout) if ready else None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(timeout_s):
+            raise RequestError(f"guides cannot be checked: nothing was found within {timeout_s:g} s")
+    answer = read(process.stdout)
     return None if answer is None else msgspec.msgpack.decode(answer, type=Checked)

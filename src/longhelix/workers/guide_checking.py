@@ -13,7 +13,7 @@ from longhelix.errors import UserError
 from longhelix.guide import Guide, TokenTable
 from longhelix.runner.matchers import Matchers
 
-_CPU_S = 2.0  # of one guide
+_CPU_S = 1.0  # of one guide
 _MORE_BYTES = 1 << 29  # of memory, beside what it has at its start
 # Of what the threads of ranks have, which then have some to spare.
 _STACK_BYTES = 1 << 21

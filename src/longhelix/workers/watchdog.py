@@ -20,10 +20,10 @@ _REFERENCE_FACTOR = 100.0
 class Watchdog:
     """Follows the steps in flight and the progress that ranks report.
 
-    A step stands still when none of its ranks that have yet to do it has made progress (a collective, a layer, or the
-    end of a step) for FACTOR times the seconds that the cost model predicts for the whole step, plus GRACE_S. The
-    prediction is made only when it is needed, which is hardly ever. A start stands still after START_S, and an answer
-    that no step delays after GRACE_S. Time counts only while the engine listens.
+    A step stands still when none of its ranks that have yet to do it has made progress (a collective, a layer, a step
+    of a guide, or the end of a step) for FACTOR times the seconds that the cost model predicts for the whole step, plus
+    GRACE_S. The prediction is made only when it is needed, which is hardly ever. A start stands still after START_S,
+    and an answer that no step delays after GRACE_S. Time counts only while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -2,6 +2,10 @@
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
+import threading
 from array import array
 from pathlib import Path
 
@@ -32,6 +36,12 @@ def save(folder, name, content=b"KV", replace=False):
 @pytest.fixture
 def folder(tmp_path):
     return ContextFolder(tmp_path / "contexts")
+
+
+def wait_for_removals():
+    for thread in threading.enumerate():
+        if thread.name == "removes contexts":
+            thread.join(60)
 
 
 def code_of(refused):
@@ -66,7 +76,52 @@ def test_a_context_is_replaced_as_a_whole_or_not_at_all(folder):
     assert (folder.at("a") / "rank-0").read_bytes() == b"first"
     save(folder, "a", b"third", replace=True)
     assert (folder.at("a") / "rank-0").read_bytes() == b"third"
+    wait_for_removals()
     assert os.listdir(folder.path) == ["a"]
+
+
+def test_what_a_writer_has_left_that_was_killed_is_removed_and_what_others_write_is_not(folder):
+    """Here those of another process, which writes two and ends without a word."""
+    leave = (
+        "import os, sys; from pathlib import Path; from longhelix.cache.context_folder import ContextFolder\n"
+        "with ContextFolder(Path(sys.argv[1])).new('a', False) as path:\n"
+        "    (path / 'rank-0').write_bytes(b'KV'); os._exit(0)"
+    )
+    save(folder, "kept")
+    wait_for_removals()
+    subprocess.run([sys.executable, "-c", leave, str(folder.path)], check=True, timeout=120)
+    assert len(os.listdir(folder.path)) == 2
+    with folder.new("b", replace=False) as own:
+        save(ContextFolder(folder.path), "c")
+        wait_for_removals()
+        assert own.is_dir()
+        assert sorted(os.listdir(folder.path)) == sorted([own.name, "c", "kept"])
+
+
+def test_one_that_is_replaced_is_gone_before_its_files_are(folder, monkeypatch):
+    save(folder, "a", b"first")
+    wait_for_removals()
+    may_go, removed = threading.Event(), shutil.rmtree
+
+    def slow(*arguments, **settings):
+        assert may_go.wait(60)
+        removed(*arguments, **settings)
+
+    def replaced(*arguments, **settings):
+        if threading.current_thread() is threading.main_thread():
+            removed(*arguments, **settings)
+        else:
+            slow(*arguments, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", replaced)
+    save(folder, "a", b"second", replace=True)
+    assert (folder.at("a") / "rank-0").read_bytes() == b"second"
+    assert len(os.listdir(folder.path)) == 2
+    save(ContextFolder(folder.path), "b")  # which takes it for none that was left
+    assert len(os.listdir(folder.path)) == 3
+    may_go.set()
+    wait_for_removals()
+    assert sorted(os.listdir(folder.path)) == ["a", "b"]
 
 
 def fail_half_way(folder, name, error):

@@ -78,6 +78,15 @@ def test_a_row_with_a_nan_says_so_and_the_others_do_not(find):
     assert found.ids_SK[[0, 2]].tolist() == [[0, 1], [0, 1]]
 
 
+@pytest.mark.parametrize("find", [candidates, reference])
+def test_a_part_of_which_a_guide_allows_nothing_weighs_nothing(find):
+    logits_Sv = torch.full((2, 1000), -torch.inf)
+    logits_Sv[1, 7] = 3.0
+    found = find(logits_Sv, Weighing([None] * 2, torch.ones(2), torch.full((2,), 0.7)), 4)
+    assert found.sums_S.tolist() == [0.0, 1.0]
+    assert found.values_SK.tolist() == [[-torch.inf] * 4, [3.0] + [-torch.inf] * 3]
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_penalties_are_of_the_logits_that_are_marked(is_native, monkeypatch):
     if not is_native:

@@ -348,6 +348,15 @@ def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
     assert errors[2] == ""
 
 
+def test_what_guides_take_counts_as_progress():
+    """Each one that is compiled, each token that it is told and each mask."""
+    runner = guided_runner()
+    runner.admit(Step(1, new=(new_sequence(4, SamplingParams(guide=Guide("regex", "[ab]{12}"))),)))
+    assert runner.progress().guide_steps == 1
+    run_all(runner, [ending(make_request(1, 5, 12, guide=Guide("regex", "[bc]{12}")))])
+    assert runner.progress().guide_steps == 1 + 1 + 12 + 11
+
+
 def test_log_probabilities_stay_the_models_own():
     runner = guided_runner()
     request = ending(make_request(0, 5, 12, logprobs=11, guide=Guide("regex", "[abc]{12}")))

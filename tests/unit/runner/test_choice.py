@@ -1,6 +1,8 @@
 """Tokens chosen from candidates, of the whole vocabulary or of its parts, are those of whole rows that are sorted."""
 
+import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,6 +158,30 @@ def test_nearly_all_peaked_rows_are_decided_by_candidates_and_nearly_all_flat_on
     assert decided >= 155
     if native.module is not None:
         assert drawn >= 155
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_rows_of_fewer_tokens_than_candidates_are_decided(monkeypatch, is_native):
+    """As guides leave them; whole parts of the vocabulary may have none."""
+    if not is_native:
+        monkeypatch.setattr(native, "module", None)
+    decided = rows = 0
+    for seed in range(40):
+        chance, given = random.Random(seed), Rows(seed, 1000, 8)
+        allowed = chance.sample(range(1000), chance.choice([1, 2, 10, 63]))
+        logits_SV = given.logits_SV.nan_to_num(0.0, 0.0, 0.0)
+        given.logits_SV = torch.full_like(logits_SV, -torch.inf)
+        given.logits_SV[:, allowed] = logits_SV[:, allowed]
+        given.params = [
+            SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=1.3)
+            for temperature, top_k, top_p in itertools.product([0.7, 5.0], [0, 100], [1.0, 0.93])
+        ]
+        given.params[0] = replace(given.params[0], min_p=0.013)
+        expected = given.expected()
+        for parts in [range(1000)], [range(0), range(min(allowed)), range(min(allowed), 1000)]:
+            decided += assert_decided(given.chosen(parts, 64), expected)
+            rows += 8
+    assert decided > 0.97 * rows
 
 
 def test_what_candidates_cannot_know_they_do_not_decide():

@@ -10,7 +10,7 @@ import pytest
 from longhelix.errors import UserError
 from longhelix.guide import Guide, TokenTable
 from longhelix.runner import matchers as matchers_module
-from longhelix.runner.matchers import GuideError, Matchers
+from longhelix.runner.matchers import GuideError, Matcher, Matchers
 
 pytestmark = pytest.mark.unit
 
@@ -62,8 +62,8 @@ CASES = [
     ),
     (Guide("regex", "(ab|abc|abcab)?"), one_of("", "ab", "abc", "abcab")),
     (
-        Guide.of_schema({"enum": ["ab", 12, None, True, {"a": -1}], "x-guidance": {"whitespace_flexible": False}}),
-        one_of('"ab"', "12", "null", "true", '{"a":-1}'),
+        Guide.of_schema({"enum": ["ab", 12, None, True], "x-guidance": {"whitespace_pattern": "x"}}),
+        one_of('"ab"', "12", "null", "true"),
     ),
 ]  # fmt: skip
 
@@ -124,6 +124,43 @@ def test_one_that_is_told_its_tokens_at_once_goes_on_as_the_one_that_was_asked_e
     for token_id in chosen:
         told.add_one(token_id)
     assert np.array_equal(asked.allowed(), told.allowed())
+
+
+def test_sequences_of_one_guide_have_it_compiled_once():
+    matchers, guides = Matchers(TABLE), [Guide("regex", f"a{{{count}}}") for count in range(1, 9)]
+    for _ in range(3):
+        for guide in guides:
+            matchers.new(guide)
+    assert matchers.steps == 8
+    matchers.new(Guide("json"))  # the first one is left out for it
+    matchers.new(guides[1])
+    assert matchers.steps == 9
+    matchers.new(guides[0])
+    assert matchers.steps == 10
+
+
+@pytest.mark.parametrize(("limit", "least"), [("max_lexer_states", 150), ("step_lexer_fuel", 1000)])
+def test_what_others_of_a_guide_have_used_up_ends_no_text(monkeypatch, limit, least):
+    """They come as far as alone, whoever was there before, and begins behind them."""
+    hard = Guide("regex", "(a|b|ab|abc|bc|cab)*.{30}x")
+    monkeypatch.setitem(matchers_module._LIMITS, limit, least)
+
+    def masks(matcher):
+        found = []
+        for _ in range(100):
+            try:
+                found.append(matcher.allowed().tolist())
+            except GuideError:
+                return found
+            matcher.add_one(ord("a"))
+        raise AssertionError("it reaches no limit")
+
+    matchers = Matchers(TABLE)
+    alone = masks(Matcher(matchers, hard, matchers.compiled(hard), shared=False))
+    assert 1 < len(alone) < 30
+    for found in map(masks, [matchers.new(hard), matchers.new(hard), matchers.new(hard)]):
+        assert found[: len(alone)] == alone
+    assert masks(matchers.new(hard))[: len(alone)] == alone
 
 
 def test_copies_of_one_guide_do_not_feel_each_other(matchers):

@@ -11,7 +11,7 @@ import pytest
 
 from longhelix.serve import images
 from longhelix.serve.errors import ClientError
-from longhelix.serve.images import MOST_BYTES, MOST_IMAGES, MOST_PIXELS, read_images
+from longhelix.serve.images import MOST_BYTES, MOST_IMAGES, MOST_PIXELS, MOST_SCANS, read_images
 
 IMAGE = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 5, 3), dtype=np.uint8))
 
@@ -98,6 +98,18 @@ def bomb(width, height):
 def test_images_that_are_larger_than_their_files_are_refused_by_their_headers(size, monkeypatch):
     monkeypatch.setattr(PIL.Image.Image, "load", None)
     assert f"more than {MOST_PIXELS} pixels" in refused(url_of(bomb(*size)))
+
+
+def test_a_jpeg_of_very_many_scans_is_refused():
+    """Each would be decoded over all pixels. In other files those bytes mean nothing."""
+    begin, mark, scan = file_of(IMAGE, "jpeg").partition(b"\xff\xda")
+
+    def url(count):
+        return url_of(begin + (mark + scan[:-2]) * count + scan[-2:], "image/jpeg")
+
+    assert len(read_images([url(MOST_SCANS)], "messages")) == 1
+    assert f"more than {MOST_SCANS} scans" in refused(url(MOST_SCANS + 1))
+    assert read_images([url_of(file_of(IMAGE, "png") + mark * 1000)], "messages")
 
 
 def test_all_images_of_a_request_are_bounded_together(monkeypatch):

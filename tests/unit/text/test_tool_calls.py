@@ -8,6 +8,7 @@ import pytest
 
 from longhelix.guide import Guide, TokenTable
 from longhelix.runner.matchers import Matchers
+from longhelix.text import tool_calls
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.tool_calls import HERMES, LLAMA, Arguments, Call, Text, ToolCalls
 
@@ -17,6 +18,7 @@ NAMES = ("add", "look_up")
 HEAD, FOOT = "<tool_call>\n", "\n</tool_call>"
 ADD, LOOK = '{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}', '{"name": "look_up", "arguments": {"q": "a\\"{b"}}'
 LLAMA_ADD = ADD.replace("arguments", "parameters")
+ADDED, LOOKED = ("add", {"a": 1, "b": [2, "}"]}), ("look_up", {"q": 'a"{b'})
 CASES = [
     (HERMES, "Hello <there>, \n{", ("Hello <there>, \n{", [])),
     (HERMES, "", ("", [])),
@@ -30,6 +32,18 @@ CASES = [
     (HERMES, f'{HEAD}{{"arguments": {{"q": 1}}, "name": "look_up"}}{FOOT}', ("", [("look_up", {"q": 1})])),
     (HERMES, f'{HEAD}{{"name": "other", "arguments": {{}}}}{FOOT}!', None),
     (HERMES, f"{HEAD}no JSON{FOOT}", None),
+    (HERMES, f"Use the <tool_call> tag. {HEAD}{LOOK}{FOOT}\n ", ("Use the <tool_call> tag.", [LOOKED])),
+    (HERMES, " \n<tool_call> <tool_call>\n<tool_call>", None),
+    (HERMES, f"{HEAD}{ADD}{FOOT}\n <tool_call>", ("\n <tool_call>", [ADDED])),
+    (HERMES, f"{HEAD}{ADD}\n{HEAD}{LOOK}{FOOT}Done. ", ("Done. ", [ADDED, LOOKED])),  # without an end
+    (HERMES, f"{HEAD}{ADD} Done.", (" Done.", [ADDED])),
+    (HERMES, f'{HEAD}{{"type": "function", "name": "add", "arguments": {{}}}}{FOOT}', ("", [("add", {})])),
+    (HERMES, f'{HEAD}{{"name": "add", "id": 1, "arguments": {{}}, "x": ["}}"]}}{FOOT}', ("", [("add", {})])),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{"q": "{FOOT[1:]}"}}}}{FOOT}', ("", [("add", {"q": FOOT[1:]})])),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{}}, "x": "}}]{{\\""}}{FOOT}.', (".", [("add", {})])),
+    (HERMES, f'{HEAD}{{"name": "{"a" * 500}", "arguments": {{}}}}{FOOT}', None),
+    (HERMES, f'{HEAD}{{"type": "<tool_call>\n{HEAD}{LOOK}{FOOT}', (f'{HEAD}{{"type": "<tool_call>', [LOOKED])),
+    (HERMES, f'{HEAD}{{"\\u006eame": "\\u0061dd", "arguments": {{}}}}{FOOT}', ("", [("add", {})])),
     (HERMES, f"{HEAD}[1]{FOOT}", None),
     (HERMES, f'{HEAD}{{"name": "add", "arguments": 5}}{FOOT}', None),
     (HERMES, f"{HEAD}{{", None),
@@ -42,6 +56,17 @@ CASES = [
     (LLAMA, '{"name": "Bob", "parameters": {}} is a person', None),
     (LLAMA, '{"a": 1}', None),
     (LLAMA, '{"a": 1', None),
+    (LLAMA, f" {LLAMA_ADD};\n", ("", [ADDED])),
+    (LLAMA, f"{LLAMA_ADD}\nDone.\n", ("\nDone.\n", [ADDED])),
+    (LLAMA, f'{LLAMA_ADD}; {{"a": 1}}', ('; {"a": 1}', [ADDED])),
+    (LLAMA, '{"type": "function", "name": "add", "parameters": {}}', ("", [("add", {})])),
+]
+BROKEN = [  # what is said and called, where arguments are no JSON
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{"a": [1{FOOT}\nDone.', "\nDone.", '{"a": [1\n'),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{"a": "b{FOOT}\nDone.', "\nDone.", '{"a": "b'),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{"a": "b\\{FOOT}!', "!", '{"a": "b\\'),
+    (HERMES, f'{HEAD}{{"name": "add", "arguments": {{"a": "b\nc"}}}} Done.', '\nc"}} Done.', '{"a": "b'),
+    (LLAMA, '{"name": "add", "parameters": {"a": "b\n\nDone.', "\n\nDone.", '{"a": "b'),
 ]
 
 
@@ -58,21 +83,110 @@ def joined(pieces):
             case Arguments(place, more):
                 assert place == len(calls) - 1
                 calls[-1][1] += more
+    return text, [(name, arguments) for name, arguments in calls]
+
+
+def parsed(text, calls):
     return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def found_in(text, form, chance, sizes, several=True):
+    """In an answer that comes in such pieces."""
+    calls, pieces, at = ToolCalls(form, NAMES, several), [], 0
+    while at < len(text):
+        size = chance.choice(sizes)
+        pieces += calls.push(text[at : at + size])
+        at += size
+    pieces += calls.finish()
+    assert calls.num_calls == len(joined(pieces)[1])
+    return joined(pieces)
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)
 def test_calls_are_found_however_the_text_comes(form, text, expected, seed):
     """None: all of it is text."""
-    chance, calls, pieces, at = random.Random(seed), ToolCalls(form, NAMES), [], 0
-    while at < len(text):
-        size = chance.choice([1, 2, 5, 1000] if seed else [1])
-        pieces += calls.push(text[at : at + size])
-        at += size
-    pieces += calls.finish()
-    assert joined(pieces) == ((text, []) if expected is None else expected)
-    assert calls.num_calls == len(joined(pieces)[1])
+    found = found_in(text, form, random.Random(seed), [1, 2, 5, 1000] if seed else [1])
+    assert parsed(*found) == ((text, []) if expected is None else expected)
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 5], [1000]])
+@pytest.mark.parametrize(("form", "text", "said", "arguments"), BROKEN)
+def test_arguments_that_are_no_json_end_before_what_is_none(form, text, said, arguments, sizes):
+    """Nothing behind them is lost."""
+    assert found_in(text, form, random.Random(1), sizes) == (said, [("add", arguments)])
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), [case for case in CASES if case[2] is not None])
+def test_behind_the_only_call_that_may_be_all_is_dropped(form, text, expected):
+    said, called = expected
+    for sizes in [1], [1, 2, 5], [1000]:
+        found, alone = parsed(*found_in(text, form, random.Random(2), sizes, several=False))
+        assert alone == called[:1]
+        assert said.startswith(found)
+        assert not called or text.startswith(found)
+
+
+PARTS = [
+    HEAD, FOOT, ADD, LOOK, LLAMA_ADD, "<tool_call>", "</tool_call>", "{", "}", '"', "\\", "\n", " ", ";", "; ", "[",
+    "]", "<", "text", ":", ",", '{"name": "add", "arguments": {', '{"name": "add", "parameters": {', '{"type": "x',
+    '"name"', '"add"', '{"name": ', '{"name": "add", ', "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_what_is_found_does_not_depend_on_the_pieces(seed):
+    """In texts of anything that plays a part."""
+    chance = random.Random(seed)
+    text, form = "".join(chance.choices(PARTS, k=chance.choice([3, 8, 20]))), chance.choice([HERMES, LLAMA])
+    for several in True, False:
+        whole = found_in(text, form, chance, [len(text)], several)
+        for sizes in [1], [1, 2, 3], [1, 7, 30]:
+            assert found_in(text, form, chance, sizes, several) == whole
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"),
+    [
+        (LLAMA, '{"a": "'),
+        (LLAMA, '{"type": "'),
+        (HERMES, "<tool_call>{" + '"name": "'),
+        (HERMES, "<tool_call>" + '{"type": "'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": "'),
+    ],
+)
+def test_a_long_answer_is_looked_at_once(form, begin):
+    """By how many characters are shown to the patterns that look at them."""
+    looked = 0
+
+    class Counted:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def __getattr__(self, name):
+            def look(text, place=0):
+                nonlocal looked
+                looked += len(text) - place
+                return getattr(self.pattern, name)(text, place)
+
+            return look
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_TOKEN", "_BEGUN", "_QUOTED", "_UNQUOTED"):
+            patch.setattr(tool_calls, name, Counted(getattr(tool_calls, name)))
+        calls = ToolCalls(form, NAMES)
+        calls.push(begin)
+        for _ in range(20_000):
+            calls.push("a")
+    assert looked < 20 * 20_000
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [(LLAMA, '{"a"'), (LLAMA, '{"name": "Bob"'), (HERMES, "<tool_call>["), (HERMES, "<tool_call> {5")],
+)
+def test_what_can_be_no_call_is_told_at_once(form, text):
+    assert joined(ToolCalls(form, NAMES).push(text)) == (text, [])
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA])
@@ -112,7 +226,7 @@ def test_answers_of_the_grammar_are_calls(form, several, seed):
         matcher.add_one(chosen)
         text += TABLE.tokens[chosen] if chosen != 258 else b""
     calls = ToolCalls(form, SCHEMAS)
-    said, called = joined([*calls.push(text.decode()), *calls.finish()])
+    said, called = parsed(*joined([*calls.push(text.decode()), *calls.finish()]))
     assert said == ""
     assert 1 <= len(called) <= (100 if several else 1)
     for name, arguments in called:

@@ -1,5 +1,8 @@
 """The process that compiles guides: what takes too much of it ends it alone."""
 
+import os
+import resource
+import signal
 import threading
 import time
 
@@ -36,7 +39,7 @@ def children():
     return {child for child in psutil.Process().children() if "longhelix.workers.guide_checking" in child.cmdline()}
 
 
-def test_sound_guides_are_compiled_once(checker, monkeypatch):
+def test_guides_are_compiled_once(checker, monkeypatch):
     checker.check(Guide("json"))
     asked = []
     exchange = guide_checker._exchange
@@ -49,10 +52,51 @@ def test_sound_guides_are_compiled_once(checker, monkeypatch):
     for _ in range(3):
         checker.check(Guide("regex", "(once|only)"))
     assert len(asked) == 1
-    for _ in range(2):
-        with pytest.raises(UserError, match="unclosed group"):
+    for _ in range(3):
+        with pytest.raises(UserError, match="unclosed group") as refused:
             checker.check(Guide("regex", "a(b"))
-    assert len(asked) == 3
+        assert refused.value.code == "invalid_guide"
+    assert len(asked) == 2
+
+
+def test_it_forgets_the_first_of_very_many(checker, monkeypatch):
+    monkeypatch.setattr(guide_checker, "_KNOWN", len(checker._found) + 2)
+    guides = [Guide("regex", f"forgotten {number}") for number in range(guide_checker._KNOWN)]
+    for guide in guides:
+        checker.check(guide)
+    assert all(checker.knows(guide) for guide in guides)
+    checker.check(Guide("regex", "one more"))
+    assert [checker.knows(guide) for guide in guides[:2]] == [False, True]
+
+
+def test_descriptors_may_be_large(checker):
+    """As in a server with a thousand connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("this process may not have as many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    own = GuideChecker(lambda: TABLE)
+    try:
+        own.check(Guide("json"))
+        assert own._process.stdout.fileno() > 1024
+    finally:
+        own.close()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_says_nothing_refuses_no_guide(monkeypatch):
+    checker = GuideChecker(lambda: TABLE)
+    checker.check(Guide("json"))
+    checker._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(guide_checker, "_ANSWER_S", 0.1)
+    with pytest.raises(RequestError, match="nothing was found within"):
+        checker.check(Guide("regex", "a"))
+    monkeypatch.undo()
+    checker.check(Guide("regex", "a"))
+    checker.close()
 
 
 @pytest.mark.slow
