@@ -71,6 +71,12 @@ def test_an_echo_has_the_prompts_logprobs(server, max_tokens):
         mine = found["top_logprobs"][at]
         assert mine == {token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()}
         assert found["token_logprobs"][at] <= max(mine.values())
+    several = client.post("/v1/completions", json=body | {"prompt": [PROMPT, ids], "n": 2}).json()["choices"]
+    assert [each["logprobs"]["tokens"] for each in several] == [found["tokens"]] * 4
+    assert [each["logprobs"]["token_logprobs"][1] for each in several] == [
+        pytest.approx(found["token_logprobs"][1], abs=0.1)
+    ] * 4
+    assert several[0]["logprobs"]["top_logprobs"][: len(ids)] == several[1]["logprobs"]["top_logprobs"][: len(ids)]
     plain = client.post("/v1/completions", json={"prompt": PROMPT, "echo": True, **GREEDY}).json()["choices"][0]
     assert plain["text"].startswith(PROMPT + " Paris")
     with client.stream(

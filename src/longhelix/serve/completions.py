@@ -70,9 +70,10 @@ class _Form(Form):
             text, token_ids, logprobs = result.text, result.token_ids, result.logprobs
             if self.body.echo:
                 text = self._prompt_text(place) + text
-            if result.prompt_logprobs is not None and logprobs is not None:
+            of_prompt = results[place - place % self.body.choices].prompt_logprobs
+            if of_prompt is not None and logprobs is not None:
                 token_ids = [*self.asked[place].prompt, *token_ids]
-                logprobs = [*result.prompt_logprobs, *logprobs]
+                logprobs = [*of_prompt, *logprobs]
             choices.append(
                 forms.CompletionChoice(
                     index=place,

@@ -22,6 +22,8 @@ from longhelix.serve.journal import Journal
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.traces import Traces
 
+_MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
+
 
 @dataclass
 class Serving:
@@ -162,6 +164,7 @@ class Serving:
             )
         asked, watched, service = [], body.asks_for("include_progress"), body.service()
         samplings: dict[int, list[SamplingParams]] = {}
+        scored = 0  # tokens that have log-probabilities
         for prompt in prompts:
             given = len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt) + context_tokens
             left = self.max_model_len - given
@@ -174,6 +177,7 @@ class Serving:
                     "context_length_exceeded",
                 )
             most_new = left if most_tokens is None else most_tokens
+            scored += (most_new if logprobs is not None else 0) + (given if body.prompt_logprobs is not None else 0)
             if most_new not in samplings:
                 samplings[most_new] = [
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
@@ -181,6 +185,14 @@ class Serving:
             asked += [
                 Asked(prompt, given, sampling, service, watched, body.context) for sampling in samplings[most_new]
             ]
+        entries = scored * ((logprobs or 0) + 1) * body.choices
+        if entries > _MOST_LOGPROBS:
+            raise ClientError(
+                f"{scored} tokens with {(logprobs or 0) + 1} log-probabilities each and n {body.choices} may be "
+                f"{entries} of them, and an answer has at most {_MOST_LOGPROBS}: ask for fewer tokens, fewer "
+                "log-probabilities or fewer choices",
+                "logprobs",
+            )
         return asked
 
 

@@ -112,7 +112,8 @@ class Sampled(Guided):
         return None
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
-        """Of one of several choices, each of which has draws of its own. Raises UserError."""
+        """Of one of several choices, each of which has draws of its own. The first one has the log-probabilities of
+        their prompt for all. Raises UserError."""
         given = {
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -127,11 +128,13 @@ class Sampled(Guided):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # as vLLM says that it is off
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
+        # Without new tokens a request is there for these alone.
+        others = 0 if max_new_tokens == 0 and self.prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs if choice == 0 else others,
             guide=guide,
             **{name: value for name, value in given.items() if value is not None},
         )
