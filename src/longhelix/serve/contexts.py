@@ -13,6 +13,7 @@ from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ContextBody
 from longhelix.serve.driver import OverloadedError, ShuttingDownError
 from longhelix.serve.errors import ClientError, reason, statuses
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 
 _MOST_AT_A_TIME = 4  # that are computed or written: each may be as long as the model's context
@@ -20,7 +21,7 @@ _MOST_FAILED = 64  # whose errors are kept
 
 
 def routes(serving: Serving) -> APIRouter:
-    router, contexts = APIRouter(), _Contexts(serving)
+    router, contexts = APIRouter(route_class=BodyRoute), _Contexts(serving)
 
     @router.post("/v1/contexts", status_code=202, responses=statuses(404, 409, 429, 503))
     async def save(body: ContextBody) -> forms.Context:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers
 from longhelix.serve.bodies import Sampled
@@ -37,6 +39,10 @@ class Form:
         self.prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
         self._completion_tokens = 0
         self._results: dict[int, Result] = {}
+
+    def whole(self, results: list[Result]) -> BaseModel:
+        """The answer in one piece."""
+        raise NotImplementedError
 
     def first(self) -> Events:
         """Before anything has come."""

@@ -118,8 +118,8 @@ class Serving:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | ReadPrompt:
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
-        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large.
-        Raises UserError for what cannot be."""
+        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large
+        (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be."""
         tokenizer = self.llm.tokenizer
         given = [message.for_template() for message in messages]
         urls = [url for message in messages for url in message.image_urls]

@@ -10,11 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
 from longhelix.serve.errors import ClientError, statuses
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     tokenizer = serving.llm.tokenizer
     model = forms.Model(id=serving.model, created=serving.created_s, max_model_len=serving.max_model_len)
 

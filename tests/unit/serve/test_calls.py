@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import tracemalloc
 import types
 
 import httpx
@@ -105,12 +106,12 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def served(lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, **settings):  # noqa: B008 - frozen
+async def served(lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, most_bytes=10_000, **settings):  # noqa: B008 - frozen
     """A client, and the engine behind it. lines: have what the journal writes."""
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append
     serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, journal=journal, **settings)
-    app = build(serving, Admission(keys, 10_000))
+    app = build(serving, Admission(keys, most_bytes))
     serving.driver.start()
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
@@ -236,6 +237,35 @@ def test_a_client_that_goes_away_is_an_abort():
         assert (line["finish_reason"], line["new_tokens"]) == ("abort", 0)
 
     run(test, lines)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_body_is_not_kept_while_its_answer_is_waited_for(streams):
+    megabytes = 8
+
+    async def body():
+        for _ in range(megabytes):
+            yield b" " * 2**20
+        yield json.dumps({"prompt": [1, 2], "max_tokens": 3, "stream": streams}).encode()
+
+    async def test(client, llm, serving):
+        llm.step = list  # nothing comes
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            head = {"content-type": "application/json"}
+            ask = asyncio.create_task(client.post("/v1/completions", content=body(), headers=head))
+            while not (llm.has_work and not serving.driver._asked):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            kept, most = (now - before for now in tracemalloc.get_traced_memory())
+        finally:
+            tracemalloc.stop()
+        del llm.step
+        assert (await ask).status_code == 200
+        assert kept < 2**20 < megabytes * 2**20 < most
+
+    run(test, most_bytes=2**24)
 
 
 def test_an_engine_that_fails_is_said_once_and_in_one_line():
