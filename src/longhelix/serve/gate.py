@@ -1,5 +1,6 @@
-"""What every request passes first: its key, and the size of its body."""
+"""What every request passes first: its key, and the size of its body and how fast it comes."""
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
 _OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
+_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # for a body, and so much longer the more has come of it
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Admission:
 
 
 class Gate:
-    """Refuses requests without a key, and bodies that are too large, before anything else sees them."""
+    """Refuses requests without a key, and bodies that are too large or too slow, before anything else sees them."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
@@ -39,21 +41,30 @@ class Gate:
                 scope, receive, send
             )
             return
-        told, come = _content_length(scope["headers"]), 0
+        told = _content_length(scope["headers"])
         if told is not None and told > self._most_bytes:
             await refusal(413, self._too_large)(scope, receive, send)
             return
+        clock = asyncio.get_running_loop().time
+        begun_s, come, is_whole = clock(), 0, False
 
-        async def counted() -> Message:
-            """What comes, which may be more than was told."""
-            nonlocal come
-            message = await receive()
+        async def bounded() -> Message:
+            """What comes, which may be more than was told, and slower than anybody should have to wait for."""
+            nonlocal come, is_whole
+            if is_whole:
+                return await receive()  # once the client has gone
+            try:
+                async with asyncio.timeout_at(begun_s + _BODY_S + come / _BODY_BYTES_PER_S):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, "the body comes too slowly: send it faster", {"Connection": "close"}) from error
             come += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if come > self._most_bytes:
                 raise HTTPException(413, self._too_large)
             return message
 
-        await self._app(scope, counted, send)
+        await self._app(scope, bounded, send)
 
     def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         given = next((value for name, value in headers if name == b"authorization"), b"")

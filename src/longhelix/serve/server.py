@@ -11,12 +11,12 @@ import uvicorn
 
 from longhelix.errors import UserError
 from longhelix.serve.app import build
+from longhelix.serve.connections import BACKLOG, Connection
 from longhelix.serve.driver import ShuttingDownError
 from longhelix.serve.gate import Admission
 from longhelix.serve.serving import Serving
 
 _KEEP_ALIVE_S = 75  # between two requests of a client
-_BACKLOG = 2048
 _LOOK_S = 0.05  # how often it looks whether all requests have ended
 _FLUSH_S = 5  # for last words to those whose requests were ended
 
@@ -46,6 +46,9 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
     with listening:
         config = uvicorn.Config(
             build(serving, admission),
+            http=Connection,
+            ws="none",
+            backlog=BACKLOG,
             lifespan="on",
             log_config=None,  # its lines go where all others go
             log_level="warning",
@@ -89,7 +92,7 @@ def _listen(address: Address) -> socket.socket:
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address.host, address.port))
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"the server cannot listen at {address.host} port {address.port} ({error}): set --host or --port to others"
