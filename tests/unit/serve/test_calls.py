@@ -18,6 +18,7 @@ from longhelix.serve.app import build
 from longhelix.serve.driver import Driver, Limits, Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
+from longhelix.serve.reading import DEEPEST
 from longhelix.serve.serving import Serving
 
 pytestmark = pytest.mark.unit
@@ -266,6 +267,26 @@ def test_a_body_is_not_kept_while_its_answer_is_waited_for(streams):
         assert kept < 2**20 < megabytes * 2**20 < most
 
     run(test, most_bytes=2**24)
+
+
+def test_no_route_takes_a_body_that_is_nested_too_deep():
+    def nested(levels, opening, closing):
+        """A body of so many."""
+        return ('{"prompt": [1], "x": ' + opening * (levels - 1) + "1" + closing * (levels - 1) + "}").encode()
+
+    async def test(client, llm, serving):
+        paths = [path for path, found in (await client.get("/openapi.json")).json()["paths"].items() if "post" in found]
+        assert len(paths) > 5
+        for ends in (("[", "]"), ('{"a":', "}")):
+            for path in paths:
+                for levels in (DEEPEST + 1, 300, 5000):
+                    answer = await client.post(path, content=nested(levels, *ends), headers=head)
+                    assert (answer.status_code, "nested deeper than" in answer.text) == (400, True), (path, levels)
+            answer = await client.post("/v1/completions", content=nested(DEEPEST, *ends), headers=head)
+            assert answer.status_code == 200
+
+    head = {"content-type": "application/json"}
+    run(test, most_bytes=100_000)
 
 
 def test_an_engine_that_fails_is_said_once_and_in_one_line():
