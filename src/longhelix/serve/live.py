@@ -16,7 +16,7 @@ from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.runner.config import EngineConfig
-from longhelix.serve.driver import Driver, OverloadedError, ShuttingDownError
+from longhelix.serve.driver import Driver, OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.errors import Refusal, of_error, statuses
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import HEADERS, KEEP_ALIVE_S
@@ -133,11 +133,14 @@ class View:
         self._last_token_s: dict[int, float] = {}  # by request
 
     def join(self) -> Watcher:
-        """Raises OverloadedError where so many watch, EngineError once the engine has failed, ShuttingDownError."""
+        """Raises OverloadedError where so many watch, RestartingError while the engine starts again, EngineError once it
+        has failed, ShuttingDownError."""
         if self._serving.is_draining:
             raise ShuttingDownError
         if self._driver.failure:
             raise EngineError(self._driver.failure)
+        if self._driver.restarting:
+            raise RestartingError(self._driver.restarting)
         if len(self._watchers) >= MOST_WATCHERS:
             raise OverloadedError(f"{MOST_WATCHERS} watch already: close a page, or try again later")
         watcher = Watcher()
