@@ -289,6 +289,16 @@ def test_no_route_takes_a_body_that_is_nested_too_deep():
     run(test, most_bytes=100_000)
 
 
+def test_no_page_has_scripts_from_elsewhere():
+    async def test(client, llm, serving):
+        for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+            assert (await client.get(path)).status_code == 404
+        assert (await client.get("/openapi.json")).status_code == 200
+        assert "://" not in (await client.get("/")).text
+
+    run(test)
+
+
 def test_an_engine_that_fails_is_said_once_and_in_one_line():
     lines = []
 
