@@ -289,11 +289,14 @@ def test_no_route_takes_a_body_that_is_nested_too_deep():
     run(test, most_bytes=100_000)
 
 
-def test_no_page_has_scripts_from_elsewhere():
+def test_all_refusals_are_documented_and_no_page_has_scripts_from_elsewhere():
     async def test(client, llm, serving):
         for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
             assert (await client.get(path)).status_code == 404
-        assert (await client.get("/openapi.json")).status_code == 200
+        document = (await client.get("/openapi.json")).json()
+        for path, routes in document["paths"].items():
+            for route in routes.values():
+                assert {"401", "403", "408"} <= route["responses"].keys() or path == "/health"
         assert "://" not in (await client.get("/")).text
 
     run(test)
