@@ -69,7 +69,9 @@ def test_an_echo_has_the_prompts_logprobs(server, max_tokens):
         asked = {"prompt": ids[:at], "temperature": 0, "max_tokens": 1, "logprobs": 2}
         other = client.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["top_logprobs"][0]
         mine = found["top_logprobs"][at]
-        assert mine == {token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()}
+        assert mine[found["tokens"][at]] == found["token_logprobs"][at]
+        assert len(mine) in (2, 3)
+        assert dict(list(mine.items())[:2]) == {token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()}
         assert found["token_logprobs"][at] <= max(mine.values())
     several = client.post("/v1/completions", json=body | {"prompt": [PROMPT, ids], "n": 2}).json()["choices"]
     assert [each["logprobs"]["tokens"] for each in several] == [found["tokens"]] * 4
@@ -105,6 +107,7 @@ def test_streams_say_the_same(server):
         token["token"] for token in whole["choices"][0]["logprobs"]["content"]
     ]
     assert all(len(token["top_logprobs"]) == 2 for token in logprobs)
+    assert bytes(byte for token in logprobs for byte in token["bytes"]).decode() == text
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == len(logprobs)
     used = [event["usage"]["completion_tokens"] for event in come]

@@ -1,5 +1,6 @@
 """/v1/chat/completions: the next message of a conversation."""
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
-from longhelix.serve.token_logprobs import chat_logprobs
+from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs
 from longhelix.serve.tool_calls import calling_guide, deltas, reply
 from longhelix.text.tool_calls import ToolCalls, ToolForm
 
@@ -32,6 +33,8 @@ def routes(serving: Serving) -> APIRouter:
     )
     async def chat(body: ChatBody) -> Response:
         serving.check_model(body.model)
+        if body.num_logprobs is not None:
+            await asyncio.to_thread(bytes_of_tokens, serving.llm.tokenizer)
         return answer(*await _ask(serving, body))
 
     return router

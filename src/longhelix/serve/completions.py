@@ -109,10 +109,9 @@ class _Form(Form):
     def _logprobs(
         self, token_ids: list[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int
     ) -> forms.CompletionLogprobs | None:
-        num_best = self.body.logprobs
-        if num_best is None or logprobs is None:
+        if self.body.logprobs is None or logprobs is None:
             return None
-        return completion_logprobs(self.tokenizer, token_ids, logprobs, num_best, offset)
+        return completion_logprobs(self.tokenizer, token_ids, logprobs, offset)
 
 
 class _Echo(_Form):
