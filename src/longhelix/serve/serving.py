@@ -48,6 +48,7 @@ class Serving:
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
 
     def _restarts(self, reason: str) -> None:
+        self.metrics.restarted()
         self.journal.tell("restart", f"the engine has failed and starts again: {reason}", reason=reason)
 
     def _failed(self, reason: str) -> None:
