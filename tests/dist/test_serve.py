@@ -213,7 +213,7 @@ WRONG = [
     ("context", ["", "../saved", "a/b", ".hidden", 3, ["saved"]]),
     ("stop_token_ids", [[-1], [2**31], ["x"], [10**6], list(range(1025))]),
     ("min_tokens", [-1, 5]),
-    ("seed", [-1, 2**63, "x"]),
+    ("seed", [-(2**63) - 1, 2**63, "x"]),
     ("stream", ["yes", 1]),
     ("priority", [10**7, "x"]),
     ("client", ["x" * 257, 3]),

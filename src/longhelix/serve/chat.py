@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -50,7 +49,7 @@ async def _ask(serving: Serving, body: ChatBody) -> tuple[Answers, "_Form"]:
     guide = await serving.guide(lambda: _guide(body, calls), body.guide_field or "tools")
     asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
     answers = await serving.ask(asked)
-    return answers, _Form(serving, body, [replace(each, prompt=()) for each in asked], calls)
+    return answers, _Form(serving, body, asked, calls)
 
 
 def _guide(body: ChatBody, form: ToolForm | None) -> Guide | None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import CompletionBody
-from longhelix.serve.driver import Answers
+from longhelix.serve.driver import Answers, Asked
 from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import BodyRoute
@@ -52,8 +52,10 @@ class _Form(Form):
 
     body: CompletionBody
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked]) -> None:
+        super().__init__(serving, body, asked, keeps_prompts=bool(body.echo))
+        if not body.echo:
+            body.prompt.clear()
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:

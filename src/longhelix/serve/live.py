@@ -18,6 +18,7 @@ from longhelix.errors import EngineError
 from longhelix.runner.config import EngineConfig
 from longhelix.serve.driver import Driver, OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.errors import Refusal, of_error, statuses
+from longhelix.serve.form import one_line
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import HEADERS, KEEP_ALIVE_S
 
@@ -313,4 +314,4 @@ def _ends(of: range) -> tuple[int, int]:
 
 
 def _event(name: str, data: str) -> str:
-    return f"event: {name}\ndata: {data}\n\n"
+    return f"event: {name}\ndata: {one_line(data)}\n\n"

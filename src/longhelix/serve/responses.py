@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -37,7 +36,7 @@ async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
     guide = await serving.guide(body.guide, body.guide_field)
     asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
     answers = await serving.ask(asked)
-    return answers, _Form(serving, body, [replace(each, prompt=()) for each in asked])
+    return answers, _Form(serving, body, asked)
 
 
 class _Form(Form):

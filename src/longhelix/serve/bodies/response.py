@@ -59,10 +59,9 @@ class InputMessage(Body):
 
     def as_message(self) -> Message:
         """As chats have it."""
-        role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
-            return Message(role=role, content=self.content)
-        return Message(role=role, content=[_chat_part(part) for part in self.content])
+            return Message(role=self.role, content=self.content)
+        return Message(role=self.role, content=[_chat_part(part) for part in self.content])
 
 
 def _chat_part(part: InputText | InputImage) -> TextPart | ImagePart:
