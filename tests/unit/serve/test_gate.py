@@ -30,7 +30,17 @@ HERE = Admission((), 1000, is_loopback=True)
 HOSTS = ["127.0.0.1", "127.0.0.1:8000", "localhost", "LocalHost:80", "[::1]", "[::1]:8000", "127.0.0.2:1"]
 OTHERS = [
     *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "localhost:80:80"),
-    *("", ":8000", "10.0.0.1", "[::2]:8000", "::1", "127.0.0.1@evil.example", "127.0.0.1:evil", "[localhost", "0.0.0.0"),
+    *(
+        "",
+        ":8000",
+        "10.0.0.1",
+        "[::2]:8000",
+        "::1",
+        "127.0.0.1@evil.example",
+        "127.0.0.1:evil",
+        "[localhost",
+        "0.0.0.0",
+    ),
 ]
 
 
@@ -46,7 +56,9 @@ def test_other_names_are_not(host):
     assert "localhost" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)])
+@pytest.mark.parametrize(
+    ("site", "status"), [("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)]
+)
 def test_pages_of_other_sites_are_not(site, status):
     assert ask(HERE, sec_fetch_site=site).status_code == status
 
@@ -63,6 +75,8 @@ def test_servers_with_keys_or_for_others_are_asked_by_any_name(admission):
     assert found.text == "served"
 
 
-@pytest.mark.parametrize(("host", "found"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)])
+@pytest.mark.parametrize(
+    ("host", "found"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)]
+)
 def test_which_addresses_are_loopback(host, found):
     assert Address(host).is_loopback is found

@@ -20,7 +20,6 @@ _NOT_IN_RESPONSES: dict[str, tuple[Any, ...]] = NOT_HERE | {
     "truncation": ("disabled",),
     "reasoning": ({},),
     "text": ({}, {"format": {"type": "text"}}),
-    "n": (1,),
     "top_logprobs": (0,),
     "echo": (False,),
 }
@@ -75,6 +74,7 @@ class ResponseBody(Sampled):
     not_here = _NOT_IN_RESPONSES
     instead = _NOTHING_KEPT
 
+    n: Literal[1] | None = None
     input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None

@@ -88,8 +88,7 @@ class Sampled(Guided):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = (self.model_extra or {}) | ({} if self.n is None else {"n": self.n})
-        for name, value in given.items():
+        for name, value in (self.model_extra or {}).items():
             if name in self.not_here and value is not None and value not in self.not_here[name]:
                 raise ValueError(f"{name} is not served here: {self.instead.get(name, 'leave it out')}")
         stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
