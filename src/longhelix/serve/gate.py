@@ -34,7 +34,8 @@ class Admission:
 
 
 class Gate:
-    """Refuses requests without a key or from pages of other sites, and bodies that are too large or too slow, before anything else sees them."""
+    """Refuses requests without a key or from pages of other sites, and bodies that are too large or too slow, before
+    anything else sees them."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app

@@ -134,8 +134,8 @@ class View:
         self._last_token_s: dict[int, float] = {}  # by request
 
     def join(self) -> Watcher:
-        """Raises OverloadedError where so many watch, RestartingError while the engine starts again, EngineError once it
-        has failed, ShuttingDownError."""
+        """Raises OverloadedError where so many watch, RestartingError while the engine starts again, EngineError once
+        it has failed, ShuttingDownError."""
         if self._serving.is_draining:
             raise ShuttingDownError
         if self._driver.failure:

@@ -23,6 +23,7 @@ from longhelix.serve.serving import Serving
 
 pytestmark = pytest.mark.unit
 
+LIMITS, RECOVERY = Limits(8, 1000), Recovery()
 HELD = (RankBlocks(8, 0, 0, 0), RankBlocks(8, 0, 0, 0))
 
 
@@ -107,9 +108,7 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, most_bytes=10_000, **settings
-):  # noqa: B008 - frozen
+async def served(lines, *, keys=(), limits=LIMITS, recovery=RECOVERY, as_json=True, most_bytes=10_000, **settings):
     """A client, and the engine behind it. lines: have what the journal writes."""
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append
