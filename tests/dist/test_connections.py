@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from longhelix.serve import connections, errors, gate
 from longhelix.serve.gate import Admission, Gate
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.dist
 
 SOON_S, LATE_S = 0.3, 5.0  # what is waited for, and what no test takes
 HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 20\r\n"
