@@ -60,10 +60,8 @@ class _Contexts:
             raise ShuttingDownError
         if not serving.llm.config.scheduler.prefix_cache:
             raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
-        tokenizer, no_images = (
-            serving.llm.tokenizer,
-            "a saved context has tokens alone: give its images with each prompt",
-        )
+        tokenizer = serving.llm.tokenizer
+        no_images = "a saved context has tokens alone: give its images with each prompt"
         token_ids = await serving.token_ids_alone(body, tokenizer.encode, tokenizer.encode_messages, no_images)
         if len(token_ids) >= serving.max_model_len:
             raise ClientError(
