@@ -38,7 +38,7 @@ def test_a_developers_messages_are_the_systems_for_templates():
 
 def test_a_response_is_one():
     assert ResponseBody(input="x", n=1).choices == ResponseBody(input="x").choices == 1
-    assert ResponseBody.model_json_schema()["properties"]["n"]["anyOf"][0] == {"const": 1, "type": "integer"}
+    assert ResponseBody.model_json_schema()["properties"]["n"]["anyOf"][0]["maximum"] == 1
     for wrong in (2, 0, True, 1.0, "1"):
         with pytest.raises(ValidationError):
             ResponseBody(input="x", n=wrong)

@@ -74,7 +74,7 @@ class ResponseBody(Sampled):
     not_here = _NOT_IN_RESPONSES
     instead = _NOTHING_KEPT
 
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
     input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
