@@ -75,7 +75,7 @@ def test_an_echo_has_the_prompts_logprobs(server, max_tokens):
             token: pytest.approx(logprob, abs=0.1) for token, logprob in other.items()
         }
         assert found["token_logprobs"][at] <= max(mine.values())
-    several = client.post("/v1/completions", json=body | {"prompt": [PROMPT, ids], "n": 2}).json()["choices"]
+    several = client.post("/v1/completions", json=body | {"prompt": [ids, ids], "n": 2}).json()["choices"]
     assert [each["logprobs"]["tokens"] for each in several] == [found["tokens"]] * 4
     assert [each["logprobs"]["token_logprobs"][1] for each in several] == [
         pytest.approx(found["token_logprobs"][1], abs=0.1)
