@@ -27,6 +27,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
+def escaped(text: str) -> str:
+    """Text without control characters, nor others that end lines or are no text."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape", "replace").decode() for each in text)
+
+
 def refused(name: str, value: object, allowed: str, code: str = "invalid_argument") -> UserError:
     return UserError(f"{name} is {shown(value)}: set it to {allowed}", code)
 

@@ -41,7 +41,8 @@ def served(limits=LIMITS, keys=(), recovery=RECOVERY, model="builtin", layout=No
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_Server, "startup", startup)
             address = Address("127.0.0.1", 0, drain_s=5)
-            thread = threading.Thread(target=run, args=(serving, Admission(keys, MOST_BODY_BYTES), address, on_ready))
+            admission = Admission(keys, MOST_BODY_BYTES, address.is_loopback)
+            thread = threading.Thread(target=run, args=(serving, admission, address, on_ready))
             thread.start()
             assert ready.wait(60)
         try:

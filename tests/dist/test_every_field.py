@@ -11,13 +11,17 @@ from served import served, settled
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-PLACE = "@the value@"
-DEPTH = 3000
+PLACE, UNKNOWN = "@the value@", "never_heard_of"
+DEPTHS = (300, 3000)  # more than serializers take, and than readers of JSON do
 HEAD = {"content-type": "application/json"}
 # As JSON, by kind, each with a small value of its kind where the text itself is too much for a validator.
 DEEP = {
-    "deep list": ("[" * DEPTH + "]" * DEPTH, [[[]]]),
-    "deep object": ('{"a":' * DEPTH + "1" + "}" * DEPTH, {"a": {"a": 1}}),
+    f"{kind} of {depth} levels": (opening * depth + inside + closing * depth, small)
+    for depth in DEPTHS
+    for kind, opening, inside, closing, small in (
+        ("list", "[", "", "]", [[[]]]),
+        ("object", '{"a":', "1", "}", {"a": {"a": 1}}),
+    )
 }
 VALUES = {
     "huge": ["9" * 400, "1e400", "-" + "9" * 400, str(2**63), str(2**31)],
@@ -88,10 +92,13 @@ def _sample(api, schema):
 
 
 def _bodies(api, schema):
-    """Pairs of a field's name and the smallest body in which PLACE stands for its value, at every depth."""
+    """Pairs of a field's name and the smallest body in which PLACE stands for its value, at every depth; and of a field
+    that nobody knows."""
     for form in _forms(api, schema):
         if form.get("type") == "object":
             smallest = _sample(api, form)
+            if "properties" in form:
+                yield UNKNOWN, smallest | {UNKNOWN: PLACE}
             for name, field in form.get("properties", {}).items():
                 yield name, smallest | {name: PLACE}
                 for inner, body in _bodies(api, field):

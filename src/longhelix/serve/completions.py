@@ -1,31 +1,31 @@
 """/v1/completions: what comes after text or token ids."""
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import CompletionBody
-from longhelix.serve.driver import Answers
+from longhelix.serve.driver import Answers, Asked
 from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
-from longhelix.serve.streams import collect, stream
+from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import completion_logprobs
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post(
         "/v1/completions", response_model=forms.Completion, responses=statuses(404, 429, 500, 503) | streamed()
     )
-    async def complete(body: CompletionBody, request: Request) -> Any:
+    async def complete(body: CompletionBody) -> Response:
         serving.check_model(body.model)
         before = await serving.context_tokens(body.context)
         encode = serving.llm.tokenizer.encode if body.context is None else serving.llm.tokenizer.encode_more
@@ -36,15 +36,13 @@ def routes(serving: Serving) -> APIRouter:
         if body.only_echoes:
             for prompt in prompts:
                 await serving.text(prompt, "prompt")  # or it is no token
-            echo = _Echo(serving, body, serving.requests(body, prompts, 1, None, before))
-            return stream(Answers(serving.driver), echo) if body.stream else await asyncio.to_thread(echo.whole, [])
+            return answer(
+                Answers(serving.driver), _Echo(serving, body, serving.requests(body, prompts, 1, None, before))
+            )
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         guide = await serving.guide(body.guide, body.guide_field)
         asked = serving.requests(body, prompts, most_tokens, body.logprobs, before, guide)
-        form, answers = _Form(serving, body, asked), await serving.ask(asked)
-        if body.stream:
-            return stream(answers, form)
-        return await asyncio.to_thread(form.whole, await collect(answers, request))
+        return answer(await serving.ask(asked), _Form(serving, body, asked))
 
     return router
 
@@ -54,8 +52,10 @@ class _Form(Form):
 
     body: CompletionBody
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked]) -> None:
+        super().__init__(serving, body, asked, keeps_prompts=bool(body.echo))
+        if not body.echo:
+            body.prompt.clear()
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:
@@ -70,9 +70,10 @@ class _Form(Form):
             text, token_ids, logprobs = result.text, result.token_ids, result.logprobs
             if self.body.echo:
                 text = self._prompt_text(place) + text
-            if result.prompt_logprobs is not None and logprobs is not None:
+            of_prompt = results[place - place % self.body.choices].prompt_logprobs
+            if of_prompt is not None and logprobs is not None:
                 token_ids = [*self.asked[place].prompt, *token_ids]
-                logprobs = [*result.prompt_logprobs, *logprobs]
+                logprobs = [*of_prompt, *logprobs]
             choices.append(
                 forms.CompletionChoice(
                     index=place,
@@ -110,10 +111,9 @@ class _Form(Form):
     def _logprobs(
         self, token_ids: list[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int
     ) -> forms.CompletionLogprobs | None:
-        num_best = self.body.logprobs
-        if num_best is None or logprobs is None:
+        if self.body.logprobs is None or logprobs is None:
             return None
-        return completion_logprobs(self.tokenizer, token_ids, logprobs, num_best, offset)
+        return completion_logprobs(self.tokenizer, token_ids, logprobs, offset)
 
 
 class _Echo(_Form):

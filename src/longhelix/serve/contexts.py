@@ -13,6 +13,7 @@ from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ContextBody
 from longhelix.serve.driver import OverloadedError, ShuttingDownError
 from longhelix.serve.errors import ClientError, reason, statuses
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 
 _MOST_AT_A_TIME = 4  # that are computed or written: each may be as long as the model's context
@@ -20,7 +21,7 @@ _MOST_FAILED = 64  # whose errors are kept
 
 
 def routes(serving: Serving) -> APIRouter:
-    router, contexts = APIRouter(), _Contexts(serving)
+    router, contexts = APIRouter(route_class=BodyRoute), _Contexts(serving)
 
     @router.post("/v1/contexts", status_code=202, responses=statuses(404, 409, 429, 503))
     async def save(body: ContextBody) -> forms.Context:
@@ -59,7 +60,9 @@ class _Contexts:
             raise ShuttingDownError
         if not serving.llm.config.scheduler.prefix_cache:
             raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
-        token_ids = await self._token_ids(body)
+        tokenizer = serving.llm.tokenizer
+        no_images = "a saved context has tokens alone: give its images with each prompt"
+        token_ids = await serving.token_ids_alone(body, tokenizer.encode, tokenizer.encode_messages, no_images)
         if len(token_ids) >= serving.max_model_len:
             raise ClientError(
                 f"the context has {len(token_ids)} tokens, and the model's context {serving.max_model_len}, which a "
@@ -78,19 +81,6 @@ class _Contexts:
             self._found.pop(body.id, None)
             self._found[body.id] = saving
         return _of_saving(saving)
-
-    async def _token_ids(self, body: ContextBody) -> list[int]:
-        serving, tokenizer = self._serving, self._serving.llm.tokenizer
-        if body.messages is not None and body.prompt is None:
-            if any(message.image_urls for message in body.messages):
-                raise ClientError("a saved context has tokens alone: give its images with each prompt", "messages")
-            given = [message.for_template() for message in body.messages]
-            return await serving.token_ids(tokenizer.encode_messages, given, "messages")
-        if body.prompt is None or body.messages is not None:
-            raise ClientError("give one of prompt and messages", "prompt")
-        if isinstance(body.prompt, str):
-            return await serving.token_ids(tokenizer.encode, body.prompt, "prompt")
-        return body.prompt
 
     async def all(self) -> list[forms.Context]:
         self._on_their_way()

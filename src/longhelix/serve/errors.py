@@ -19,10 +19,18 @@ from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDow
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES = {
+    401: "invalid_api_key",
+    403: "not_from_here",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "body_too_large",
+}
 _LONGEST_QUOTE = 200  # of what a client sent, in a message
 _STATUSES = {  # of codes; of others 400
     "model_not_found": 404,
@@ -172,7 +180,7 @@ def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
 
 def statuses(*more: int) -> dict[int | str, dict[str, Any]]:
     """Those of every route, and `more`, for OpenAPI."""
-    return {status: {"model": Refusal} for status in (400, 401, 405, 413, *more)}
+    return {status: {"model": Refusal} for status in (400, 401, 403, 405, 408, 413, *more)}
 
 
 def streamed() -> dict[int | str, dict[str, Any]]:

@@ -3,7 +3,10 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers
@@ -15,20 +18,31 @@ from longhelix.serve.serving import Serving
 Events = Iterator[Mapping[str, Any]]
 
 
+# They end lines for clients that look for more ends than events have.
+_ENDS_OF_LINES = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+
+
+def one_line(text: str) -> str:
+    """JSON as an event has it."""
+    return text.translate(_ENDS_OF_LINES)
+
+
 def data_line(event: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {one_line(json.dumps(event, ensure_ascii=False, separators=(',', ':')))}\n\n"
 
 
 class Form:
-    """kind: of its events. end: what a stream of them ends with."""
+    """kind: of its events. end: what a stream of them ends with. keeps_prompts: an answer may take long, and prompts
+    are, so that they are kept where it has them alone."""
 
     prefix: str
     kind: str
     end = "data: [DONE]\n\n"
 
-    def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked]) -> None:
+    def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked], keeps_prompts: bool = False) -> None:
         self.tokenizer = serving.llm.tokenizer
-        self.body, self.asked = body, asked
+        self.body = body
+        self.asked = asked if keeps_prompts else [replace(each, prompt=()) for each in asked]
         self.head = {
             "id": f"{self.prefix}{serving.call.id}",
             "created": int(time.time()),
@@ -37,6 +51,10 @@ class Form:
         self.prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
         self._completion_tokens = 0
         self._results: dict[int, Result] = {}
+
+    def whole(self, results: list[Result]) -> BaseModel:
+        """The answer in one piece."""
+        raise NotImplementedError
 
     def first(self) -> Events:
         """Before anything has come."""
@@ -56,7 +74,7 @@ class Form:
 
     def error_line(self, error: Exception) -> str:
         """What ends a stream before its time."""
-        return f"data: {bytes(of_error(error).body).decode()}\n\n"
+        return f"data: {one_line(bytes(of_error(error).body).decode())}\n\n"
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
         """The same, without what all events have."""

@@ -1,32 +1,46 @@
-"""What every request passes first: its key, and the size of its body."""
+"""What every request passes first: its key, and the size of its body and how fast it comes."""
 
+import asyncio
 import hmac
+import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
 _OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
+_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # for a body, and so much longer the more has come of it
+
+
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
 class Admission:
-    """keys: one of them comes with each request, as `Authorization: Bearer KEY`; none: all may come."""
+    """keys: one of them comes with each request, as `Authorization: Bearer KEY`; none: all may come. is_loopback: the
+    server can be reached from this machine alone. Without keys only its own programs may come then, and no page of
+    another site in a browser here, be it under a name that leads here (DNS rebinding)."""
 
     keys: tuple[str, ...]
     most_body_bytes: int
+    is_loopback: bool = False
 
 
 class Gate:
-    """Refuses requests without a key, and bodies that are too large, before anything else sees them."""
+    """Refuses requests without a key or from pages of other sites, and bodies that are too large or too slow, before
+    anything else sees them."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
         self._keys = [key.encode() for key in admission.keys]
+        self._only_here = admission.is_loopback and not admission.keys
         self._most_bytes = admission.most_body_bytes
         self._too_large = f"the body is larger than {self._most_bytes} bytes: send less, or start with more allowed"
 
@@ -34,35 +48,76 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._keys and scope["path"] not in _OPEN and not self._admits(scope["headers"]):
-            await refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")(
-                scope, receive, send
-            )
-            return
-        told, come = _content_length(scope["headers"]), 0
+        if scope["path"] not in _OPEN:
+            refused = self._refused(scope["headers"])
+            if refused is not None:
+                await refused(scope, receive, send)
+                return
+        told = _content_length(scope["headers"])
         if told is not None and told > self._most_bytes:
             await refusal(413, self._too_large)(scope, receive, send)
             return
+        clock = asyncio.get_running_loop().time
+        begun_s, come, is_whole = clock(), 0, False
 
-        async def counted() -> Message:
-            """What comes, which may be more than was told."""
-            nonlocal come
-            message = await receive()
+        async def bounded() -> Message:
+            """What comes, which may be more than was told, and slower than anybody should have to wait for."""
+            nonlocal come, is_whole
+            if is_whole:
+                return await receive()  # once the client has gone
+            try:
+                async with asyncio.timeout_at(begun_s + _BODY_S + come / _BODY_BYTES_PER_S):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(
+                    408, "the body comes too slowly: send it faster", {"Connection": "close"}
+                ) from error
             come += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if come > self._most_bytes:
                 raise HTTPException(413, self._too_large)
             return message
 
-        await self._app(scope, counted, send)
+        await self._app(scope, bounded, send)
 
-    def _admits(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        given = next((value for name, value in headers if name == b"authorization"), b"")
+    def _refused(self, headers: Headers) -> JSONResponse | None:
+        """What whoever sends such headers is told; None for those that may come."""
+        if self._keys and not self._admits(headers):
+            return refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+        if self._only_here and not _names_loopback(_header(headers, b"host").decode("latin-1")):
+            return refusal(
+                403, "the server is for this machine alone: ask 127.0.0.1 or localhost, or start it with API keys"
+            )
+        if self._only_here and _header(headers, b"sec-fetch-site") == b"cross-site":
+            return refusal(403, "pages of other sites may not ask this server: start it with API keys")
+        return None
+
+    def _admits(self, headers: Headers) -> bool:
+        given = _header(headers, b"authorization")
         scheme, _, key = given.partition(b" ")
         # All keys are compared, in the same time whichever it is.
         found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(found)
 
 
-def _content_length(headers: Sequence[tuple[bytes, bytes]]) -> int | None:
-    told = next((value for name, value in headers if name == b"content-length"), b"")
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _names_loopback(host: str) -> bool:
+    """Of the header that says whom a client asks."""
+    found = _HOST.fullmatch(host)
+    return found is not None and is_loopback(found[1].strip("[]"))
+
+
+def _header(headers: Headers, name: bytes) -> bytes:
+    return next((value for each, value in headers if each == name), b"")
+
+
+def _content_length(headers: Headers) -> int | None:
+    told = _header(headers, b"content-length")
     return int(told) if told.isdigit() else None

@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from longhelix.values import escaped
+
 _MOST_WAITING = 4096  # lines that nobody has read yet
 _FLUSH_S = 10.0
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # what text shows without quotes
@@ -97,11 +99,6 @@ class _Handler(logging.Handler):
         if trace and not self._journal.as_json:
             for line in trace.splitlines():
                 self._journal.tell("log", f"    {line}")
-
-
-def escaped(text: str) -> str:
-    """Text without control characters, nor others that end lines or are no text."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape", "replace").decode() for each in text)
 
 
 def _rounded(fact: Any) -> Any:

@@ -5,21 +5,22 @@ import importlib.metadata
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, RootModel
-from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.runner.config import EngineConfig
-from longhelix.serve.driver import Driver, OverloadedError, ShuttingDownError
+from longhelix.serve.driver import Driver, OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.errors import Refusal, of_error, statuses
+from longhelix.serve.form import one_line
 from longhelix.serve.serving import Serving
-from longhelix.serve.streams import HEADERS, KEEP_ALIVE_S
+from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
 
 MOST_WATCHERS = 16
 _LOOK_S = 0.25  # between two looks at the engine, all watchers together
@@ -133,11 +134,14 @@ class View:
         self._last_token_s: dict[int, float] = {}  # by request
 
     def join(self) -> Watcher:
-        """Raises OverloadedError where so many watch, EngineError once the engine has failed, ShuttingDownError."""
+        """Raises OverloadedError where so many watch, RestartingError while the engine starts again, EngineError once
+        it has failed, ShuttingDownError."""
         if self._serving.is_draining:
             raise ShuttingDownError
         if self._driver.failure:
             raise EngineError(self._driver.failure)
+        if self._driver.restarting:
+            raise RestartingError(self._driver.restarting)
         if len(self._watchers) >= MOST_WATCHERS:
             raise OverloadedError(f"{MOST_WATCHERS} watch already: close a page, or try again later")
         watcher = Watcher()
@@ -234,26 +238,13 @@ class View:
             watcher.new_tokens += new_tokens
 
 
-class _Stream(StreamingResponse):
-    """Its watcher leaves however it ends itself, even before it has begun."""
-
-    def __init__(self, view: View, watcher: Watcher, server: LiveServer) -> None:
-        super().__init__(self._lines(), media_type="text/event-stream", headers=HEADERS)
-        self._view, self._watcher, self._server = view, watcher, server
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._view.leave(self._watcher)
-
-    async def _lines(self) -> AsyncIterator[str]:
-        yield _event("server", self._server.model_dump_json())
-        try:
-            async for state in self._view.states(self._watcher):
-                yield ": nothing has changed\n\n" if state is None else _event("state", state.model_dump_json())
-        except Exception as error:
-            yield _event("error", bytes(of_error(error).body).decode())
+async def _lines(view: View, watcher: Watcher, server: LiveServer) -> AsyncIterator[str]:
+    yield _event("server", server.model_dump_json())
+    try:
+        async for state in view.states(watcher):
+            yield ": nothing has changed\n\n" if state is None else _event("state", state.model_dump_json())
+    except Exception as error:
+        yield _event("error", bytes(of_error(error).body).decode())
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -270,7 +261,9 @@ def routes(serving: Serving) -> APIRouter:
     )
     async def live() -> StreamingResponse:
         """What the engine does, at most four times a second, and only where it changes."""
-        return _Stream(view, view.join(), server)
+        watcher, held = view.join(), AsyncExitStack()
+        held.callback(view.leave, watcher)
+        return EventStream(held, _lines(view, watcher, server))
 
     return router
 
@@ -310,4 +303,4 @@ def _ends(of: range) -> tuple[int, int]:
 
 
 def _event(name: str, data: str) -> str:
-    return f"event: {name}\ndata: {data}\n\n"
+    return f"event: {name}\ndata: {one_line(data)}\n\n"

@@ -140,7 +140,7 @@ class Metrics:
         self._up = self._gauge(
             "engine_up", "1 while the engine takes requests; 0 while it starts again, or has failed."
         )
-        self._restarts = self._gauge("engine_restarts", "How often the engine has failed and started again.")
+        self._restarts = self._counter("engine_restarts", "How often the engine has failed and started again.")
         self._still = self._gauge(
             "watchdog_still_seconds",
             "How long no rank has got on, in the step that runs: the watchdog ends it in time.",
@@ -181,6 +181,10 @@ class Metrics:
         """A client was told that it does not get what it asked for."""
         self._refusals.labels(self._model, str(status), code).inc()
 
+    def restarted(self) -> None:
+        """The engine has failed, and starts again."""
+        self._restarts.inc()
+
     async def text(self) -> bytes:
         """All of it, as Prometheus reads it. Waits half a second at most for the engine, whose last numbers are given
         where a step takes longer."""
@@ -218,7 +222,6 @@ class Metrics:
         self._since_step.set(now_s - driver.last_step_s)
         self._since_seen.set(now_s - self._seen_s)
         self._up.set(not (driver.failure or driver.restarting))
-        self._restarts.set(driver.restarts)
         self._still.set(driver.still_s)
 
     def _stepped(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:

@@ -2,10 +2,9 @@
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
@@ -13,33 +12,31 @@ from longhelix.serve.bodies import ResponseBody
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import reason, statuses, streamed
 from longhelix.serve.form import Events, Form, data_line
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
-from longhelix.serve.streams import collect, stream
+from longhelix.serve.streams import answer
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post(
         "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 429, 500, 503) | streamed()
     )
-    async def respond(body: ResponseBody, request: Request) -> Any:
+    async def respond(body: ResponseBody) -> Response:
         serving.check_model(body.model)
-        form, answers = await _ask(serving, body)
-        if body.stream:
-            return stream(answers, form)
-        return form.whole(await collect(answers, request))
+        return answer(*await _ask(serving, body))
 
     return router
 
 
-async def _ask(serving: Serving, body: ResponseBody) -> tuple["_Form", Answers]:
+async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
     guide = await serving.guide(body.guide, body.guide_field)  # images take longer
     prompt = await serving.conversation(body.take_messages(), "input", body.context)
     asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
     answers = await serving.ask(asked)
-    return _Form(serving, body, [replace(each, prompt=()) for each in asked]), answers
+    return answers, _Form(serving, body, asked)
 
 
 class _Form(Form):

@@ -1,7 +1,6 @@
 """The server as a process: it listens, says where, and ends when it is told to."""
 
 import asyncio
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -11,12 +10,12 @@ import uvicorn
 
 from longhelix.errors import UserError
 from longhelix.serve.app import build
+from longhelix.serve.connections import BACKLOG, Connection
 from longhelix.serve.driver import ShuttingDownError
-from longhelix.serve.gate import Admission
+from longhelix.serve.gate import Admission, is_loopback
 from longhelix.serve.serving import Serving
 
 _KEEP_ALIVE_S = 75  # between two requests of a client
-_BACKLOG = 2048
 _LOOK_S = 0.05  # how often it looks whether all requests have ended
 _FLUSH_S = 5  # for last words to those whose requests were ended
 
@@ -29,9 +28,13 @@ class Address:
     port: int = 8000
     drain_s: float = 60.0
 
+    @property
+    def is_loopback(self) -> bool:
+        return is_loopback(self.host)
+
     def check(self, has_keys: bool, without_key: bool) -> None:
         """Raise UserError for an address that others can reach, unless they need a key or may come without one."""
-        if has_keys or without_key or _is_loopback(self.host):
+        if has_keys or without_key or self.is_loopback:
             return
         raise UserError(
             f"others can reach the server at {self.host}: give --api-key-file, or --allow-without-key, or leave out "
@@ -46,6 +49,9 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
     with listening:
         config = uvicorn.Config(
             build(serving, admission),
+            http=Connection,
+            ws="none",
+            backlog=BACKLOG,
             lifespan="on",
             log_config=None,  # its lines go where all others go
             log_level="warning",
@@ -89,16 +95,9 @@ def _listen(address: Address) -> socket.socket:
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address.host, address.port))
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"the server cannot listen at {address.host} port {address.port} ({error}): set --host or --port to others"
         ) from error
     return listening
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

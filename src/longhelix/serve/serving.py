@@ -12,7 +12,7 @@ from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.request import SamplingParams
-from longhelix.serve.bodies import Message, Sampled
+from longhelix.serve.bodies import ContextBody, Message, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
 from longhelix.serve.errors import ClientError
@@ -23,6 +23,7 @@ from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.traces import Traces
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
+_MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Serving:
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
 
     def _restarts(self, reason: str) -> None:
+        self.metrics.restarted()
         self.journal.tell("restart", f"the engine has failed and starts again: {reason}", reason=reason)
 
     def _failed(self, reason: str) -> None:
@@ -113,6 +115,24 @@ class Serving:
             )
         return await asyncio.to_thread(encode, given)
 
+    async def token_ids_alone(
+        self,
+        body: TokenizeBody | ContextBody,
+        encode: Callable[..., list[int]],
+        encode_messages: Callable[..., list[int]],
+        no_images: str,
+    ) -> list[int]:
+        """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
+        with some are told. Raises ClientError."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ClientError("give one of prompt and messages", "prompt")
+        if body.messages is None:
+            return body.prompt if isinstance(body.prompt, list) else await self.token_ids(encode, body.prompt, "prompt")
+        if any(message.image_urls for message in body.messages):
+            raise ClientError(no_images, "messages")
+        given = [message.for_template() for message in body.messages]
+        return await self.token_ids(encode_messages, given, "messages")
+
     async def conversation(
         self,
         messages: list[Message],
@@ -121,8 +141,8 @@ class Serving:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | ReadPrompt:
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
-        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large.
-        Raises UserError for what cannot be, and OverloadedError."""
+        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large
+        (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be, and OverloadedError."""
         tokenizer = self.llm.tokenizer
         given = [message.for_template() for message in messages]
         urls = [url for message in messages for url in message.image_urls]
@@ -166,6 +186,7 @@ class Serving:
             )
         asked, watched, service = [], body.asks_for("include_progress"), body.service()
         samplings: dict[int, list[SamplingParams]] = {}
+        scored = 0  # tokens that have log-probabilities
         for prompt in prompts:
             given = len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt) + context_tokens
             left = self.max_model_len - given
@@ -178,6 +199,7 @@ class Serving:
                     "context_length_exceeded",
                 )
             most_new = left if most_tokens is None else most_tokens
+            scored += (most_new if logprobs is not None else 0) + (given if body.prompt_logprobs is not None else 0)
             if most_new not in samplings:
                 samplings[most_new] = [
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
@@ -185,6 +207,14 @@ class Serving:
             asked += [
                 Asked(prompt, given, sampling, service, watched, body.context) for sampling in samplings[most_new]
             ]
+        entries = scored * ((logprobs or 0) + 1) * body.choices
+        if entries > _MOST_LOGPROBS:
+            raise ClientError(
+                f"{scored} tokens with {(logprobs or 0) + 1} log-probabilities each and n {body.choices} may be "
+                f"{entries} of them, and an answer has at most {_MOST_LOGPROBS}: ask for fewer tokens, fewer "
+                "log-probabilities or fewer choices",
+                "logprobs",
+            )
         return asked
 
 

@@ -9,12 +9,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
-from longhelix.serve.errors import ClientError, statuses
+from longhelix.serve.errors import statuses
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     tokenizer = serving.llm.tokenizer
     model = forms.Model(id=serving.model, created=serving.created_s, max_model_len=serving.max_model_len)
 
@@ -61,16 +62,9 @@ def routes(serving: Serving) -> APIRouter:
     @router.post("/tokenize", responses=statuses(404))
     async def tokenize(body: TokenizeBody) -> forms.Tokens:
         serving.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ClientError("give one of prompt and messages", "prompt")
-        if body.messages is not None:
-            if any(message.image_urls for message in body.messages):
-                raise ClientError("images are not read here: an answer's usage has their tokens", "messages")
-            given = [each.for_template() for each in body.messages]
-            ids = await serving.token_ids(tokenizer.encode_chat, given, "messages")
-        else:
-            encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
-            ids = await serving.token_ids(encode, body.prompt, "prompt")
+        encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
+        no_images = "images are not read here: an answer's usage has their tokens"
+        ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images)
         return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
 
     @router.post("/detokenize", responses=statuses(404))

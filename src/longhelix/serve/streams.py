@@ -1,10 +1,10 @@
-"""Server-sent events of answers that come token by token."""
+"""Answers as clients get them: whole, or as server-sent events that come token by token."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
-from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
@@ -14,19 +14,40 @@ from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
-HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-class _Stream(StreamingResponse):
-    """Ends its answers however it ends itself, even before it has begun."""
+class EventStream(StreamingResponse):
+    """Server-sent events. What it holds is let go of however it ends itself, even before it has begun."""
 
-    def __init__(self, answers: Answers, lines: AsyncIterator[str]) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers=HEADERS)
-        self._answers = answers
+    def __init__(self, holds: AbstractAsyncContextManager[object], lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
+        self._holds = holds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._answers:
+        async with self._holds:
             await super().__call__(scope, receive, send)
+
+
+class _Whole(Response):
+    """An answer in one piece. Its JSON is made off the event loop: it may be large."""
+
+    media_type = "application/json"
+
+    def __init__(self, answers: Answers, form: Form) -> None:
+        super().__init__()
+        self._answers, self._form = answers, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        results = await collect(self._answers, receive)
+        content = await asyncio.to_thread(lambda: self._form.whole(results).model_dump_json().encode())
+        await Response(content, media_type=self.media_type)(scope, receive, send)
+
+
+def answer(answers: Answers, form: Form) -> Response:
+    """As its request wants it. The engine is waited for where it is sent, when the request's body is no longer kept
+    (see `BodyRoute`)."""
+    return stream(answers, form) if form.body.stream else _Whole(answers, form)
 
 
 def stream(answers: Answers, form: Form) -> StreamingResponse:
@@ -57,7 +78,7 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
         if form.end:
             yield form.end
 
-    return _Stream(answers, lines())
+    return EventStream(answers, lines())
 
 
 async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress] | None:
@@ -80,7 +101,7 @@ def _lines(form: Form, place: int, got: Delta | Progress) -> list[str]:
     return [form.line(event) for event in form.events(place, got)]
 
 
-async def collect(answers: Answers, request: Request) -> list[Result]:
+async def collect(answers: Answers, receive: Receive) -> list[Result]:
     """The results of all requests, in their order. Raises DisconnectedError once the client has gone, or the error of
     one; both abort the others."""
     results: dict[int, Result] = {}
@@ -92,7 +113,7 @@ async def collect(answers: Answers, request: Request) -> list[Result]:
                 results[place] = got.result
 
     async with answers:
-        running, gone = asyncio.create_task(run()), asyncio.create_task(_gone(request))
+        running, gone = asyncio.create_task(run()), asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -110,7 +131,7 @@ def check(result: Result | None) -> None:
         raise RequestError(f"the request failed: {result.error}")
 
 
-async def _gone(request: Request) -> None:
+async def _gone(receive: Receive) -> None:
     """Returns once the client has gone, after the body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass

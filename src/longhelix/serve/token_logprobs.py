@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from longhelix.errors import UserError
 from longhelix.serve.answers import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
 from longhelix.text.tokenizer import Tokenizer
 
@@ -13,12 +14,14 @@ def chat_logprobs(
     tokenizer: Tokenizer, token_ids: list[int], logprobs: list[dict[int, float]], num_best: int
 ) -> ChatLogprobs:
     """logprobs: of each token the `num_best` likeliest ones and itself."""
+    known = bytes_of_tokens(tokenizer)
     return ChatLogprobs(
         content=[
             ChosenToken(
-                **_likely(tokenizer, token_id, found[token_id]),
+                **_likely(tokenizer, known, token_id, found[token_id]),
                 top_logprobs=[
-                    LikelyToken(**_likely(tokenizer, other, logprob)) for other, logprob in _best(found, num_best)
+                    LikelyToken(**_likely(tokenizer, known, other, logprob))
+                    for other, logprob in _best(found, num_best)
                 ],
             )
             for token_id, found in zip(token_ids, logprobs, strict=True)
@@ -30,10 +33,10 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     logprobs: Sequence[dict[int, float] | None],
-    num_best: int,
     offset: int,
 ) -> CompletionLogprobs:
-    """logprobs: as above; None for the first token of a prompt. offset: where the text of the first token begins."""
+    """logprobs: of each token the likeliest ones and itself, all of which are told; None for the first token of a
+    prompt. offset: where the text of the first token begins."""
     texts = [tokenizer.piece(token_id) for token_id in token_ids]
     return CompletionLogprobs(
         tokens=texts,
@@ -41,12 +44,7 @@ def completion_logprobs(
             None if found is None else _finite(found[token_id])
             for token_id, found in zip(token_ids, logprobs, strict=True)
         ],
-        top_logprobs=[
-            None
-            if found is None
-            else {tokenizer.piece(other): _finite(logprob) for other, logprob in _best(found, num_best)}
-            for found in logprobs
-        ],
+        top_logprobs=[None if found is None else _by_text(tokenizer, _best(found, len(found))) for found in logprobs],
         text_offset=[offset + before for before in accumulate(map(len, texts[:-1]), initial=0)],
     )
 
@@ -60,6 +58,22 @@ def _best(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
     return sorted(found.items(), key=lambda item: -item[1])[:count]
 
 
-def _likely(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict:
-    text = tokenizer.piece(token_id)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Of several tokens that read the same, the likeliest one."""
+    found: dict[str, float] = {}
+    for token_id, logprob in best:
+        found.setdefault(tokenizer.piece(token_id), _finite(logprob))
+    return found
+
+
+def bytes_of_tokens(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
+    """None where tokens do not stand for bytes. Takes a while at the first time."""
+    try:
+        return tokenizer.token_bytes
+    except UserError:
+        return None
+
+
+def _likely(tokenizer: Tokenizer, known: Mapping[int, bytes] | None, token_id: int, logprob: float) -> dict:
+    stands_for = None if known is None else list(known.get(token_id, b""))
+    return {"token": tokenizer.piece(token_id), "logprob": _finite(logprob), "bytes": stands_for}

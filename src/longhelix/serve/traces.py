@@ -22,6 +22,7 @@ class Traces:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ALWAYS_ON
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise UserError(
@@ -34,7 +35,9 @@ class Traces:
         self._set_span, self._extract = trace.set_span_in_context, TraceContextTextMapPropagator().extract
         self._server_kind, self._model = trace.SpanKind.SERVER, model
         self._epoch_ns = time.time_ns() - round(time.monotonic() * 1e9)
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "longhelix"}), shutdown_on_exit=False)
+        resource = Resource.create({"service.name": "longhelix"})
+        # No client says what whoever runs the server does not get to see.
+        self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("longhelix")
 

@@ -34,6 +34,8 @@ def test_keys_are_never_shown_and_others_are(capsys, monkeypatch):
         "AWS_SECRET": "hush",
         "OMP_NUM_THREADS": "3",
         "NCCL_DEBUG": "INFO\nversions: 1",
+        "LONGHELIX_OTLP_ENDPOINT": "https://me:hush@h@host:4318/v1/traces",
+        "TORCH_PROXY": "http://hush@host, http://other",
     }.items():
         monkeypatch.setenv(name, value)
     assert main(["collect-env"]) == 0
@@ -43,6 +45,8 @@ def test_keys_are_never_shown_and_others_are(capsys, monkeypatch):
     lines = said.splitlines()
     assert "  LONGHELIX_API_KEY: (set, not shown)" in lines
     assert "  OMP_NUM_THREADS: 3" in lines
+    assert "  LONGHELIX_OTLP_ENDPOINT: https://(not shown)@host:4318/v1/traces" in lines
+    assert "  TORCH_PROXY: http://(not shown)@host, http://other" in lines
     assert "  NCCL_DEBUG: INFO\\nversions: 1" in lines
     assert collected(capsys)["environment"]["OMP_NUM_THREADS"] == "3"
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import tracemalloc
 import types
 
 import httpx
@@ -17,10 +18,12 @@ from longhelix.serve.app import build
 from longhelix.serve.driver import Driver, Limits, Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
+from longhelix.serve.reading import DEEPEST
 from longhelix.serve.serving import Serving
 
 pytestmark = pytest.mark.unit
 
+LIMITS, RECOVERY = Limits(8, 1000), Recovery()
 HELD = (RankBlocks(8, 0, 0, 0), RankBlocks(8, 0, 0, 0))
 
 
@@ -105,12 +108,12 @@ class Counting:
 
 
 @contextlib.asynccontextmanager
-async def served(lines, *, keys=(), limits=Limits(8, 1000), recovery=Recovery(), as_json=True, **settings):  # noqa: B008 - frozen
+async def served(lines, *, keys=(), limits=LIMITS, recovery=RECOVERY, as_json=True, most_bytes=10_000, **settings):
     """A client, and the engine behind it. lines: have what the journal writes."""
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append
     serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, journal=journal, **settings)
-    app = build(serving, Admission(keys, 10_000))
+    app = build(serving, Admission(keys, most_bytes))
     serving.driver.start()
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
@@ -236,6 +239,79 @@ def test_a_client_that_goes_away_is_an_abort():
         assert (line["finish_reason"], line["new_tokens"]) == ("abort", 0)
 
     run(test, lines)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_body_is_not_kept_while_its_answer_is_waited_for(streams):
+    megabytes = 8
+
+    async def body():
+        for _ in range(megabytes):
+            yield b" " * 2**20
+        yield json.dumps({"prompt": [1, 2], "max_tokens": 3, "stream": streams}).encode()
+
+    async def test(client, llm, serving):
+        llm.step = list  # nothing comes
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            head = {"content-type": "application/json"}
+            ask = asyncio.create_task(client.post("/v1/completions", content=body(), headers=head))
+            while not (llm.has_work and not serving.driver._asked):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            kept, most = (now - before for now in tracemalloc.get_traced_memory())
+        finally:
+            tracemalloc.stop()
+        del llm.step
+        assert (await ask).status_code == 200
+        assert kept < 2**20 < megabytes * 2**20 < most
+
+    run(test, most_bytes=2**24)
+
+
+def test_no_route_takes_a_body_that_is_nested_too_deep():
+    def nested(levels, opening, closing):
+        """A body of so many."""
+        return ('{"prompt": [1], "x": ' + opening * (levels - 1) + "1" + closing * (levels - 1) + "}").encode()
+
+    async def test(client, llm, serving):
+        paths = [path for path, found in (await client.get("/openapi.json")).json()["paths"].items() if "post" in found]
+        assert len(paths) > 5
+        for ends in (("[", "]"), ('{"a":', "}")):
+            for path in paths:
+                for levels in (DEEPEST + 1, 300, 5000):
+                    answer = await client.post(path, content=nested(levels, *ends), headers=head)
+                    assert (answer.status_code, "nested deeper than" in answer.text) == (400, True), (path, levels)
+            answer = await client.post("/v1/completions", content=nested(DEEPEST, *ends), headers=head)
+            assert answer.status_code == 200
+
+    head = {"content-type": "application/json"}
+    run(test, most_bytes=100_000)
+
+
+def test_all_refusals_are_documented_and_no_page_has_scripts_from_elsewhere():
+    async def test(client, llm, serving):
+        for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+            assert (await client.get(path)).status_code == 404
+        document = (await client.get("/openapi.json")).json()
+        for path, routes in document["paths"].items():
+            for route in routes.values():
+                assert {"401", "403", "408"} <= route["responses"].keys() or path == "/health"
+        assert "://" not in (await client.get("/")).text
+
+    run(test)
+
+
+def test_restarts_are_counted():
+    async def test(client, llm, serving):
+        llm.restart = lambda failures: setattr(llm, "failure", None)
+        llm.failure = EngineError("rank 1 failed")
+        assert (await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})).status_code == 200
+        assert await counted(client, "longhelix:engine_restarts_total") == 1
+        assert await counted(client, "longhelix:engine_up") == 1
+
+    run(test)
 
 
 def test_an_engine_that_fails_is_said_once_and_in_one_line():

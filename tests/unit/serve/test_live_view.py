@@ -13,7 +13,7 @@ from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.layout import HeadShape
 from longhelix.serve import live
-from longhelix.serve.driver import OverloadedError, ShuttingDownError
+from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +26,7 @@ class Driver:
     """An engine that is looked at whenever somebody asks, and has something new each time."""
 
     def __init__(self):
-        self.listeners, self.failure, self.is_idle, self.looks = [], "", False, 0
+        self.listeners, self.failure, self.restarting, self.is_idle, self.looks = [], "", "", False, 0
         self.error = None
         self.changes = True
 
@@ -142,7 +142,10 @@ def test_an_engine_that_fails_ends_all_and_a_new_one_is_watched(view):
         driver.failure = "rank 1 has gone"
         with pytest.raises(EngineError, match="rank 1"):
             view.join()
-        driver.failure, driver.error = "", None
+        driver.failure, driver.restarting = "", "rank 1 has gone"
+        with pytest.raises(RestartingError, match=r"\(rank 1 has gone\) and starts again"):
+            view.join()
+        driver.restarting, driver.error = "", None
         await states(view, view.join(), 1)
 
     asyncio.run(watch())

@@ -92,6 +92,17 @@ def test_what_comes_in_time_has_none():
     assert not any(line.startswith(":") for line in lines_of((0.3, text("a")), (0.3, text("b"))))
 
 
+def test_nothing_in_an_event_ends_its_line():
+    """As clients have it that split text by all that ends lines, such as Python's `splitlines`."""
+    ends = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+    _, told, failed, _ = lines_of((0, text(ends)), (0, UserError(f"no{ends}")))
+    for line in (told, failed):
+        assert len(line.splitlines()) == 2
+        assert line.endswith("\n\n")
+    assert json.loads(told[6:])["text"] == ends
+    assert json.loads(failed[6:])["error"]["message"] == f"no{ends}"
+
+
 def test_an_error_is_the_last_event():
     *_, failed, done = lines_of((0, text("a")), (0, UserError("no", "some_code")))
     assert json.loads(failed[6:])["error"]["code"] == "some_code"

@@ -76,13 +76,15 @@ class Message(Body):
         return [part.image_url.url for part in self.content if isinstance(part, ImagePart)]
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: text in one piece, and where there are images, parts, with a place for each.
-        Raises UserError."""
+        """As chat templates take it: text in one piece, and where there are images, parts, with a place for each. They
+        know a developer's messages as the system's. Raises UserError."""
         content = self.content or ""
         if not isinstance(content, str):
             texts = [part.text if isinstance(part, TextPart) else None for part in content]
             content = "".join(text for text in texts if text is not None) if None not in texts else _parts(texts)
         found = self.model_dump(exclude_none=True, exclude={"content"}) | {"content": content}
+        if self.role == "developer":
+            found["role"] = "system"
         if self.tool_calls:
             found["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return found

@@ -20,7 +20,6 @@ _NOT_IN_RESPONSES: dict[str, tuple[Any, ...]] = NOT_HERE | {
     "truncation": ("disabled",),
     "reasoning": ({},),
     "text": ({}, {"format": {"type": "text"}}),
-    "n": (1,),
     "top_logprobs": (0,),
     "echo": (False,),
 }
@@ -59,10 +58,9 @@ class InputMessage(Body):
 
     def as_message(self) -> Message:
         """As chats have it."""
-        role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
-            return Message(role=role, content=self.content)
-        return Message(role=role, content=[_chat_part(part) for part in self.content])
+            return Message(role=self.role, content=self.content)
+        return Message(role=self.role, content=[_chat_part(part) for part in self.content])
 
 
 def _chat_part(part: InputText | InputImage) -> TextPart | ImagePart:
@@ -76,6 +74,7 @@ class ResponseBody(Sampled):
     not_here = _NOT_IN_RESPONSES
     instead = _NOTHING_KEPT
 
+    n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
     input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None

@@ -73,7 +73,7 @@ class Sampled(Guided):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | _Strings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
@@ -88,8 +88,7 @@ class Sampled(Guided):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = (self.model_extra or {}) | ({} if self.n is None else {"n": self.n})
-        for name, value in given.items():
+        for name, value in (self.model_extra or {}).items():
             if name in self.not_here and value is not None and value not in self.not_here[name]:
                 raise ValueError(f"{name} is not served here: {self.instead.get(name, 'leave it out')}")
         stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
@@ -112,7 +111,8 @@ class Sampled(Guided):
         return None
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
-        """Of one of several choices, each of which has draws of its own. Raises UserError."""
+        """Of one of several choices, each of which has draws of its own. The first one has the log-probabilities of
+        their prompt for all. Raises UserError."""
         given = {
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -127,11 +127,13 @@ class Sampled(Guided):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # as vLLM says that it is off
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
+        # Without new tokens a request is there for these alone.
+        others = 0 if max_new_tokens == 0 and self.prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs if choice == 0 else others,
             guide=guide,
             **{name: value for name, value in given.items() if value is not None},
         )

@@ -12,14 +12,29 @@ export class Problem extends Error {
   }
 }
 
+let known = stored();
+
+function stored() {
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return ""; // a browser that keeps nothing
+  }
+}
+
 export function key() {
-  return sessionStorage.getItem(KEY) ?? "";
+  return known;
 }
 
 /** @param {string} value */
 export function setKey(value) {
-  if (value) sessionStorage.setItem(KEY, value);
-  else sessionStorage.removeItem(KEY);
+  known = value;
+  try {
+    if (value) sessionStorage.setItem(KEY, value);
+    else sessionStorage.removeItem(KEY);
+  } catch {
+    // the page knows it until it is left
+  }
 }
 
 /**

@@ -53,11 +53,12 @@ export class Live {
       for await (const { name, data } of events(response)) {
         const event = JSON.parse(data);
         if (name === "server") {
-          this.waitS = FIRST_WAIT_S;
           this.heard.status("on", "Connected");
           this.heard.server(event);
-        } else if (name === "state") this.heard.state(event);
-        else if (name === "error") words = sentence(event.error.message);
+        } else if (name === "state") {
+          this.waitS = FIRST_WAIT_S; // not before: an engine that starts again has none
+          this.heard.state(event);
+        } else if (name === "error") words = sentence(event.error.message);
       }
     } catch (error) {
       if (opened.signal.aborted) return;

@@ -1,0 +1,58 @@
+"""Connections: how many there may be, and for how long each may keep the server waiting for what it sends."""
+
+import asyncio
+import resource
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+BACKLOG = 256  # that are taken in one go, before any of them can be refused
+_RESERVE = BACKLOG + 256  # descriptors that are left for those, for ranks that start again, and for files
+_HEAD_S = 30.0  # for the head of a request
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def most_connections() -> int:
+    """As the limit of open files is, half of which is the server's own where it is low."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 if limit == resource.RLIM_INFINITY else max(limit - _RESERVE, limit // 2)
+
+
+class Connection(H11Protocol):
+    """Is closed where there are too many, and where a request has begun to come, but its head is not whole in time; the
+    same of what comes once the answer has been sent. `Gate` sees to bodies, and uvicorn to the time between two
+    requests."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
+            self._wait()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """From now on, unless it has begun before."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,46 @@
+"""How bodies are read, and for how long they are kept."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+# Levels. Schemas of guides have at most 64 of their own, and what is done with a body holds for 255.
+DEEPEST = 100
+
+
+class BodyRoute(APIRoute):
+    """Refuses a body that is nested too deep, before anything is made of it, and lets go of it once its answer begins:
+    that may take long, and images are large."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            # That which is given stays until the answer has ended: one of our own reads the body.
+            return await handle(_Read(request.scope, request.receive))
+
+        return handler
+
+
+class _Read(Request):
+    async def json(self) -> Any:
+        """Raises HTTPException."""
+        try:
+            found = await super().json()
+        except RecursionError:
+            found = None
+        else:
+            if not _is_deeper(found, DEEPEST):
+                return found
+        raise HTTPException(400, f"the body is nested deeper than {DEEPEST} levels: make it flatter")
+
+
+def _is_deeper(found: Any, levels: int) -> bool:
+    level = [found] if isinstance(found, (dict, list)) else []
+    for _ in range(levels):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+    return bool(level)
