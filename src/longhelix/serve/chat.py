@@ -28,7 +28,7 @@ def routes(serving: Serving) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=forms.ChatCompletion,
-        responses=statuses(404, 429, 500, 503) | streamed(),
+        responses=statuses(404, 422, 429, 500, 503) | streamed(),
     )
     async def chat(body: ChatBody) -> Response:
         serving.check_model(body.model)

@@ -23,7 +23,7 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
     @router.post(
-        "/v1/completions", response_model=forms.Completion, responses=statuses(404, 429, 500, 503) | streamed()
+        "/v1/completions", response_model=forms.Completion, responses=statuses(404, 422, 429, 500, 503) | streamed()
     )
     async def complete(body: CompletionBody) -> Response:
         serving.check_model(body.model)

@@ -21,6 +21,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    422: "server_error",
     429: "rate_limit_error",
 }
 _CODES = {
@@ -151,7 +152,8 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
         case DisconnectedError():
             return 499, "the client has gone", "disconnected", None
         case RequestError():
-            return 500, str(error), error.code, None
+            # It would fail again. Clients send again what got 500, and a request that ends ranks does so each time.
+            return 422, str(error), error.code, None
         case _:
             logger.error("a request failed", exc_info=error)
             return 500, "the server has failed in this request: its log says why", "internal_error", None

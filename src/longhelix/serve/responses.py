@@ -21,7 +21,7 @@ def routes(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
     @router.post(
-        "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 429, 500, 503) | streamed()
+        "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 422, 429, 500, 503) | streamed()
     )
     async def respond(body: ResponseBody) -> Response:
         serving.check_model(body.model)

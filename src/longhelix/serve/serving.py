@@ -142,7 +142,7 @@ class Serving:
     ) -> list[int] | ReadPrompt:
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
         show and the tools that they may call. Their content is not kept: an answer may take long, and images are large
-        (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be, and OverloadedError."""
+        (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be, OverloadedError."""
         tokenizer = self.llm.tokenizer
         given = [message.for_template() for message in messages]
         urls = [url for message in messages for url in message.image_urls]

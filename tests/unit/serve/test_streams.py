@@ -8,6 +8,7 @@ import pytest
 
 from longhelix import UserError
 from longhelix.engine.result import Delta
+from longhelix.errors import RequestError
 from longhelix.serve import streams
 from longhelix.serve.driver import Progress
 from longhelix.serve.errors import ClientError, of_error
@@ -133,3 +134,10 @@ def test_refusals_are_in_clients_words(error, status, param):
     assert "--" not in found["message"]
     assert "/srv" not in found["message"]
     assert "max_new_tokens" not in found["message"]
+
+
+def test_what_would_fail_again_has_no_status_that_clients_send_again():
+    answer = of_error(RequestError("the request failed: its logits are no numbers"))
+    found = json.loads(answer.body)["error"]
+    assert (answer.status_code, found["type"], found["code"]) == (422, "server_error", RequestError("").code)
+    assert answer.status_code not in (408, 409, 429)
