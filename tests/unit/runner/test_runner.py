@@ -42,6 +42,8 @@ SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size
 class Model:
     """Logits are a row's token and position, turned; `broken` rows have none."""
 
+    layers_begun = 0
+
     def __init__(self, mesh):
         self.mesh = mesh
         self.fed, self.batches, self.broken = [], [], set()

@@ -305,7 +305,7 @@ def test_all_refusals_are_documented_and_no_page_has_scripts_from_elsewhere():
 
 def test_restarts_are_counted():
     async def test(client, llm, serving):
-        llm.restart = lambda failures: setattr(llm, "failure", None)
+        llm.restart = lambda failures, **told: setattr(llm, "failure", None)
         llm.failure = EngineError("rank 1 failed")
         assert (await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})).status_code == 200
         assert await counted(client, "longhelix:engine_restarts_total") == 1
