@@ -127,7 +127,8 @@ def test_a_client_that_goes_away_leaves_nothing_held(server, client):
     counts = Counts(client)
     body = {"prompt": [31] * 700, "max_tokens": 1000, "stream": True, **GREEDY}
     with client.stream("POST", "/v1/completions", json=body) as answer:
-        next(line for line in answer.iter_lines() if line.startswith("data"))  # and no comment of a slow one
+        lines = answer.iter_lines()
+        next(line for line in lines if line.startswith("data"))  # and no comment of a slow one
         held = [0, 0]
         while min(held) < 20:  # a step that takes long delays what is seen
             seen = counted(client)

@@ -279,7 +279,7 @@ def test_a_dropped_document_is_read_and_its_blocks_are_seen(page, server):
     name, question = '<img src="x" onerror="fail()">.txt', "Which number comes first? <i>Answer</i> shortly."
     content = f'Document "{name}":\n\n{document}\n\n{question}'
     ids = server.llm.tokenizer.encode_chat([{"role": "user", "content": content}])
-    assert len(ids) > 2000
+    assert len(ids) > 1500
     server.seen.clear()
     page.execute_script("window.shown.live.length = 0")
     page.execute_script(DROP, [[name, document], ["a.bin", "\0"]])
