@@ -309,13 +309,13 @@ def test_an_interrupt_inside_a_step_ends_the_engine(oracle, monkeypatch):
 
 def test_an_interrupted_add_leaves_the_others_running(llm, monkeypatch):
     other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
-    add = llm._core.add
+    queue = llm._core.queue
 
     def interrupted(*arguments):
-        add(*arguments)
+        queue(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm._core, "add", interrupted)
+    monkeypatch.setattr(llm._core, "queue", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.add(PROMPT, SamplingParams(max_new_tokens=90))
     monkeypatch.undo()

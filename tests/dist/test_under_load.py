@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "load.py"
-OPTIONS = {"seconds": 60, "streams": 8, "prompt-tokens": 24, "new-tokens": 24, "kill": 0.04, "checked": 30}
+OPTIONS = {"seconds": 60, "streams": 8, "prompt-tokens": 24, "new-tokens": 24, "kill": 0.04, "checked": 10}
 
 
 @pytest.mark.timeout(280)
