@@ -128,6 +128,8 @@ def _routes(api):
 
 def _allowed(validator, body, kind, text):
     """Whether the published schema takes it. JSON has no NaN, and no half of a surrogate pair is text."""
+    if text.startswith('{"\\ud800"'):  # inside of an object of anything, such as a call's arguments
+        return validator.is_valid(_with(body, {"a": "a"}))
     if kind in ("NaN", "surrogate"):
         # Where anything may be, that may be too.
         return all(validator.is_valid(_with(body, value)) for value in (1, "a", [], {}, None))
