@@ -155,7 +155,8 @@ class ContextFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if not self._has_looked:
                 self._has_looked = True
-                threading.Thread(target=_remove_left, args=(self.path,), name=_REMOVING).start()
+                left = list(self.path.glob(f"{_UNFINISHED}*"))  # before there is one of its own
+                threading.Thread(target=_remove_left, args=(left,), name=_REMOVING).start()
             folder, lock = _unfinished(self.path)
             try:
                 yield folder
@@ -202,9 +203,9 @@ def _remove(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_left(path: Path) -> None:
-    """Folders in it whose writers have ended before them."""
-    for folder in path.glob(f"{_UNFINISHED}*"):
+def _remove_left(folders: list[Path]) -> None:
+    """Those whose writers have ended before them."""
+    for folder in folders:
         with suppress(OSError):  # one that is written, or gone already
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
