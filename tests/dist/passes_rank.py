@@ -267,7 +267,7 @@ def one_store(rank, size):
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
     for min_tokens in (1, 100):
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
         near(compiled(own, SequenceParallel(min_tokens=min_tokens))(x), own(x))
 
 

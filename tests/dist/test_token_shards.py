@@ -14,7 +14,7 @@ from test_llm import needs_compiler
 
 from longhelix.kernels import native
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def wide(config, name):
