@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from longhelix import LLM, Layout
-from longhelix.serve.driver import Driver, Limits, Recovery
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.server import Address, _Server, run
 from longhelix.serve.serving import Serving

@@ -15,7 +15,7 @@ from oracle import FAMILIES, NATIVE_SIZES, make_oracle, save_tokenizer_files
 from served import served
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.serve.driver import Recovery
+from longhelix.serve.engine_thread import Recovery
 from longhelix.workers import pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores"), pytest.mark.timeout(600)]

@@ -15,7 +15,8 @@ import pytest
 from served import MOST_BODY_BYTES, events, served, settled
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.serve.driver import Limits, Recovery
+from longhelix.serve.driver import Limits
+from longhelix.serve.engine_thread import Recovery
 
 pytestmark = pytest.mark.dist
 

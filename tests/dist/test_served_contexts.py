@@ -11,7 +11,7 @@ import pytest
 from served import served, settled
 
 from longhelix.serve import contexts as served_contexts
-from longhelix.serve.driver import Recovery
+from longhelix.serve.engine_thread import Recovery
 
 pytestmark = pytest.mark.dist
 

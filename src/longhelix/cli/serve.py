@@ -80,7 +80,8 @@ def serve(
         Where an OpenTelemetry collector takes traces over HTTP, such as http://localhost:4318/v1/traces; wants
         longhelix[trace]. [default: no traces]
     """
-    from longhelix.serve.driver import Driver, Limits, Recovery  # loads what answers HTTP
+    from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
+    from longhelix.serve.engine_thread import Recovery
     from longhelix.serve.gate import Admission
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving

@@ -10,8 +10,9 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.serve import answers as forms
+from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody
-from longhelix.serve.driver import Answers, Asked
+from longhelix.serve.driver import Answers
 from longhelix.serve.errors import ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import BodyRoute

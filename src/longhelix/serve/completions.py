@@ -7,8 +7,9 @@ from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
+from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import CompletionBody
-from longhelix.serve.driver import Answers, Asked
+from longhelix.serve.driver import Answers
 from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import BodyRoute

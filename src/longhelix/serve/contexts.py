@@ -11,9 +11,9 @@ from longhelix.engine.saving import Saving
 from longhelix.errors import UserError
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ContextBody
-from longhelix.serve.driver import OverloadedError, ShuttingDownError
 from longhelix.serve.errors import ClientError, reason, statuses
 from longhelix.serve.reading import BodyRoute
+from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.serving import Serving
 
 _MOST_AT_A_TIME = 4  # that are computed or written: each may be as long as the model's context

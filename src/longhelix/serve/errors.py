@@ -14,7 +14,7 @@ from longhelix.errors import EngineError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.calls import current
-from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
+from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
 _TYPES = {
     400: "invalid_request_error",

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers
+from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import Sampled
-from longhelix.serve.driver import Asked
 from longhelix.serve.errors import of_error
 from longhelix.serve.serving import Serving
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from longhelix.serve.driver import OverloadedError
+from longhelix.serve.refusals import OverloadedError
 
 _Value = TypeVar("_Value")
 

@@ -16,9 +16,10 @@ from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.runner.config import EngineConfig
-from longhelix.serve.driver import Driver, OverloadedError, RestartingError, ShuttingDownError
+from longhelix.serve.driver import Driver
 from longhelix.serve.errors import Refusal, of_error, statuses
 from longhelix.serve.form import one_line
+from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
 

@@ -24,7 +24,8 @@ from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
 from longhelix.runner.config import EngineConfig
 from longhelix.serve.course import Course
-from longhelix.serve.driver import Driver, RestartingError, ShuttingDownError
+from longhelix.serve.driver import Driver
+from longhelix.serve.refusals import RestartingError, ShuttingDownError
 
 PREFIX = "longhelix"
 REASONS = ("stop", "length", "abort", "error")

@@ -11,8 +11,8 @@ import uvicorn
 from longhelix.errors import UserError
 from longhelix.serve.app import build
 from longhelix.serve.connections import BACKLOG, Connection
-from longhelix.serve.driver import ShuttingDownError
 from longhelix.serve.gate import Admission, is_loopback
+from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.serving import Serving
 
 _KEEP_ALIVE_S = 75  # between two requests of a client

@@ -12,14 +12,16 @@ from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.request import SamplingParams
+from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ContextBody, Message, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
-from longhelix.serve.driver import Answers, Asked, Driver, ShuttingDownError
+from longhelix.serve.driver import Answers, Driver
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
 from longhelix.serve.journal import Journal
 from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
+from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.traces import Traces
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them

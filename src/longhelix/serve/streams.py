@@ -9,7 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
-from longhelix.serve.driver import Answers, Progress
+from longhelix.serve.asked import Progress
+from longhelix.serve.driver import Answers
 from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
 

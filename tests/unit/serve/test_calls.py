@@ -15,7 +15,8 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.serve.app import build
-from longhelix.serve.driver import Driver, Limits, Recovery
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
 from longhelix.serve.reading import DEEPEST

@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from longhelix.errors import EngineError
-from longhelix.serve.driver import Driver, Limits, Recovery, RestartingError
+from longhelix.serve.driver import Driver, Limits
+from longhelix.serve.engine_thread import Recovery
+from longhelix.serve.refusals import RestartingError
 
 pytestmark = pytest.mark.unit
 

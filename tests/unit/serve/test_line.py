@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from longhelix.serve.driver import OverloadedError
 from longhelix.serve.line import Line
+from longhelix.serve.refusals import OverloadedError
 
 pytestmark = pytest.mark.unit
 

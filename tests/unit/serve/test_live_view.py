@@ -13,7 +13,7 @@ from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.layout import HeadShape
 from longhelix.serve import live
-from longhelix.serve.driver import OverloadedError, RestartingError, ShuttingDownError
+from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from longhelix import UserError
 from longhelix.engine.result import Delta
 from longhelix.errors import RequestError
 from longhelix.serve import streams
-from longhelix.serve.driver import Progress
+from longhelix.serve.asked import Progress
 from longhelix.serve.errors import ClientError, of_error
 from longhelix.serve.form import Form
 

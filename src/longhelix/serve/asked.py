@@ -1,0 +1,70 @@
+"""A request for the engine, and its way there."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from longhelix.engine.prompt import Prompt
+from longhelix.engine.result import Delta
+from longhelix.request import SamplingParams, ServiceLevel
+from longhelix.serve.course import Course
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many tokens of a prompt the ranks have been given."""
+
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for the engine. num_tokens: of the prompt, and of the saved context before it. watched: its progress is
+    told before its first token."""
+
+    prompt: Prompt
+    num_tokens: int
+    sampling: SamplingParams
+    service: ServiceLevel
+    watched: bool = False
+    context: str | None = None
+
+
+class Answer:
+    """One request on its way, which waits until it has its first token. taken: is done once the engine has taken it, or
+    has the refusal."""
+
+    def __init__(self, asked: Asked, give: Callable[["Got"], None]) -> None:
+        self.asked, self.give = asked, give
+        self.waits = True
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Of several refusals of one call the first is told: the others count as told, too.
+        self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
+        # The engine thread's alone.
+        self.request_id: int | None = None
+        self.failures = 0  # of the engine while it was added
+        self.aborted = False
+        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
+
+    @property
+    def was_refused(self) -> bool:
+        return self.taken.done() and not self.taken.cancelled() and self.taken.exception() is not None
+
+
+Got = Delta | Progress | Exception
+
+
+def settle(future: "asyncio.Future[_Value]", value: _Value) -> None:
+    """Unless whoever waited for it has gone."""
+    if not future.done():
+        future.set_result(value)
+
+
+def fail(future: "asyncio.Future[_Value]", error: Exception) -> None:
+    """Likewise."""
+    if not future.done():
+        future.set_exception(error)
