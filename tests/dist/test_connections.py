@@ -8,6 +8,7 @@ import socket
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 
 from longhelix.serve import connections, errors, gate
 from longhelix.serve.gate import Admission, Gate
@@ -15,12 +16,14 @@ from longhelix.serve.gate import Admission, Gate
 pytestmark = pytest.mark.dist
 
 SOON_S, LATE_S = 0.3, 5.0  # what is waited for, and what no test takes
+MUCH = 400  # pieces: more than buffers of sockets hold
 HEAD = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 20\r\n"
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(connections, "_HEAD_S", SOON_S)
+    monkeypatch.setattr(connections, "_READ_S", SOON_S)
     monkeypatch.setattr(gate, "_BODY_S", SOON_S)
 
 
@@ -35,6 +38,10 @@ def application():
     @app.post("/deaf")
     async def deaf() -> str:
         return "nothing is read"
+
+    @app.get("/much")
+    async def much() -> StreamingResponse:
+        return StreamingResponse(b"x" * 65_536 for _ in range(MUCH))
 
     app.add_middleware(Gate, admission=Admission((), 10_000))
     return app
@@ -154,6 +161,32 @@ def test_what_comes_in_time_is_served_however_long_its_pieces_take_together(monk
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
                 assert await reader.readexactly(2) == b"20"
                 await asyncio.sleep(2 * SOON_S)  # the time between two requests is another one
+
+    run(test)
+
+
+def test_an_answer_that_nobody_reads_is_cut_off():
+    async def test(opened):
+        async with opened() as (reader, writer):
+            writer.write(b"GET /much HTTP/1.1\r\nhost: here\r\n\r\n")
+            await asyncio.sleep(4 * SOON_S)
+            come = b""
+            with contextlib.suppress(ConnectionError):
+                come = await rest(reader)
+            assert len(come) < 65_536 * MUCH
+
+    run(test)
+
+
+def test_an_answer_that_is_read_with_pauses_is_whole():
+    async def test(opened):
+        async with opened() as (reader, writer):
+            writer.write(b"GET /much HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+            come = 0
+            while piece := await asyncio.wait_for(reader.read(1 << 22), LATE_S):
+                come += len(piece)
+                await asyncio.sleep(SOON_S / 20)
+            assert come > 65_536 * MUCH
 
     run(test)
 

@@ -1,4 +1,5 @@
-"""Connections: how many there may be, and for how long each may keep the server waiting for what it sends."""
+"""Connections: how many there may be, and for how long each may keep the server waiting for what it sends or
+reads."""
 
 import asyncio
 import resource
@@ -10,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 BACKLOG = 256  # that are taken in one go, before any of them can be refused
 _RESERVE = BACKLOG + 256  # descriptors that are left for those, for ranks that start again, and for files
 _HEAD_S = 30.0  # for the head of a request
+_READ_S = 60.0  # for a client to read so much of what waits for it that more may come
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -21,12 +23,13 @@ def most_connections() -> int:
 
 class Connection(H11Protocol):
     """Is closed where there are too many, and where a request has begun to come, but its head is not whole in time; the
-    same of what comes once the answer has been sent. `Gate` sees to bodies, and uvicorn to the time between two
-    requests."""
+    same of what comes once the answer has been sent. A client that does not read its answer is cut off, which ends its
+    request. `Gate` sees to bodies, and uvicorn to the time between two requests."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -43,8 +46,17 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(_READ_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_reading()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_reading()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -56,3 +68,8 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
