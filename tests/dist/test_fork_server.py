@@ -21,6 +21,7 @@ from longhelix.workers import process
 from longhelix.workers.environment import rank_environment
 from longhelix.workers.fork_server import fork_server, inheritance, server_for
 from longhelix.workers.ranks import Ranks
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -224,7 +225,7 @@ def test_a_process_that_the_system_refuses_is_an_error_in_words(tmp_path):
     assert server.is_up
 
 
-@pytest.mark.parametrize("interrupted", ["before it is asked", "before it answers", "after it has answered"])
+@pytest.mark.parametrize("interrupted", few(["before it answers", "before it is asked", "after it has answered"]))
 def test_an_interrupt_while_a_process_starts_ends_that_one_alone(server, monkeypatch, interrupted):
     """At once, whoever else has processes of this server."""
     other = server.start(["plain_process", "stay"])

@@ -240,7 +240,8 @@ def test_mla_equals_softmax_where_values_are_the_first_channels_of_keys(pool_dty
             assert_equals_softmax(case, device)
 
 
-@pytest.mark.parametrize("few_rows", few([16, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("few_rows", [16, 1])
 def test_the_heads_of_one_row_may_fill_several_tiles(few_rows, device):
     with split_at(128, few_rows):
         assert_equals_softmax(Case([[20], [140, 9]], 1, 72, 48, 32, dtype=torch.float16), device)
@@ -277,13 +278,12 @@ def test_more_splits_than_are_merged_at_once(device):
     few(
         [
             ([[600, 700]], 3 * 2**15, 1),
-            ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 0, 8),  # a row at a time
             ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 3 * 2**15, 2),  # room for 7 rows, which is a tile of 5
+            ([[600], [0, 700], [], [5], [900, 1, 2], [300]], 0, 8),  # a row at a time
             ([[400], [*range(300, 320)], [600]], 10 * 7800 - 1, 5),  # a chunk; room for 9 rows
             ([[400], [*range(300, 320)], [600]], 10 * 7800, 3),
             ([[*range(580, 600)]], 2**20, 1),
-        ],
-        2,
+        ]
     ),
     ids=str,
 )
