@@ -29,7 +29,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -48,15 +48,15 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(_READ_S, self.transport.abort)
+        self._unread = self.loop.call_later(_READ_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stop_reading()
+        self._has_read()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._stop_reading()
+        self._has_read()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _stop_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _has_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
