@@ -51,12 +51,12 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(_READ_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._has_read()
+        self._forget_unread()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._has_read()
+        self._forget_unread()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _has_read(self) -> None:
+    def _forget_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
