@@ -1,0 +1,99 @@
+"""The engine on one CUDA device gives transformers' greedy tokens and log-probabilities, in every way to run layers."""
+
+import numpy as np
+import pytest
+import torch
+
+from longhelix import LLM, SamplingParams
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device that torch can use"),
+]
+
+TOLERANCE = 1e-3  # of log-probabilities, float32 both
+EXECUTIONS = ("eager", "recorded", "compiled")
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(family):
+        if family not in made:
+            made[family] = make_oracle((FAMILIES | WITH_EXPERTS)[family], tmp_path_factory.mktemp(family))
+            save_tokenizer_files(made[family].path)
+        return made[family]
+
+    return oracle
+
+
+def log_probabilities(logits_SV):
+    shifted_SV = logits_SV - logits_SV.max(axis=-1, keepdims=True)
+    return shifted_SV - np.log(np.exp(shifted_SV).sum(axis=-1, keepdims=True))
+
+
+def assert_equals(oracle, results):
+    """Up to a near tie of the reference's two best tokens, from where on both are right."""
+    for prompt, tokens, logits_SV, result in zip(oracle.prompts, oracle.tokens, oracle.logits, results, strict=True):
+        assert len(result.token_ids) == NEW_TOKENS
+        expected_SV = log_probabilities(logits_SV.astype(np.float64))[len(prompt) - 1 :]
+        for place, (token, wanted) in enumerate(zip(result.token_ids, tokens, strict=True)):
+            assert abs(result.logprobs[place][token] - expected_SV[place][token]) <= TOLERANCE
+            if token != wanted:
+                best = np.sort(expected_SV[place])[-2:]
+                assert best[1] - best[0] < 2 * TOLERANCE
+                break
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
+def test_tokens_and_log_probabilities_equal_transformers(oracles, family, execution):
+    """Chunks that cut every longer prompt, then one that holds all; requests beside each other, then one alone."""
+    oracle = oracles(family)
+    asked = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=1, ignore_eos=True)
+    for chunk_tokens in (7, 4096):
+        with LLM(str(oracle.path), device="cuda", execution=execution, chunk_tokens=chunk_tokens) as llm:
+            assert llm.config.device == "cuda"
+            assert_equals(oracle, llm.generate(oracle.prompts, asked))
+            (alone,) = llm.generate(oracle.prompts[-1:], asked)
+            assert alone.token_ids == llm.generate(oracle.prompts, asked)[-1].token_ids
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "fp8", "int8"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_narrow_keys_and_values_run_as_on_cpus(oracles, family, kv_dtype):
+    """Where the model's head sizes hold the format; the first token's log-probability, before ways can part."""
+    oracle, first = oracles(family), []
+    asked = SamplingParams(max_new_tokens=1, logprobs=1, ignore_eos=True)
+    for device in ("cpu", "cuda"):
+        try:
+            with LLM(str(oracle.path), device=device, kv_dtype=kv_dtype, execution="eager") as llm:
+                first.append(llm.generate(oracle.prompts, asked))
+        except ValueError as refused:
+            pytest.skip(f"{device} refuses: {refused}")
+    for on_cpu, on_cuda in zip(*first, strict=True):
+        (token,) = on_cuda.token_ids
+        assert on_cpu.logprobs[0].get(token, -np.inf) == pytest.approx(on_cuda.logprobs[0][token], abs=0.05)
+
+
+def test_sampling_takes_the_same_tokens_as_on_cpus(oracles):
+    """Seeded draws from logits that differ in their last bits alone."""
+    oracle, given = oracles("qwen3"), []
+    asked = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, top_k=20, seed=7, ignore_eos=True)
+    for device in ("cpu", "cuda"):
+        with LLM(str(oracle.path), device=device) as llm:
+            given.append([result.token_ids for result in llm.generate(oracle.prompts, asked)])
+    assert given[0] == given[1]
+
+
+def test_many_requests_share_a_small_pool(oracles):
+    """Some are preempted, and swap or run again: their tokens stay those that each gives alone."""
+    oracle = oracles("llama")
+    asked = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = [[(start + place) % 199 for place in range(20 + start % 17)] for start in range(24)]
+    with LLM(str(oracle.path), device="cuda", kv_cache_tokens=256, chunk_tokens=16) as llm:
+        together = [result.token_ids for result in llm.generate(prompts, asked)]
+        alone = [llm.generate([prompt], asked)[0].token_ids for prompt in prompts]
+    assert together == alone
