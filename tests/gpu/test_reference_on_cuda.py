@@ -186,15 +186,18 @@ def test_linear_equals_the_cpu(dtype):
 def test_torch_accepts_the_ops_on_the_device():
     ops, dtype = torch.ops.longhelix, torch.bfloat16
     q_TqC, k_PDkC, v_PDkC, *rest = attention_inputs(dtype, dtype)
+    rounded = False
     k_TkC, v_TkC, *_, slots_T = write_inputs(dtype, dtype)
     pool, format = pool_arguments(k_PDkC, v_PDkC)
     *product, out_dtype = linear_inputs(dtype)
     for op, inputs in (
-        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format, rounded)),
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
         (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, "plain")),
+        (ops.route, (torch.randn(20, 6), torch.randn(6), 6, 2, False, False, True, True, 3, 2, 2.5)),
+        (ops.route, (torch.randn(20, 7), None, 6, 2, True, True, False, False, 1, 1, 1.0)),
     ):
         assert set(opcheck(op.default, tuple(on_device(list(inputs)))).values()) == {"SUCCESS"}
 
