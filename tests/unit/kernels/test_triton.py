@@ -268,6 +268,13 @@ def test_splits_meet_at_their_positions(length, device):
     assert_equals_softmax(Case([[length, length - 1, 1]], 1, 2, 16, 16, block_tokens=32), device)
 
 
+@pytest.mark.parametrize("few_rows", [1, 16])
+def test_a_tile_full_of_rows_ends_with_its_split(few_rows, device):
+    """No row of it is padding, and all of them see tokens of later splits."""
+    with split_at(64, few_rows):
+        assert_equals_softmax(Case([[*range(300, 308)], [200]], 1, 16, 64, 64), device)
+
+
 def test_more_splits_than_are_merged_at_once(device):
     with split_at(32):
         assert_equals_softmax(Case([[600, 5]], 1, 1, 520, 512), device)
