@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from longhelix import LLM, SamplingParams
+from longhelix.kernels import native
 from oracle import (
     FAMILIES,
     NATIVE_LATENTS,
@@ -72,9 +73,11 @@ def test_tokens_and_log_probabilities_equal_transformers(oracles, family, execut
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "fp8", "int8"])
-@pytest.mark.parametrize("family", ["native-llama", "native-deepseek_v3"])
+@pytest.mark.parametrize("family", ["native-llama"])
 def test_narrow_keys_and_values_cost_no_more_than_on_cpus(oracles, family, kv_dtype):
     """How far the prompts' log-probabilities are from those of float32 keys and values, on average."""
+    if native.module is None and kv_dtype in ("fp8", "int8"):
+        pytest.skip("this install has no native CPU kernels, which hold these formats there")
     oracle, asked = oracles(family), SamplingParams(max_new_tokens=1, prompt_logprobs=0, ignore_eos=True)
     errors = []
     for device in ("cpu", "cuda"):

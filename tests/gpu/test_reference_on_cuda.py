@@ -75,11 +75,11 @@ def attention_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
 def pool_arguments(k_PDkC: Tensor, v_PDkC: Tensor) -> tuple:
     """Values, scales and format of a layer in rows, as the ops take them."""
     dtype = str(k_PDkC.dtype).removeprefix("torch.")
-    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), ("rows", dtype, k_PDkC.shape[-1], False)
+    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), ("rows", dtype, k_PDkC.shape[-1], False, False)
 
 
 def layer_of(k_PDkC: Tensor, v_PDkC: Tensor) -> KVLayer:
-    (values, scales), (_, dtype, size, shared) = pool_arguments(k_PDkC, v_PDkC)
+    (values, scales), (_, dtype, size, shared, _) = pool_arguments(k_PDkC, v_PDkC)
     return KVLayer(KVFormat(dtype, *k_PDkC.shape[1:3], size, size, ROWS, shared_values=shared), values, scales)
 
 
@@ -186,12 +186,11 @@ def test_linear_equals_the_cpu(dtype):
 def test_torch_accepts_the_ops_on_the_device():
     ops, dtype = torch.ops.longhelix, torch.bfloat16
     q_TqC, k_PDkC, v_PDkC, *rest = attention_inputs(dtype, dtype)
-    rounded = False
     k_TkC, v_TkC, *_, slots_T = write_inputs(dtype, dtype)
     pool, format = pool_arguments(k_PDkC, v_PDkC)
     *product, out_dtype = linear_inputs(dtype)
     for op, inputs in (
-        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format, rounded)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format)),
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
