@@ -194,7 +194,7 @@ def test_torch_accepts_the_ops_on_the_device():
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
-        (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, "plain")),
+        (ops.linear, (*product, out_dtype, None, "bfloat16", 80, 96, "plain")),
         (ops.route, (torch.randn(20, 6), torch.randn(6), 6, 2, False, False, True, True, 3, 2, 2.5)),
         (ops.route, (torch.randn(20, 7), None, 6, 2, True, True, False, False, 1, 1, 1.0)),
     ):
