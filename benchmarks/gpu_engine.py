@@ -65,7 +65,7 @@ def main() -> None:
         print(f"started in {time.perf_counter() - started:.1f} s; {torch.cuda.get_device_name()}; {given.execution}")
         print("| context | batch | last TTFT, s | predicted | prompt tokens/s | TBT p50, ms | predicted | over |")
         print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-        warm = [prompt(given.chunk // 2, number) for number in range(2)]
+        warm = [prompt(min(given.contexts), number) for number in range(2)]
         llm.generate(warm, SamplingParams(max_new_tokens=8, ignore_eos=True))
         for context in given.contexts:
             for batch in (size for size in given.batches if size * context <= room):
@@ -75,11 +75,9 @@ def main() -> None:
                 last = [result.tbt_s[-24:] for result in results]
                 tbt = statistics.median(time for times in last for time in times)
                 predicted_ttft, predicted_tbt = predicted(llm, given, context, batch)
-                print(
-                    f"| {context} | {batch} | {ttft:.3f} | {batch * predicted_ttft:.3f} | "
-                    f"{batch * context / ttft:.0f} | {tbt * 1e3:.2f} | {predicted_tbt * 1e3:.2f} | {tbt / predicted_tbt:.2f} |",
-                    flush=True,
-                )
+                prefill = f"{ttft:.3f} | {batch * predicted_ttft:.3f} | {batch * context / ttft:.0f}"
+                decode = f"{tbt * 1e3:.2f} | {predicted_tbt * 1e3:.2f} | {tbt / predicted_tbt:.2f}"
+                print(f"| {context} | {batch} | {prefill} | {decode} |", flush=True)
 
 
 def predicted(llm: LLM, given: argparse.Namespace, context: int, batch: int) -> tuple[float, float]:

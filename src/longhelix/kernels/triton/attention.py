@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 # a float32 sum for every row-head and channel. Block ids come a stage before K and V: 3 stages load those of the next
 # turn, 5 those of the next two.
 _FEW = {64: Tile(64, 128, 4, 4), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 64, 8, 3)}
-_MANY = {64: Tile(128, 64, 8, 5), 128: Tile(256, 64, 8, 5), 256: Tile(64, 64, 8, 3), 512: Tile(64, 64, 8, 3)}
+_MANY = {64: Tile(128, 64, 8, 5), 128: Tile(128, 64, 4, 4), 256: Tile(64, 64, 8, 3), 512: Tile(64, 64, 8, 3)}
 # Of keys and values in bytes, which are made wider between loads and products: warps by themselves, that wait for none.
 _FEW_BYTES = {64: Tile(16, 128, 2, 5), 128: Tile(16, 32, 1, 5), 256: Tile(16, 32, 2, 5), 512: Tile(16, 32, 4, 5)}
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
