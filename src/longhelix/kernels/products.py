@@ -51,14 +51,14 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
     if scales_TX is not None:
         raise ValueError("scales are of rows of int8 for a weight of w8a8 in panels: leave them out elsewhere")
     _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
-    if x_TX.is_cuda and x_TX.dtype != torch.float64:
+    if x_TX.is_cuda:
         return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
 
 
 def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype):
     """The reference, with one launch for the norm and one for the gate."""
-    if norm is not None and norm.dtype == x_TX.dtype:
+    if norm is not None:
         x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
     if not swiglu:
         return reference.linear(x_TX, values, bias, norm, norm_eps, False, residual, dtype)

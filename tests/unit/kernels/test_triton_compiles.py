@@ -103,6 +103,9 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
                 (BF16, FLOAT8, 64, 8, 128, 128),
                 (BF16, INT8, 16, 1, 256, 256),
                 (BF16, BF16, 128, 1, 576, 512),
+                (BF16, BF16, 8, 1, 512, 512),
+                (BF16, FLOAT8, 64, 1, 512, 512),
+                (torch.float32, FLOAT8, 16, 1, 128, 128),
                 (torch.float16, torch.float16, 32, 32, 80, 80),
             )
         ),

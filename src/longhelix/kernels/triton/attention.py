@@ -39,8 +39,9 @@ class Tile(NamedTuple):
 # turn, 5 those of the next two.
 _FEW = {64: Tile(64, 128, 4, 4), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 64, 8, 3)}
 _MANY = {64: Tile(128, 64, 8, 5), 128: Tile(128, 64, 4, 4), 256: Tile(64, 64, 8, 3), 512: Tile(64, 64, 8, 3)}
-# Of keys and values in bytes, which are made wider between loads and products: warps by themselves, that wait for none.
+# Of keys and values in bytes, which are made wider between loads and products: by few warps, which wait for each other.
 _FEW_BYTES = {64: Tile(16, 128, 2, 5), 128: Tile(16, 32, 1, 5), 256: Tile(16, 32, 2, 5), 512: Tile(16, 32, 4, 5)}
+_TWO_ARRAYS_OF_512 = Tile(64, 32, 8, 3)
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
 _FLOAT32 = {64: Tile(16, 32, 4, 3), 128: Tile(16, 16, 4, 3), 256: Tile(16, 16, 4, 3), 512: Tile(16, 16, 8, 3)}
 
@@ -83,14 +84,10 @@ def partial_attention(
         return out_TqC, lse_Tq
     group = num_query_heads // num_kv_heads
     dot_dtype = q_TqC.dtype if scales_PADk is not None else torch.promote_types(q_TqC.dtype, kv_PADkC.dtype)
-    few, many = (_FLOAT32, _FLOAT32) if dot_dtype == torch.float32 else (_FEW, _MANY)
-    if scales_PADk is not None and group <= 16:
-        few = _FEW_BYTES
-    table_key = max(64, _padded(value_size))
-    tile = few[table_key]
-    shapes = [(tile._replace(row_heads=min(tile.row_heads, _padded(group))), range(1, FEW_ROWS + 1))]
+    few, many = _tiles(dot_dtype, kv_PADkC.dtype, num_arrays, group, value_size)
+    shapes = [(few._replace(row_heads=min(few.row_heads, _padded(group))), range(1, FEW_ROWS + 1))]
     if max_rows > FEW_ROWS:
-        shapes.append((many[table_key], range(FEW_ROWS + 1, _UNLIMITED)))
+        shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
 
@@ -151,6 +148,19 @@ def partial_attention(
     for first in range(0, num_rows, at_once):
         attend_splits(range(first, min(first + at_once, num_rows)))
     return out_TqC, lse_Tq
+
+
+def _tiles(
+    dot_dtype: torch.dtype, pool_dtype: torch.dtype, num_arrays: int, group: int, value_size: int
+) -> tuple[Tile, Tile]:
+    """For sequences with few rows, and with many."""
+    size = max(64, _padded(value_size))
+    if dot_dtype == torch.float32:
+        return _FLOAT32[size], _FLOAT32[size]
+    few = _FEW_BYTES if pool_dtype not in _DOT_DTYPES and group <= 16 else _FEW
+    if size == 512 and num_arrays == 2 and pool_dtype in _DOT_DTYPES:
+        return _TWO_ARRAYS_OF_512, _TWO_ARRAYS_OF_512
+    return few[size], _MANY[size]
 
 
 def _padded(size: int) -> int:

@@ -10,9 +10,9 @@ def norm_rows(x_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
     channels contiguous."""
     num_rows, channels = x_TX.shape
     assert x_TX.dtype == weight_X.dtype
-    assert channels == 0 or x_TX.stride(1) == 1
     out_TX = x_TX.new_empty(num_rows, channels)
     if out_TX.numel():
+        assert channels == 1 or x_TX.stride(1) == 1
         _norm_rows[num_rows,](
             x_TX,
             weight_X.contiguous(),
@@ -43,9 +43,9 @@ def gate_rows(x_TX: Tensor) -> Tensor:
     """silu(gate) * up of rows that hold gates, then as many ups (arXiv 2002.05202); each step rounded to the dtype."""
     num_rows, channels = x_TX.shape
     half = channels // 2
-    assert half == 0 or x_TX.stride(1) == 1
     out_TX = x_TX.new_empty(num_rows, half)
     if out_TX.numel():
+        assert x_TX.stride(1) == 1
         _gate_rows[num_rows, triton.cdiv(half, 1024)](x_TX, out_TX, x_TX.stride(0), C=half, X=1024)
     return out_TX
 
@@ -74,14 +74,15 @@ def rotate(
     """q_TqC, k_TkC and v_TkC, a view: `reference.rotate`. Norms have the dtype of the rows, any float but float64."""
     num_rows, channels = qkv_TX.shape
     num_query_heads = channels // head_size - 2 * num_kv_heads
-    assert qkv_TX.stride(1) == 1
+    assert cos_TR.shape == sin_TR.shape == (num_rows, head_size // 2)
     q_TqC = qkv_TX.new_empty(num_rows, num_query_heads, head_size)
     k_TkC = qkv_TX.new_empty(num_rows, num_kv_heads, head_size)
     if qkv_TX.numel():
+        assert qkv_TX.stride(1) == 1
         _rotate[num_rows, triton.cdiv(num_query_heads + num_kv_heads, 4)](
             qkv_TX,
-            q_norm_C,
-            k_norm_C,
+            None if q_norm_C is None else q_norm_C.contiguous(),
+            None if k_norm_C is None else k_norm_C.contiguous(),
             cos_TR.contiguous(),
             sin_TR.contiguous(),
             q_TqC,
