@@ -19,6 +19,8 @@ from longhelix.perf.setting import Setting
 from longhelix.plan.estimate import estimate
 from longhelix.presets import load_system
 
+NEW_TOKENS = 48
+
 
 def make(folder: Path) -> None:
     """Llama 3 8B's sizes with 2**18 positions, and a tokenizer that nobody asks for text."""
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--system", default="h100")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--room", type=int, default=2**18 + 2**12, help="tokens of KV cache")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--execution", default="recorded")
     given = parser.parse_args()
@@ -58,19 +61,19 @@ def main() -> None:
         make(given.folder)
         torch.cuda.empty_cache()
     started = time.perf_counter()
-    longest = max(given.contexts) + 64
-    room = max(longest, 2**18)
+    longest = max(given.contexts) + NEW_TOKENS
     settings = {"device": "cuda", "execution": given.execution, "chunk_tokens": given.chunk, "max_model_len": longest}
-    with LLM(str(given.folder), kv_cache_tokens=room, **settings) as llm:
+    with LLM(str(given.folder), kv_cache_tokens=given.room, prefix_cache=False, **settings) as llm:
         print(f"started in {time.perf_counter() - started:.1f} s; {torch.cuda.get_device_name()}; {given.execution}")
         print("| context | batch | last TTFT, s | predicted | prompt tokens/s | TBT p50, ms | predicted | over |")
         print("|--:|--:|--:|--:|--:|--:|--:|--:|")
         warm = [prompt(min(given.contexts), number) for number in range(2)]
         llm.generate(warm, SamplingParams(max_new_tokens=8, ignore_eos=True))
         for context in given.contexts:
-            for batch in (size for size in given.batches if size * context <= room):
-                prompts = [prompt(context, number + 1 + batch * context) for number in range(batch)]
-                results = llm.generate(prompts, SamplingParams(max_new_tokens=48, ignore_eos=True))
+            for batch in (size for size in given.batches if size * (context + NEW_TOKENS) <= given.room):
+                prompts = [prompt(context, number) for number in range(batch)]
+                results = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+                assert not any(result.preemptions or result.cached_tokens for result in results)
                 ttft = max(result.ttft_s for result in results)
                 last = [result.tbt_s[-24:] for result in results]
                 tbt = statistics.median(time for times in last for time in times)
