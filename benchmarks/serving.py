@@ -1,7 +1,7 @@
 """Streams through HTTP beside the same through `LLM`, and through other servers: tokens a second, TTFT and TBT.
 
 python benchmarks/serving.py [--streams 1 16 64] [--prompt-tokens 512] [--new-tokens 64] [--repeats 3]
-    [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE]
+    [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE] [--set policy=fcfs activation-dtype=int8]
 
 All take turns, each alone on the machine but for servers that wait. `--url`: another server with completions as OpenAI
 has them, which is already up (llama.cpp: `llama-server -m FILE -c CONTEXT -np STREAMS -t THREADS`). `--openvino`: the
@@ -50,13 +50,18 @@ def main() -> int:
     parser.add_argument("--url", nargs="*", default=[], metavar="NAME=URL")
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="OPTION=VALUE", help="of ours, besides what it has here"
+    )
     given = parser.parse_args()
+    options = OPTIONS | {name.replace("-", "_"): value for name, _, value in (one.partition("=") for one in given.set)}
     print(environment(time.strftime("%Y-%m-%d")))
-    print(f"prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones; medians of {given.repeats} turns\n")
+    print(f"prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones; medians of {given.repeats} turns")
+    print(f"ours: {options}\n")
     print("| streams | through | tokens/s | TTFT p50, s | p95 | TBT p50, ms | p95 |")
     print("|--:|---|--:|--:|--:|--:|--:|")
     tokens = max(given.streams) * (given.prompt_tokens + given.new_tokens + 32)
-    with served(tokens) as url, LLM("builtin", kv_cache_tokens=tokens, **OPTIONS) as llm:
+    with served(tokens, options) as url, LLM("builtin", kv_cache_tokens=tokens, **options) as llm:
         sides: dict[str, Callable[[list[list[int]]], Turn]] = {
             "longhelix, LLM": lambda prompts: in_process(llm, prompts, given.new_tokens),
             "longhelix, HTTP": lambda prompts: over_http(url, prompts, given.new_tokens),
@@ -118,10 +123,10 @@ def in_process(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Turn:
 
 
 @contextmanager
-def served(tokens: int):
+def served(tokens: int, options: dict[str, object]):
     """The address of a server of ours, which ends with it."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *options]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *flags]
     server = subprocess.Popen([*command, "--kv-cache-tokens", str(tokens)], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
