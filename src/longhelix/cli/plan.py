@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.plan import report, terminal
@@ -16,42 +17,50 @@ from longhelix.plan.crossover import Crossover, crossovers
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import Neighbour, Rejection, neighbours, rejections
 
+_NO_DEMAND = DemandOptions()
+
 
 def plan(
     model: PlannedModel,
+    requests: DemandOptions = _NO_DEMAND,
     *,
-    context: Size,
     max_gpus: int = 64,
     ttl: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     ttft: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     users: Size = 1,
     min_gpus: Flag = False,
+    gpu_hour: Annotated[float | None, Parameter(show_default=False)] = None,
+    any_shape: Flag = False,
     out: Path | None = None,
     json: Flag = False,
 ) -> None:
-    """Search every layout of up to --max-gpus GPUs: the frontier, the best layout for the targets, and why.
+    """Search the layouts of up to --max-gpus GPUs: the frontier, what meets all targets together best, and why.
 
     Parameters
     ----------
-    context
-        Tokens of each request's KV, such as 128k or 1M.
     max_gpus
         The most GPUs, up to 1024.
     ttl
-        The most time from token to token, such as 20ms.
+        The most time from token to token, such as 20ms; while a prompt is prefilled beside as well.
     ttft
-        The most time to the first token, such as 30s. With --ttl also TTFT against TBT.
+        The most time to the first token of the longest prompt, such as 30s. With --ttl also TTFT against TBT.
     users
         Requests at a time, at least.
     min_gpus
         Of what meets the targets take the fewest GPUs, in place of the most tokens/s/GPU.
+    gpu_hour
+        The price of a GPU for an hour, for the cost of a million tokens.
+    any_shape
+        Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
+        experts, too.
     out
         A folder for plan.json, frontier.csv, frontier.png and .svg, plan.yaml, and plan.html, a page to explore.
     json
         Print one JSON object.
     """
     start_s = time.perf_counter()
-    question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus)
+    context, demand = requests.load()
+    question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
     found = answer(question)
