@@ -7,6 +7,7 @@ import numpy as np
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Mask
+from longhelix.plan.apart import Apart, apart
 from longhelix.plan.candidate import Candidate, candidates
 from longhelix.plan.choice import Choice, Chooser
 from longhelix.plan.latency import Latencies, latencies
@@ -33,7 +34,8 @@ class Plan:
     decodes alone, as papers compare them.
 
     best: what meets all targets together, None where nothing does; nearest: what misses them by least, where nothing
-    does. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where the question
+    does. apart: with prefill and decode on instances of their own, None where nothing meets the targets so, or where
+    requests do not end. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where the question
     sets a TTFT.
     """
 
@@ -46,6 +48,7 @@ class Plan:
     headline: Gain | None
     best: Choice | None
     nearest: list[Choice]
+    apart: Apart | None
     users_at_ttl: list[UsersAtTtl]
     latencies: Latencies | None
 
@@ -71,6 +74,7 @@ def answer(question: Question) -> Plan:
         strategies={each.name: _frontier(searched, strategy == index) for index, each in enumerate(STRATEGIES)},
         headline=_headline(points, helix),
         best=best,
+        apart=apart(question, every),
         nearest=[] if best is not None else chooser.nearest(),
         users_at_ttl=_users_at_ttl(budgets_s, searched, strategy),
         latencies=None if question.ttft_s is None else latencies(question, every),

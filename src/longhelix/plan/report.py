@@ -49,6 +49,7 @@ def as_json(
         },
         "best": plan.best and asdict(plan.best),
         "nearest": [asdict(choice) for choice in plan.nearest],
+        "apart": plan.apart and asdict(plan.apart),
         "users_at_ttl": [asdict(each) for each in plan.users_at_ttl],
         "latencies": _latencies(plan),
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
@@ -236,6 +237,22 @@ def sentence(plan: Plan) -> str:
         return f"Best: {_said(plan, plan.best)}."
     found = "".join(f"\n  {_said(plan, choice)}; misses {', '.join(choice.violates)}" for choice in plan.nearest)
     return f"No configuration meets the targets together; the nearest:{found}"
+
+
+def apart_sentence(plan: Plan) -> str:
+    """Prefill and decode on instances of their own, beside what serves both; empty where they cannot be."""
+    found, best = plan.apart, plan.best
+    if found is None:
+        return ""
+    over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x of both together"
+    cost = found.cost_per_million_tokens
+    return (
+        f"Prefill and decode apart: {found.prefills} x {in_words(found.prefill_layout)} in chunks of "
+        f"{found.chunk_tokens}, {found.decodes} x {in_words(found.decode_layout)} with {found.batch} requests each, "
+        f"{found.gpus} GPUs: {found.rate_per_s:.3g} requests/s; TTFT {found.ttft_s:.3g} s, {found.transfer_s:.2g} s of "
+        f"it for the KV's way; TTL {1e3 * found.ttl_s:.2f} ms; {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU{over}"
+        + ("." if cost is None else f"; {cost:.2f} per million tokens.")
+    )
 
 
 def _said(plan: Plan, choice: Choice) -> str:

@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
-from longhelix.perf.prefill import Prefill, prefill
+from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.plan.demand import Demand, Kind
-from longhelix.request import Work
+from longhelix.request import NO_WORK, Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
 _LATE = 0.05  # the share of requests that may wait for longer: what is told of waits is their 95th percentile
@@ -93,43 +93,52 @@ def mixed_seconds(use: Use, layouts: Layouts, batch: Array, chunk: float | Array
 
 
 @dataclass(frozen=True)
-class _Instances:
-    """Arrays of one shape, of one instance each. alone_s: a step of decodes; step_s: the mean one with a chunk beside;
-    mixed_s: the longest. prompt_s: until the longest prompt's first token; busy_s: of a stage, by a mean prompt;
-    wait_s: E[busy^2] / (2 E[busy]), for which one waits behind the prompt that is there."""
+class Prompts:
+    """How one instance prefills, arrays of one shape. longest_s: from the longest prompt's first chunk to its first new
+    token; busy_s: of a stage, by a mean prompt; chunks: of a mean prompt; wait_s: E[busy^2] / (2 E[busy]), for which
+    one waits behind the prompt that is there."""
 
-    batch: Array
-    alone_s: Array
-    step_s: Array
-    mixed_s: Array
-    prompt_s: Array
+    longest_s: Array
     busy_s: Array
+    chunks: Array
     wait_s: Array
-    output_tokens: float
 
-    def most_busy(self, ttft_s: float | None) -> Array:
-        """The share of a stage's time that prompts take when all users are there, or as far as waits allow it."""
-        needed = self.batch * self.busy_s / self.output_tokens
-        full = needed / self.alone_s / (1 + needed * (1 / self.alone_s - 1 / self.step_s))
-        least, most = np.zeros_like(full), np.minimum(full, _MOST_BUSY)
+    def ttft_s(self, busy: Array) -> Array:
+        """Of the longest prompt, where prompts take a share `busy` of the time: its own, and what one of 20 waits for
+        longer than, P(wait > t) being busy exp(-t (1 - busy) / wait_s)."""
+        return self.longest_s + self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
+
+    def most_busy(self, ttft_s: float | None, most: Array) -> Array:
+        """The largest share up to `most` that keeps the TTFT."""
+        most = np.minimum(most, _MOST_BUSY)
         if ttft_s is None:
             return most
+        least = np.zeros_like(most)
         for _ in range(_HALVINGS):
             half = (least + most) / 2
-            keeps = self.prompt_s + self._late_s(half) <= ttft_s
+            keeps = self.ttft_s(half) <= ttft_s
             least, most = np.where(keeps, half, least), np.where(keeps, most, half)
-        return np.where(self.prompt_s + self._late_s(most) <= ttft_s, most, least)
+        return np.where(self.ttft_s(most) <= ttft_s, most, least)
 
-    def service(self, busy: Array, replicas: Array) -> Service:
-        """With prompts a share `busy` of the time."""
-        ttl_s = 1 / ((1 - busy) / self.alone_s + busy / self.step_s)
-        rate_per_s = busy / self.busy_s
-        users = rate_per_s * self.output_tokens * ttl_s
-        return Service(ttl_s, self.mixed_s, self.prompt_s + self._late_s(busy), users, rate_per_s, replicas)
 
-    def _late_s(self, busy: Array) -> Array:
-        """What one of 20 waits for longer than: P(wait > t) = busy exp(-t (1 - busy) / wait_s)."""
-        return self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
+def prompts(use: Use, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) -> Prompts:
+    """Of layouts with a chunk size each, of shape (n,), and the decodes `beside` every chunk."""
+    found = [
+        prefill(
+            use.setting,
+            layouts,
+            use.new_tokens(kind),
+            chunk,
+            prefix=kind.input_tokens * use.prefix_hit,
+            beside=beside,
+            nodes=_NODES,
+        )
+        for kind in use.kinds
+    ]
+    busy_s = _mean(use.kinds, [each.busy_s for each in found])
+    squared = _mean(use.kinds, [each.busy_s**2 for each in found])
+    chunks = _mean(use.kinds, [np.ceil(use.new_tokens(kind) / chunk) for kind in use.kinds])
+    return Prompts(np.max([each.seconds for each in found], axis=0), busy_s, chunks, squared / (2 * busy_s))
 
 
 def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
@@ -140,35 +149,22 @@ def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
     """
     decodes = use.decodes(layouts, batch)
     alone_s, mixed_s = step_seconds(use.setting, layouts, decodes), mixed_seconds(use, layouts, batch, chunk)
-    prompts = [_prompt(use, layouts, kind, chunk, decodes) for kind in use.kinds]
-    prompt_s = np.max([prompt.seconds for prompt in prompts], axis=0)
+    found = prompts(use, layouts, chunk, decodes)
     if use.demand is None:
         unknown = np.full(len(layouts), np.nan)
-        return Service(alone_s, mixed_s, prompt_s, batch + layouts.zeros, unknown, layouts.ones)
-    busy_s = _mean(use.kinds, [prompt.busy_s for prompt in prompts])
-    squared = _mean(use.kinds, [prompt.busy_s**2 for prompt in prompts])
-    chunks = _mean(use.kinds, [np.ceil(use.new_tokens(kind) / chunk) for kind in use.kinds])
-    instances = _Instances(
-        batch + layouts.zeros,
-        alone_s,
-        layouts.pp * busy_s / chunks,
-        mixed_s,
-        prompt_s,
-        busy_s,
-        squared / (2 * busy_s),
-        use.demand.output_tokens,
-    )
-    busy, rate_per_s = instances.most_busy(use.ttft_s), use.demand.rate_per_s
-    if rate_per_s is None:
-        return instances.service(busy, layouts.ones)
-    with np.errstate(divide="ignore"):
-        replicas = np.ceil(rate_per_s * busy_s / busy)
-    return instances.service(np.minimum(rate_per_s * busy_s / replicas, busy), replicas)
-
-
-def _prompt(use: Use, layouts: Layouts, kind: Kind, chunk: Array, beside: Work) -> Prefill:
-    prefix = kind.input_tokens * use.prefix_hit
-    return prefill(use.setting, layouts, use.new_tokens(kind), chunk, prefix=prefix, beside=beside, nodes=_NODES)
+        return Service(alone_s, mixed_s, found.longest_s, batch + layouts.zeros, unknown, layouts.ones)
+    step_s, output_tokens = layouts.pp * found.busy_s / found.chunks, use.demand.output_tokens
+    # With all users there: each needs `output_tokens` steps, of which prompts slow down some.
+    needed = batch * found.busy_s / output_tokens
+    busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / step_s)))
+    replicas = layouts.ones
+    if use.demand.rate_per_s is not None:
+        with np.errstate(divide="ignore"):
+            replicas = np.ceil(use.demand.rate_per_s * found.busy_s / busy)
+        busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
+    ttl_s = 1 / ((1 - busy) / alone_s + busy / step_s)
+    rate_per_s = busy / found.busy_s
+    return Service(ttl_s, mixed_s, found.ttft_s(busy), rate_per_s * output_tokens * ttl_s, rate_per_s, replicas)
 
 
 def _mean(kinds: tuple[Kind, ...], values: list[Array]) -> Array:
