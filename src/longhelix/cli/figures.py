@@ -52,7 +52,7 @@ def _helix() -> Reproduction:
     from longhelix.papers.helix import helix
 
     system = load_system("gb200")
-    r1, dense = (Setting(load_model(name), system, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+    r1, dense = (Setting(load_model(name), system, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
     return helix(r1, dense, load_model("helix-figure-1"))
 
 

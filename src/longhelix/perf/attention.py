@@ -95,7 +95,7 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
         layouts,
         flops=flops,
         hbm_bytes=hbm_bytes,
-        dtype=setting.kv_dtype,
+        dtype=setting.attends_in,
         count=0.0,
         compute_efficiency=setting.system.attention_efficiency,
     )

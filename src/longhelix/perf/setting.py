@@ -19,17 +19,29 @@ CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
 class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
-    Raises UserError where the system has no arithmetic in one of the dtypes.
+    attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
+    bits, as no kernel is known that attends in these. Raises UserError where the system has no arithmetic in one of the
+    dtypes.
     """
 
     model: ModelSpec
     system: HardwareSpec
     weight_dtype: str
     kv_dtype: str
+    attention_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self.system.rate(self.weight_dtype)
-        self.system.rate(self.kv_dtype)
+        self.system.rate(self.attends_in)
+
+    @cached_property
+    def attends_in(self) -> str:
+        """The dtype of attention's arithmetic."""
+        if self.attention_dtype is not None:
+            return self.attention_dtype
+        if number_format(self.kv_dtype).arithmetic or self.kv_dtype == "fp4":
+            return "fp8" if "fp8" in self.system.flops_per_s else "bfloat16"
+        return self.kv_dtype
 
     @cached_property
     def heads(self) -> HeadShape:

@@ -35,8 +35,8 @@ class Plan:
 
     best: what meets all targets together, None where nothing does; nearest: what misses them by least, where nothing
     does. apart: with prefill and decode on instances of their own, None where nothing meets the targets so, or where
-    requests do not end. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where the question
-    sets a TTFT.
+    requests do not end. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where
+    the question sets a TTFT.
     """
 
     question: Question

@@ -49,6 +49,20 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """The format of most of a quantised checkpoint's weights; empty where it is not quantised, or in a way that has no
+    name here."""
+    quantised = config.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        return ""
+    method, algorithm = quantised.get("quant_method"), quantised.get("quant_algo")
+    if algorithm in ("NVFP4", "FP8"):
+        return str(algorithm).lower()
+    if method in ("gptq", "awq"):
+        return {4: "int4", 8: "int8"}.get(quantised.get("bits", 0), "")
+    return str(method) if method in ("fp8", "mxfp4") else ""
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)

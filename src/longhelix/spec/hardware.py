@@ -60,8 +60,9 @@ class HardwareSpec:
 
     def rate(self, dtype: str) -> float:
         """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
-        rate = self.flops_per_s.get(dtype)
-        if rate is None and dtype in FORMATS and FORMATS[dtype].converted:
+        format = FORMATS.get(dtype)
+        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
+        if rate is None and format is not None and format.converted:
             rate = self.flops_per_s.get("bfloat16")
         if rate is None:
             raise UserError(

@@ -17,6 +17,7 @@ from longhelix.spec.config import (
     positive,
     rope_mapping,
     sliding_window,
+    stored_dtype,
     switch,
     token_ids,
 )
@@ -50,6 +51,7 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     dtype: str
+    stored_dtype: str = ""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -182,6 +184,7 @@ class ModelSpec:
             rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
             rope=RopeSpec.from_config(rope_mapping(config), rotated_size, max_positions),
             dtype=dtype_name(config),
+            stored_dtype=stored_dtype(config),
             tied_embeddings=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or always_biased,
             attention_output_bias=bias,

@@ -143,7 +143,7 @@ def test_hop_b_is_worth_what_the_paper_says_for_405b_and_the_report_says_why_not
 
 
 def test_powers_of_two_are_a_part_of_all():
-    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4")
+    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4", "fp4")
     coarse, fine = (frontiers(setting, powers_of_two=powers) for powers in (True, False))
     assert coarse.configurations < fine.configurations
     assert fine.of("helix").user_tokens_per_s.max() >= coarse.of("helix").user_tokens_per_s.max()

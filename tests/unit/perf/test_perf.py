@@ -33,7 +33,7 @@ MODELS = {name: load_model(name) for name in ("deepseek-r1", "llama-3.1-405b", "
 
 
 def setting(model="llama-3.1-405b", system=GB200, dtype="fp4"):
-    return Setting(MODELS[model], system, dtype, dtype)
+    return Setting(MODELS[model], system, dtype, dtype, dtype)
 
 
 def one(**degrees):

@@ -25,7 +25,7 @@ from longhelix.presets import load_model, load_system
 pytestmark = pytest.mark.unit
 
 R1, SMALL = (
-    Setting(load_model(model), load_system(system), dtype, dtype)
+    Setting(load_model(model), load_system(system), dtype, dtype, dtype)
     for model, system, dtype in (("deepseek-r1", "gb200", "fp4"), ("llama-3-8b", "h100", "bfloat16"))
 )
 NODES = 4

@@ -112,7 +112,7 @@ def test_caps_are_powers_of_two_and_the_most():
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_part_has_a_kind(name):
-    setting = Setting(load_model(name), GB200, "fp4", "fp4")
+    setting = Setting(load_model(name), GB200, "fp4", "fp4", "fp4")
     layouts = Layouts.of([Layout(kvp=2)])
     assert all(kind_of(item.name) for item in decode_items(setting, layouts, 1.0, 4096.0))
 

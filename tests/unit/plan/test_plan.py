@@ -29,7 +29,7 @@ from longhelix.presets import load_model, load_system
 pytestmark = pytest.mark.unit
 
 GB200 = load_system("gb200")
-R1, LLAMA = (Setting(load_model(name), GB200, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+R1, LLAMA = (Setting(load_model(name), GB200, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
 
 
 @pytest.fixture(scope="module")

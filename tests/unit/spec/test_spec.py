@@ -674,5 +674,5 @@ def test_a_quantised_checkpoint_can_be_planned_with():
 
 
 def test_every_dtype_of_the_engine_has_its_bytes():
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "w8a8"} == set(FORMATS)
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "nvfp4", "mxfp4", "w8a8"} == set(FORMATS)
     assert [64 * FORMATS[dtype].weight_bytes for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]
