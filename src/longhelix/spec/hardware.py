@@ -126,8 +126,8 @@ class HardwareSpec:
             raise _invalid(f'the system {name} has no {key}: set {key} = {{ value = ..., source = "..." }}')
         if values["reserve_bytes"] >= values["memory_bytes"]:
             raise _invalid(
-                f"the system {name} has reserve_bytes = {values['reserve_bytes']!r}, which leaves no memory: set it below "
-                f"memory_bytes, {values['memory_bytes']!r}"
+                f"the system {name} has reserve_bytes = {values['reserve_bytes']!r}, which leaves no memory: set it "
+                f"below memory_bytes, {values['memory_bytes']!r}"
             )
         plain = {key: value for key, value in values.items() if "." not in key}
         return cls(

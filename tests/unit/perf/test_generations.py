@@ -1,4 +1,4 @@
-"""The presets of NVIDIA's GPUs order as the hardware does: a step's reads follow the memory, and its other costs are the same."""
+"""The presets of NVIDIA's GPUs order as the hardware does: reads follow the memory, all other costs are the same."""
 
 import pytest
 
