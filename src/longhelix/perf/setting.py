@@ -80,7 +80,7 @@ class Setting:
 
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
-        return self.system.memory_bytes * self.share(layouts)
+        return self.system.usable_bytes * self.share(layouts)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

@@ -11,6 +11,7 @@ from longhelix.cli.main import main
 from longhelix.cli.options import EngineFlags, ModelOptions
 from longhelix.errors import UserError
 from longhelix.layout import Layout
+from longhelix.presets import load_system, write_system
 
 pytestmark = pytest.mark.unit
 
@@ -155,10 +156,13 @@ def test_estimate_compares_two_layouts(capfd):
     assert "second against first" in out
 
 
-def test_hop_b_and_tied_are_options(capfd):
+def test_hop_b_and_tied_are_options(capfd, tmp_path):
+    """Where parts of an exchange divide its latency: HOP-B hides it."""
+    system = tmp_path / "fused.toml"
+    write_system(load_system("gb200").replaced({"part_fixed_share": 0.0}, "assumed: as in arXiv 2507.07120"), system)
     seconds = {}
     for options in ((), ("--no-hop-b",), ("--tied",), ("--placement", "local")):
-        _, out, _ = run(capfd, *ESTIMATE, "--kvp", "4", "--tpa", "8", *options, "--json")
+        _, out, _ = run(capfd, *changed(ESTIMATE, system=str(system)), "--kvp", "4", "--tpa", "8", *options, "--json")
         seconds[options] = json.loads(out)["ttl_s"]
     assert seconds[()] < seconds["--no-hop-b",] < seconds["--tied",]
     assert len(set(seconds.values())) == 4
