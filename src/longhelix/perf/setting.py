@@ -5,6 +5,7 @@ from functools import cached_property
 
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.runs import most_in_runs
 from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
 from longhelix.spec.weights import WeightSpec, layer_weights
 
@@ -44,6 +45,16 @@ class Setting:
     def expert_layer(self) -> tuple[WeightSpec, ...]:
         """The weights of a layer with experts; as above, where the model has none."""
         return layer_weights(self.model, with_experts=True)
+
+    @cached_property
+    def most_expert_layers(self) -> Array:
+        """Of n layers in a row those with experts, at the most: (L + 1,)."""
+        return most_in_runs(map(self.model.has_experts, range(self.model.num_layers)))
+
+    @cached_property
+    def most_full_layers(self) -> Array:
+        """Of n layers in a row those that attend to everything, at the most: (L + 1,)."""
+        return most_in_runs(not self.model.has_window(layer) for layer in range(self.model.num_layers))
 
     @property
     def weight_bytes(self) -> float:
