@@ -12,11 +12,11 @@ def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bo
     """
     channels = 2 * model.head_size if model.mla is None else model.head_size + model.mla.value_size
     pairs = rows * (context - (rows - 1) / 2) if causal else rows * context
-    num_windowed = model.num_windowed_layers
-    pairs_of_layers = (model.num_layers - num_windowed) * pairs
-    if num_windowed:
-        pairs_of_layers += num_windowed * min(pairs, rows * model.mean_window)
-    return 2.0 * model.num_query_heads * channels * pairs_of_layers
+    all_flops = 2.0 * model.num_layers * model.num_query_heads * channels * pairs
+    if not model.num_windowed_layers:
+        return all_flops
+    hidden_pairs = model.num_windowed_layers * max(pairs - rows * model.mean_window, 0.0)
+    return all_flops - 2.0 * model.num_query_heads * channels * hidden_pairs
 
 
 def model_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:

@@ -92,7 +92,7 @@ def _slides(kinds: Sequence[str] | None, family: Family) -> bool:
 
 
 def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Of a model with a window, the layers that attend to everything, ascending; those that a list leaves out do."""
+    """Of a model with a window, the layers that attend to everything, ascending. Those that a list leaves out do."""
     kinds = _layer_types(config)
     # Llama 4: layers without rotary positions attend to everything.
     rotated = _flags(config, "no_rope_layers") if family.chunked else ()
@@ -100,6 +100,9 @@ def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> t
         windowed = [kind == _windowed_kind(family) for kind in kinds]
     elif rotated:
         windowed = [flag == 1 for flag in rotated]
+    elif family.full_first is not None:
+        first = count(config, "max_window_layers", family.full_first, least=0)
+        windowed = [layer >= first for layer in range(num_layers)]
     elif family.full_period is not None:
         windowed = [(layer + 1) % family.full_period != 0 for layer in range(num_layers)]
     else:

@@ -15,9 +15,10 @@ class Family:
     counts as one more score. head_size: the default (None: hidden size over query heads). grouped: num_key_value_heads
     must be given. partly_rotated: only a part of a head's channels carries positions. slides: attention may have a
     sliding window, where the config's use_sliding_window says so, or anyway (slides_unasked); window: its default in
-    tokens; full_period: where the config says nothing of layers, every so-manieth has none (None: all have one);
-    chunked: it is a chunk (`ModelSpec.chunked_attention`). mla, moe: attention has latents, FFNs have experts. vision:
-    they read images, and the decoder's config is a part of theirs; wrapped: it is, and nothing else of it is read.
+    tokens; chunked: it is a chunk (`ModelSpec.chunked_attention`). Where the config says nothing of layers, all have
+    it, or all but the first (full_first: the default of max_window_layers), or all but each full_period-th. mla, moe:
+    attention has latents, FFNs have experts. vision: they read images, and the decoder's config is a part of theirs;
+    wrapped: it is, and nothing else of it is read.
     tensors: what its checkpoints call tensors of a layer that most families call otherwise (`spec.weights`).
     """
 
@@ -34,8 +35,9 @@ class Family:
     slides: bool = False
     slides_unasked: bool = False
     window: int | None = None
-    full_period: int | None = None
     chunked: bool = False
+    full_first: int | None = None
+    full_period: int | None = None
     mla: bool = False
     moe: bool = False
     vision: bool = False
@@ -57,8 +59,8 @@ _QWEN2_MOE_TENSORS = {
 FAMILIES = {
     "llama": Family(attention_bias=True, mlp_bias=True, grouped=False),
     "mistral": Family(slides=True, slides_unasked=True, window=4096),
-    "qwen2": Family(qkv_bias=True, slides=True, window=4096),
-    "qwen3": Family(attention_bias=True, qk_norm=True, head_size=128, slides=True, window=4096),
+    "qwen2": Family(qkv_bias=True, slides=True, window=4096, full_first=28),
+    "qwen3": Family(attention_bias=True, qk_norm=True, head_size=128, slides=True, window=4096, full_first=28),
     "mixtral": Family(moe=True, slides=True, slides_unasked=True, tensors=_MIXTRAL_TENSORS),
     "qwen2_moe": Family(qkv_bias=True, moe=True, slides=True, window=4096, tensors=_QWEN2_MOE_TENSORS),
     "qwen3_moe": Family(attention_bias=True, qk_norm=True, moe=True, slides=True, window=4096),

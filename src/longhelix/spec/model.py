@@ -4,7 +4,6 @@ This room is the only reader of Hugging Face config names and of GGUF metadata n
 specs out; anything that longhelix would have to guess is refused.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,9 +137,8 @@ class ModelSpec:
 
     @property
     def mean_window(self) -> float:
-        """What a row of a layer with a window sees on average, far into a prompt; inf where there is none."""
-        if self.sliding_window is None:
-            return math.inf
+        """What a row of a layer with a window sees on average, far into a prompt, in tokens."""
+        assert self.sliding_window is not None
         return (self.sliding_window + 1) / 2 if self.chunked_attention else self.sliding_window
 
     @property

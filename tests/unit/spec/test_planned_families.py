@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig, Llama4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from anything import VALUES
 from longhelix.errors import UserError
@@ -156,6 +163,19 @@ def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert ModelSpec.from_hf_config(config | {"layer_types": kinds}).full_layers == (1, 3, 4, 5)
     assert ModelSpec.from_hf_config(config | {"sliding_window": None, "layer_types": kinds}).full_layers == ()
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
+def test_qwens_first_layers_have_no_window(config):
+    settings = SIZES | {"use_sliding_window": True, "sliding_window": 512}
+    for changes in ({"max_window_layers": 2}, {"num_hidden_layers": 30}):
+        made = config(**settings | changes)
+        whole = made.to_dict()
+        old = {key: value for key, value in whole.items() if key != "layer_types"}
+        for spec in map(ModelSpec.from_hf_config, (whole, old)):
+            windowed = [kind == "sliding_attention" for kind in made.layer_types]
+            assert list(map(spec.has_window, range(made.num_hidden_layers))) == windowed
+    refused(SIZES | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers")
 
 
 def test_llama_4s_whole_config_is_read_for_its_decoder():
