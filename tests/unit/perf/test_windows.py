@@ -162,3 +162,16 @@ def test_presets_with_windows_keep_the_context_in_their_other_layers_alone(name,
     kept = full * 131_072 + (model.num_layers - full) * window
     assert kv_bytes(how, layouts(), 1.0, 131_072.0)[0] == kept * token_bytes
     assert np.isfinite(decode_seconds(how, layouts(tpa=8), 4.0, 131_072.0)).all()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "llama-4-maverick"])
+def test_an_array_of_layouts_and_batches_costs_what_each_costs_alone(name):
+    how, batches = setting(load_model(name)), np.array([1.0, 7.0])
+    many = Layouts.of([Layout(tpa=2), Layout(kvp=2, tpa=4, pp=3), Layout(kvp=4, tpf=1, ep=4, pp=5)])
+    block = many.as_column()
+    together = decode_seconds(how, block, batches, 1e5), kv_bytes(how, block, batches, 1e5)
+    for row, column in np.ndindex(3, 2):
+        alone = many.take(np.array([row]))
+        assert decode_seconds(how, alone, float(batches[column]), 1e5)[0] == together[0][row, column]
+        assert kv_bytes(how, alone, float(batches[column]), 1e5)[0] == together[1][row, column]
+        assert weights_bytes(how, alone)[0] == weights_bytes(how, block)[row, 0]
