@@ -15,8 +15,8 @@ def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bo
     all_flops = 2.0 * model.num_layers * model.num_query_heads * channels * pairs
     if not model.num_windowed_layers:
         return all_flops
-    hidden_pairs = model.num_windowed_layers * max(pairs - rows * model.mean_window, 0.0)
-    return all_flops - 2.0 * model.num_query_heads * channels * hidden_pairs
+    masked_pairs = model.num_windowed_layers * max(pairs - rows * model.mean_window, 0.0)
+    return all_flops - 2.0 * model.num_query_heads * channels * masked_pairs
 
 
 def model_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:

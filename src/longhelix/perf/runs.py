@@ -1,4 +1,4 @@
-"""Layers of one kind in a stage: stages are runs of layers, and which layers are of the kind is the model's pattern."""
+"""Layers of one kind in a stage: a stage is a run of layers, and the model's pattern says which are of the kind."""
 
 from collections.abc import Iterable
 

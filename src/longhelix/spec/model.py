@@ -202,11 +202,8 @@ class ModelSpec:
             rotated_size = head_size
         else:
             head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
-        num_layers, window, rope = (
-            count(config, "num_hidden_layers"),
-            sliding_window(config, family),
-            rope_mapping(config),
-        )
+        num_layers, window = count(config, "num_hidden_layers"), sliding_window(config, family)
+        rope = rope_mapping(config)
         if family.partly_rotated:
             rope.pop("partial_rotary_factor", None)  # which channels turn changes no cost
         bias = family.attention_bias and switch(config, "attention_bias")
