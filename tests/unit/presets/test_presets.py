@@ -36,7 +36,7 @@ ROUNDED = {
     "kimi-k2": (1043e9, 32e9, None),
     # arXiv 2508.06471, table 1: "we include the parameters of MTP layers but not word embeddings and the output layer".
     "glm-4.5": (355e9, 32e9, "head"),
-    # arXiv 2508.10925, section 2.1: "unembedding parameters are counted towards active, but not embeddings".
+    # arXiv 2508.10925: "unembedding parameters are counted towards active, but not embeddings".
     "gpt-oss-120b": (116.8e9, 5.1e9, None),
     # huggingface.co/blog/llama4-release: "17B active parameters out of ~400B total".
     "llama-4-maverick": (400e9, 17e9, "embedding"),
