@@ -38,7 +38,7 @@ def _in_window(model: ModelSpec, layouts: Layouts, own: Work) -> Work:
 
     A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
     themselves, T - 1 + window, and have T times as many pairs as a row sees on average. Windows lie over KVP ranks as
-    evenly as all KV. Of requests of different lengths it is an upper bound: min(mean, window) for the mean of minima.
+    evenly as all KV. All requests that decode are as long, and the rows are one prompt's.
     """
     assert model.sliding_window is not None
     share = np.where(layouts.local, 1.0, 1 / layouts.kvp)

@@ -12,8 +12,10 @@ from longhelix.perf.memory import kv_bytes, weights_bytes
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.runs import most_in_runs
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
+from longhelix.perf.stages import balanced
+from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
+from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
 from longhelix.request import Work
 from longhelix.spec import ModelSpec, MoE, RopeSpec
@@ -123,10 +125,16 @@ def test_the_slowest_stage_is_the_one_with_most_layers_without_a_window():
     assert kv_bytes(setting(model), layouts(pp=3), 2.0, 1000.0)[0] == 2 * (1000 + 100) * TOKEN_BYTES
 
 
-def test_a_step_of_plain_numbers_costs_what_arrays_of_it_do():
-    cost, on_two = StepCost(setting(), Layout(kvp=2)), Layouts.of([Layout(kvp=2)], hop_b=False)
-    for work in (Work.decode(3, 1000), Work.chunk(10, 500), Work.decode(2, 80) + Work.chunk(7, 90)):
-        assert cost.seconds(work) == step_seconds(setting(), on_two, work)[0]
+def test_schedulers_price_steps_as_if_no_layer_had_a_window():
+    for work in (Work.decode(3, 1000), Work.chunk(10, 500), Work.decode(2, 80)._replace(decode_kv_tokens=4 * 80)):
+        windowed, plain = (StepCost(setting(model), Layout(kvp=4)) for model in (TOY, PLAIN))
+        assert windowed.seconds(work) == plain.seconds(work)
+        assert windowed.swap_seconds(160) == plain.swap_seconds(160)
+    for chosen in (
+        lambda how: local_threshold_tokens(how, Layout(kvp=4), 10_000_000),
+        lambda how: balanced(how, Layout(pp=2)),
+    ):
+        assert chosen(setting(replace(TOY, num_layers=6))) == chosen(setting(replace(PLAIN, num_layers=6)))
 
 
 def test_useful_work_is_that_of_the_window():
