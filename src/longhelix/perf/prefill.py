@@ -101,7 +101,7 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
 
     In each of p rounds a rank attends to n/p keys and receives the next ones. In ring order the slowest rank's keys
     are all before its queries; striped, half of the pairs fall to the causal mask on every rank (arXiv 2311.09431).
-    Layers run on n/p rows, the FFN at TP = TPA.
+    Layers run on n/p rows, the FFN at TP = TPA, and all attend to everything.
     """
     ranks, rows = layouts.kvp, tokens / layouts.kvp
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,

@@ -1,10 +1,11 @@
 """What is costed: a model in some dtypes on a system."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.runs import most_in_runs
 from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
 from longhelix.spec.weights import WeightSpec, layer_weights
 
@@ -56,6 +57,23 @@ class Setting:
     def expert_layer(self) -> tuple[WeightSpec, ...]:
         """The weights of a layer with experts; as above, where the model has none."""
         return layer_weights(self.model, with_experts=True)
+
+    @cached_property
+    def most_expert_layers(self) -> Array:
+        """Of n layers in a row those with experts, at the most: (L + 1,)."""
+        return most_in_runs(map(self.model.has_experts, range(self.model.num_layers)))
+
+    @cached_property
+    def most_full_layers(self) -> Array:
+        """Of n layers in a row those that attend to everything, at the most: (L + 1,)."""
+        return most_in_runs(not self.model.has_window(layer) for layer in range(self.model.num_layers))
+
+    def without_windows(self) -> "Setting":
+        """The same where all layers attend to everything, as schedulers price steps: their `Work` is counted for the
+        fullest rank, and does not say how long single requests are. Engines run no more tokens than a window holds."""
+        if self.model.sliding_window is None:
+            return self
+        return replace(self, model=replace(self.model, sliding_window=None, full_layers=(), chunked_attention=False))
 
     @property
     def weight_bytes(self) -> float:

@@ -14,7 +14,7 @@ from longhelix.errors import UserError
 from longhelix.machine.system import machine
 from longhelix.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
 from longhelix.spec import FORMATS, KV_DTYPES
-from longhelix.spec.weights import num_parameters
+from longhelix.spec.weights import num_active_parameters, num_parameters
 
 pytestmark = pytest.mark.unit
 
@@ -28,6 +28,20 @@ PARAMETERS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
     "smollm2-135m": 134_515_008,
+}
+# Published rounded: all parameters, and those that a token meets. The sources count the latter in ways of their own:
+# "head": without the head; "embedding": the embedding as well.
+ROUNDED = {
+    # arXiv 2508.06471, table 1, of Kimi K2; activated: its model card.
+    "kimi-k2": (1043e9, 32e9, None),
+    # arXiv 2508.06471, table 1: "we include the parameters of MTP layers but not word embeddings and the output layer".
+    "glm-4.5": (355e9, 32e9, "head"),
+    # arXiv 2508.10925: "unembedding parameters are counted towards active, but not embeddings".
+    "gpt-oss-120b": (116.8e9, 5.1e9, None),
+    # huggingface.co/blog/llama4-release: "17B active parameters out of ~400B total".
+    "llama-4-maverick": (400e9, 17e9, "embedding"),
+    # mistral.ai/news/mistral-large-2407, "123 billion parameters"; dense.
+    "mistral-large": (123e9, 123e9, None),
 }
 MINIMAL = {
     "model_type": "llama",
@@ -58,12 +72,32 @@ def refused(load, name, code: str, *words: str) -> None:
 
 
 def test_the_models_are_those_with_published_totals_and_the_papers_own():
-    assert model_names() == tuple(sorted((*PARAMETERS, "helix-figure-1")))
+    assert model_names() == tuple(sorted((*PARAMETERS, *ROUNDED, "helix-figure-1")))
 
 
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_parameters_are_the_published_ones(model):
     assert num_parameters(load_model(model)) == PARAMETERS[model]
+
+
+@pytest.mark.parametrize("model", ROUNDED)
+def test_parameters_are_the_published_ones_to_two_hundredths(model):
+    total, active, counting = ROUNDED[model]
+    spec = load_model(model)
+    assert num_parameters(spec) == pytest.approx(total, rel=0.02)
+    # The head is as large as the embedding.
+    more = {None: 0, "head": -1, "embedding": 1}[counting] * spec.vocab_size * spec.hidden_size
+    assert num_active_parameters(spec) + more == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "windowed"),
+    [("gpt-oss-120b", range(0, 36, 2)), ("llama-4-maverick", [layer for layer in range(48) if layer % 4 < 3])],
+)
+def test_the_layers_with_windows_are_the_models_own(model, windowed):
+    spec = load_model(model)
+    assert [layer for layer in range(spec.num_layers) if spec.has_window(layer)] == list(windowed)
+    assert spec.sliding_window == {"gpt-oss-120b": 128, "llama-4-maverick": 8192}[model]
 
 
 def test_the_papers_first_figure_has_its_sizes():
