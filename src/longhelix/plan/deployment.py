@@ -63,6 +63,12 @@ class Deployment:
                 f"{degrees.kvp} and ep to 1",
                 "invalid_layout",
             )
+        if self.tied and self.local:
+            raise UserError(
+                "KVP ranks that share neither requests nor the FFN are one server each: set placement to striped, or "
+                "plan for one server",
+                "invalid_layout",
+            )
 
     @cached_property
     def degrees(self) -> Layout:
