@@ -82,6 +82,18 @@ class Deployment:
     def heads(self) -> HeadShape:
         return HeadShape(self.model.num_query_heads, self.model.num_kv_heads)
 
+    @cached_property
+    def product_inputs(self) -> frozenset[int]:
+        """Of how many inputs the matrices of products are, on any rank."""
+        kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
+        weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
+        columns = {weight.columns for weight in weights if weight.columns and weight.stored is Stored.PRODUCT}
+        return frozenset(
+            _held(dim, self.degrees, self.heads, rank) * dim.unit
+            for dim in columns
+            for rank in range(self.degrees.num_ranks)
+        )
+
     @property
     def num_experts(self) -> int:
         """Those of a layer; a dense FFN counts as one."""
@@ -257,7 +269,7 @@ def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -
     if not weights.weights or device == "cuda":
         return False
     unit = weights.weight_scales.numbers or _LANES
-    return all(inputs % unit == 0 for inputs in _inputs(deployment))
+    return all(inputs % unit == 0 for inputs in deployment.product_inputs)
 
 
 def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
@@ -269,17 +281,6 @@ def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
         return "rows" in kv.kv
     entries = model.cache_entries
     return not any(entry.shared_values or entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
-
-
-def _inputs(deployment: Deployment) -> set[int]:
-    """Of how many inputs the matrices of products are, on any rank."""
-    model, layout = deployment.model, deployment.degrees
-    kinds = {model.has_experts(layer) for layer in (0, model.num_layers - 1)}
-    weights = [weight for kind in kinds for weight in layer_weights(model, with_experts=kind)]
-    columns = [weight.columns for weight in weights if weight.columns and weight.stored is Stored.PRODUCT]
-    return {
-        _held(dim, layout, deployment.heads, rank) * dim.unit for dim in columns for rank in range(layout.num_ranks)
-    }
 
 
 def _held(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> int:
