@@ -9,7 +9,7 @@ import yaml
 
 from longhelix.plan.deployment import comment
 
-COUNT, TEXT, SWITCH = "count", "text", "switch"
+COUNT, INDEX, TEXT, SWITCH = "count", "index", "text", "switch"
 Setting = int | str | bool | None
 
 
@@ -18,7 +18,7 @@ class Option:
     """One that a command line, a file of settings or the environment has.
 
     name: with its dashes on a command line; in a file, the names of its sections before it, with dots between. takes:
-    COUNT (1 or more), TEXT, SWITCH (on a command line without a value), or the words from which to choose. source: the
+    COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (on a command line without a value), or the words from which to choose. source: the
     file of the engine's repository that says so, and the commit at which it was read.
     """
 
@@ -30,8 +30,9 @@ class Option:
         match self.takes:
             case "switch":
                 return isinstance(value, bool)
-            case "count":
-                return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            case "count" | "index":
+                least = 1 if self.takes == COUNT else 0
+                return isinstance(value, int) and not isinstance(value, bool) and value >= least
             case "text":
                 return isinstance(value, str) and value != ""
             case words:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Option, Options, Setting
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
@@ -37,7 +37,7 @@ OPTIONS = Options(
         Option("--dcp-size", COUNT, _PARALLEL),
         Option("--dcp-comm-backend", ("ag_rs", "a2a", "fi_a2a"), _PARALLEL),
         Option("--nnodes", COUNT, _PARALLEL),
-        Option("--node-rank", COUNT, _PARALLEL),
+        Option("--node-rank", INDEX, _PARALLEL),
         Option("--dist-init-addr", TEXT, _PARALLEL),
         Option("--attention-backend", ("flashinfer",), _ARGUMENTS),
         Option("--dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"), _MODEL),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Option, Options, Setting
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
@@ -22,7 +22,7 @@ _MODEL = "vllm/config/model.py at 0052a5b81898"
 _CACHE = "vllm/config/cache.py at 002f10e0cfa1"
 _SCHEDULER = "vllm/config/scheduler.py at 01230b40128e"
 _DATA_PARALLEL = "docs/serving/data_parallel_deployment.md at 01e4fce07423"
-_FP8 = "docs/features/quantization/fp8.md at 0244607697939"
+_FP8 = "docs/features/quantization/fp8.md at 024460769793"
 _ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
 
 # On the command line fields of its configs have dashes: docs/configuration/engine_args.md at 124053c51d33.
@@ -35,10 +35,10 @@ OPTIONS = Options(
         Option("--decode-context-parallel-size", COUNT, _PARALLEL),
         Option("--dcp-comm-backend", ("ag_rs", "a2a"), _PARALLEL),
         Option("--nnodes", COUNT, _PARALLEL),
-        Option("--node-rank", COUNT, _PARALLEL),
+        Option("--node-rank", INDEX, _PARALLEL),
         Option("--master-addr", TEXT, _PARALLEL),
         Option("--data-parallel-size-local", COUNT, _DATA_PARALLEL),
-        Option("--data-parallel-start-rank", COUNT, _DATA_PARALLEL),
+        Option("--data-parallel-start-rank", INDEX, _DATA_PARALLEL),
         Option("--data-parallel-address", TEXT, _DATA_PARALLEL),
         Option("--headless", SWITCH, _DATA_PARALLEL),
         Option("--dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"), _MODEL),
@@ -167,6 +167,8 @@ def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[s
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
     """Formats that only kernels without latent attention or decode context parallelism take."""
+    if deployment.kv_dtype not in _KV_WORDS:
+        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype has no word for it ({_CACHE})"
     lacking = [
         *(["latent attention"] if deployment.model.mla is not None else []),
         *(["decode context parallelism"] if deployment.sharded else []),
