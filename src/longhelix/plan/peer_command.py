@@ -18,8 +18,8 @@ class Option:
     """One that a command line, a file of settings or the environment has.
 
     name: with its dashes on a command line; in a file, the names of its sections before it, with dots between. takes:
-    COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (on a command line without a value), or the words from which to choose. source: the
-    file of the engine's repository that says so, and the commit at which it was read.
+    COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (on a command line without a value), or the words from which to
+    choose. source: the file of the engine's repository that says so, and the commit at which it was read.
     """
 
     name: str

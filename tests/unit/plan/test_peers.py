@@ -7,6 +7,7 @@ import argparse
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -351,3 +352,12 @@ def test_every_option_has_a_source_with_the_commit_at_which_it_was_read():
     for options in OPTIONS.values():
         for option in options.known.values():
             assert re.fullmatch(r"[\w./-]+\.(py|mdx?) at [0-9a-f]{12}", option.source), option
+
+
+def test_the_documentation_has_every_option_and_its_source():
+    text = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text()
+    for options in OPTIONS.values():
+        for option in options.known.values():
+            file, commit = option.source.split(" at ")
+            assert f"`{option.name}`" in text
+            assert f"`{file}` at {commit}" in text
