@@ -240,7 +240,7 @@ def _weight_settings(weights: NumberFormat) -> dict[str, int | str | bool]:
     if weights.rounds_inputs:
         return {"weight_dtype": "int8", "activation_dtype": "int8"}
     # Weights as wide as activations are in the activations' dtype, which else is the checkpoint's.
-    own = {"dtype": weights.name} if weights.activation else {}
+    own: dict[str, int | str | bool] = {"dtype": weights.name} if weights.activation else {}
     return own | {"weight_dtype": weights.name}
 
 

@@ -1,11 +1,10 @@
 """What another engine is started with: options by its own documents, a command, and a file of settings beside it."""
 
+import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import yaml
 
 from longhelix.plan.deployment import comment
 
@@ -72,7 +71,17 @@ class Command:
 
     def config_yaml(self) -> str:
         """The file beside the command; empty where it has none."""
-        return str(yaml.safe_dump(dict(self.config), sort_keys=False)) if self.config else ""
+        return "".join(f"{line}\n" for line in _yaml(self.config, ""))
+
+
+def _yaml(section: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{name}:"
+            yield from _yaml(value, indent + "  ")
+        else:
+            # JSON's scalars are YAML's.
+            yield f"{indent}{name}: {json.dumps(value)}"
 
 
 class Options:
