@@ -3,6 +3,7 @@
 import json as json_module
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,10 @@ from cyclopts import Parameter
 from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
-from longhelix.plan import report, terminal
+from longhelix.plan import peers, report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
+from longhelix.plan.positions import beyond_positions
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import Neighbour, Rejection, neighbours, rejections
 
@@ -54,13 +56,18 @@ def plan(
         Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
         experts, too.
     out
-        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.yaml, and plan.html, a page to explore.
+        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.html, a page to explore, plan.yaml, which
+        `serve` and `generate` take as --layout, and commands.txt: those of other engines that have such a layout.
     json
         Print one JSON object.
     """
     start_s = time.perf_counter()
     context, demand = requests.load()
-    question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
+    setting = model.setting()
+    warned = beyond_positions(setting.model, context)
+    if warned is not None:
+        warnings.warn(warned, stacklevel=2)
+    question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
     found = answer(question)
@@ -113,7 +120,13 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     )
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
-    runnable = report.as_yaml(found, model)
-    if runnable:
-        (folder / "plan.yaml").write_text(runnable)
+    deployment = report.best_deployment(found)
+    if deployment is not None:
+        (folder / "plan.yaml").write_text(report.as_yaml(found, model))
+        loaded = model if Path(model).is_dir() else "MODEL"  # engines know folders, and names that hubs have
+        commands = peers.commands(deployment, loaded)
+        (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
+        for command in commands:
+            if command.config:
+                (folder / peers.CONFIG_FILE).write_text(command.config_yaml())
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}", file=sys.stderr)

@@ -37,7 +37,7 @@ class Question:
     @property
     def node_gpus(self) -> int | None:
         """Of a server, whose shapes layouts have; None: they may have any."""
-        return None if self.any_shape else NODE_GPUS
+        return None if self.any_shape else self.setting.system.node_ranks
 
     @property
     def rate_per_s(self) -> float | None:
@@ -58,4 +58,3 @@ class Question:
 
 
 MOST_GPUS = 1024
-NODE_GPUS = 4

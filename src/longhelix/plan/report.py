@@ -10,14 +10,15 @@ import numpy as np
 from rich.table import Table
 
 from longhelix.perf.layouts import Array
+from longhelix.plan import deployment
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import Candidate, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
+from longhelix.plan.deployment import Deployment
 from longhelix.plan.latency import CHUNKS
 from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.space import STRATEGIES
-from longhelix.spec import FORMATS
 from longhelix.spec.weights import num_parameters
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
@@ -98,32 +99,37 @@ def as_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def as_yaml(plan: Plan, model_name: str) -> str:
-    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+def best_deployment(plan: Plan) -> Deployment | None:
+    """The best layout, one replica of it, to be run; None where nothing meets the targets."""
     best, question = plan.best, plan.question
     if best is None:
+        return None
+    setting = question.setting
+    return Deployment(
+        setting.model,
+        best.layout,
+        setting.weight_dtype,
+        setting.kv_dtype,
+        "cpu" if setting.system.shared else "cuda",
+        question.context,
+        best.batch,
+        best.chunk_tokens,
+        best.strategy != "helix_exposed",
+    )
+
+
+def as_yaml(plan: Plan, model_name: str) -> str:
+    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+    best, found, question = plan.best, best_deployment(plan), plan.question
+    if best is None or found is None:
         return ""
     lines = [
         f"# {model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: "
         f"{in_words(best.layout)}, {best.batch} requests of {question.context} tokens,",
         f"# TTFT {best.ttft_s:.3g} s, TTL {1e3 * best.ttl_s:.2f} ms, beside a prompt {1e3 * best.ttl_p95_s:.2f}, "
         f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
-        *(f"{name}: {best.layout[name]}" for name in ("kvp", "tpa", "tpf", "ep", "pp")),
-        *(["tied: true"] if best.layout["ffn_replicas"] != 1 else []),
-        f"placement: {best.layout['placement']}",
-        *_weight_settings(question.setting.weight_dtype),
-        f"kv_dtype: {question.setting.kv_dtype}",
-        f"max_model_len: {question.context}",
-        f"kv_cache_tokens: {best.batch * question.context}",
-        f"chunk_tokens: {best.chunk_tokens}",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _weight_settings(weight_dtype: str) -> list[str]:
-    if FORMATS[weight_dtype].rounds_inputs:
-        return ["weight_dtype: int8", "activation_dtype: int8"]
-    return [f"weight_dtype: {weight_dtype}"]
+    return "\n".join(lines) + "\n" + deployment.as_yaml(deployment.runnable(found))
 
 
 def frontier_table(plan: Plan) -> Table:
