@@ -95,7 +95,7 @@ def page_data(model: ModelSpec, model_name: str, system: HardwareSpec, asked: As
     document = {
         "model": model_name,
         "system": system.name,
-        "capacity_bytes": system.memory_bytes,
+        "capacity_bytes": system.usable_bytes,
         "num_layers": model.num_layers,
         "num_experts": model.moe.num_experts if model.moe else 1,
         "latent": model.mla is not None,
