@@ -55,8 +55,8 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """Requests of which every stage, and every rank that has requests of its own, has one: others take as long as the
-    next multiple of them."""
+    """Requests of which every stage, and every rank that has requests of its own, has one. Others take as long as the
+    next multiple of them; where requests are apart, their attention does, and the FFN a little less."""
     return layouts.pp * np.where(layouts.local, layouts.kvp, 1.0)
 
 

@@ -65,7 +65,11 @@ def test_others_than_multiples_of_a_unit_take_as_long_as_the_next():
     each = units(searched.layouts)
     assert each.max() == 8
     whole, more = (decode_seconds(R1, searched.layouts, batch, 1e5) for batch in (3 * each, 2 * each + 1))
-    np.testing.assert_array_equal(whole, more)
+    local = searched.layouts.local
+    assert local.any()
+    np.testing.assert_array_equal(whole[~local], more[~local])
+    assert (more[local] <= whole[local]).all()
+    assert (more[local] > 0.9 * whole[local]).all()
 
 
 def test_shapes_are_those_of_clusters_and_engines():
