@@ -1,7 +1,7 @@
 """A prompt of a million tokens over HTTP: how long its body, its prefill and its tokens take, and what its stream says
-meanwhile. The model has one layer with one head of 64, and random weights.
+meanwhile. The weights are random, in one layer with one head of 64 or, with --layers, in so many of Llama 3.2 1B's.
 
-python benchmarks/million.py [--tokens 1000000] [--new-tokens 8] [--kvp 2]
+python benchmarks/million.py [--tokens 1000000] [--new-tokens 8] [--kvp 2] [--layers 8]
 """
 
 import argparse
@@ -31,10 +31,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--kvp", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="so many of Llama 3.2 1B's, in place of one with one head")
     given = parser.parse_args()
     print(environment(time.strftime("%Y-%m-%d")))
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), given.tokens + given.new_tokens)
+        make_model(Path(folder), given.tokens + given.new_tokens, given.layers)
         command = [sys.executable, "-m", "longhelix", "serve", "--model", folder, "--port", "0"]
         command += ["--kvp", str(given.kvp), "--served-model-name", "toy"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -48,17 +49,18 @@ def main() -> int:
     return 0
 
 
-def make_model(folder: Path, positions: int) -> None:
+ONE_HEAD = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def make_model(folder: Path, positions: int, layers: int | None) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=1,
-        num_key_value_heads=1,
         head_dim=64,
-        num_hidden_layers=1,
+        num_hidden_layers=layers or 1,
         vocab_size=VOCAB,
         max_position_embeddings=positions,
+        **(LLAMA_1B if layers else ONE_HEAD),
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{token_id}": token_id for token_id in range(VOCAB)}, unk_token="w0"))

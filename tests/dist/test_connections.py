@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from longhelix.serve import connections, errors, gate
 from longhelix.serve.gate import Admission, Gate
@@ -38,6 +38,10 @@ def application():
     @app.post("/deaf")
     async def deaf() -> str:
         return "nothing is read"
+
+    @app.get("/whole")
+    async def whole() -> Response:
+        return Response(b"x" * (65_536 * MUCH))
 
     @app.get("/much")
     async def much() -> StreamingResponse:
@@ -165,10 +169,12 @@ def test_what_comes_in_time_is_served_however_long_its_pieces_take_together(monk
     run(test)
 
 
-def test_an_answer_that_nobody_reads_is_cut_off():
+@pytest.mark.parametrize("path", ["much", "whole"])
+@pytest.mark.parametrize("more", ["", "connection: close\r\n"])
+def test_an_answer_that_nobody_reads_is_cut_off(path, more):
     async def test(opened):
         async with opened() as (reader, writer):
-            writer.write(b"GET /much HTTP/1.1\r\nhost: here\r\n\r\n")
+            writer.write(f"GET /{path} HTTP/1.1\r\nhost: here\r\n{more}\r\n".encode())
             await asyncio.sleep(4 * SOON_S)
             come = b""
             with contextlib.suppress(ConnectionError):
@@ -178,15 +184,38 @@ def test_an_answer_that_nobody_reads_is_cut_off():
     run(test)
 
 
-def test_an_answer_that_is_read_with_pauses_is_whole():
+@pytest.mark.parametrize("path", ["much", "whole"])
+def test_an_answer_that_is_read_with_pauses_is_whole(path):
+    """All of it takes a few times what a client has for something of it."""
+
     async def test(opened):
         async with opened() as (reader, writer):
-            writer.write(b"GET /much HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
-            come = 0
-            while piece := await asyncio.wait_for(reader.read(1 << 22), LATE_S):
+            writer.write(f"GET /{path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n".encode())
+            come, loop = 0, asyncio.get_running_loop()
+            begun_s = loop.time()
+            while piece := await asyncio.wait_for(reader.read(1 << 20), LATE_S):
                 come += len(piece)
                 await asyncio.sleep(SOON_S / 20)
             assert come > 65_536 * MUCH
+            assert loop.time() - begun_s > 2 * SOON_S
+
+    run(test)
+
+
+def test_an_answer_whose_end_nobody_reads_is_cut_off(monkeypatch):
+    """Less is left than what makes the server pause: it has sent all, and would wait for the client without end."""
+    lost = asyncio.Event()
+    monkeypatch.setattr(
+        connections.Connection, "connection_lost", lambda self, exc, base=connections.Connection.connection_lost: (
+            base(self, exc), lost.set(),
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(connections.Connection, "pause_writing", lambda self: None)
+
+    async def test(opened):
+        async with opened() as (_, writer):
+            writer.write(b"GET /whole HTTP/1.1\r\nhost: here\r\n\r\n")
+            await asyncio.wait_for(lost.wait(), LATE_S)
 
     run(test)
 

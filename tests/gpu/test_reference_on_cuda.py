@@ -75,11 +75,11 @@ def attention_inputs(dtype: torch.dtype, kv_dtype: torch.dtype) -> list:
 def pool_arguments(k_PDkC: Tensor, v_PDkC: Tensor) -> tuple:
     """Values, scales and format of a layer in rows, as the ops take them."""
     dtype = str(k_PDkC.dtype).removeprefix("torch.")
-    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), ("rows", dtype, k_PDkC.shape[-1], False)
+    return (torch.stack((k_PDkC, v_PDkC), dim=1), None), ("rows", dtype, k_PDkC.shape[-1], False, False)
 
 
 def layer_of(k_PDkC: Tensor, v_PDkC: Tensor) -> KVLayer:
-    (values, scales), (_, dtype, size, shared) = pool_arguments(k_PDkC, v_PDkC)
+    (values, scales), (_, dtype, size, shared, _) = pool_arguments(k_PDkC, v_PDkC)
     return KVLayer(KVFormat(dtype, *k_PDkC.shape[1:3], size, size, ROWS, shared_values=shared), values, scales)
 
 
@@ -194,7 +194,9 @@ def test_torch_accepts_the_ops_on_the_device():
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
-        (ops.linear, (*product, out_dtype, "bfloat16", 80, 96, "plain")),
+        (ops.linear, (*product, out_dtype, None, "bfloat16", 80, 96, "plain")),
+        (ops.route, (torch.randn(20, 6), torch.randn(6), 6, 2, False, False, True, True, 3, 2, 2.5)),
+        (ops.route, (torch.randn(20, 7), None, 6, 2, True, True, False, False, 1, 1, 1.0)),
     ):
         assert set(opcheck(op.default, tuple(on_device(list(inputs)))).values()) == {"SUCCESS"}
 

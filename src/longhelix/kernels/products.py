@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from longhelix.kernels import native, reference
-from longhelix.kernels.library import dense, dense_rows, is_compiling, library
+from longhelix.kernels.library import dense, dense_rows, is_compiling, library, triton_kernels
 from longhelix.kernels.operands import check_operands, num_blocks
 from longhelix.kernels.weight import ARRANGEMENTS, PANELS, Weight
 
@@ -51,7 +51,20 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
     if scales_TX is not None:
         raise ValueError("scales are of rows of int8 for a weight of w8a8 in panels: leave them out elsewhere")
     _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
+    if x_TX.is_cuda:
+        return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
     return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+
+
+def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype):
+    """The reference, with one launch for the norm and one for the gate."""
+    if norm is not None:
+        x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
+    if not swiglu:
+        return reference.linear(x_TX, values, bias, norm, norm_eps, False, residual, dtype)
+    own = torch.promote_types(x_TX.dtype, values.dtype)
+    out_TO = triton_kernels().gate_rows(reference.linear(x_TX, values, bias, norm, norm_eps, False, None, own))
+    return (out_TO if residual is None else out_TO + residual).to(dtype)
 
 
 def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):

@@ -215,7 +215,7 @@ def _limit_groups(choice_TE: Tensor, moe: MoE) -> Tensor:
 
 def _best(values_TX: Tensor, count: int) -> Tensor:
     """Where the largest values are. (Which of equal ones torch.topk takes is not defined.)"""
-    return values_TX.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return values_TX.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def run_experts(

@@ -115,7 +115,10 @@ def _rotate_and_write(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, 
     layer = layer_of(values, scales, value_size, *format)
     if layer.format.arrangement is TILES:
         return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
-    q_TqC, k_TkC, v_TkC = reference.rotate(qkv_TX, num_kv_heads, value_size, q_norm, k_norm, norm_eps, cos_TR, sin_TR)
+    norms_fit = all(norm is None or norm.dtype == qkv_TX.dtype for norm in (q_norm, k_norm))
+    on_gpu = qkv_TX.is_cuda and qkv_TX.dtype != torch.float64 and norms_fit
+    rotate, qkv_TX = (triton_kernels().rotate, dense_rows(qkv_TX)) if on_gpu else (reference.rotate, qkv_TX)
+    q_TqC, k_TkC, v_TkC = rotate(qkv_TX, num_kv_heads, value_size, q_norm, k_norm, norm_eps, cos_TR, sin_TR)
     _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format)
     return q_TqC
 

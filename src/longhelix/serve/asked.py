@@ -41,6 +41,7 @@ class Answer:
     def __init__(self, asked: Asked, give: Callable[["Got"], None]) -> None:
         self.asked, self.give = asked, give
         self.waits = True
+        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of several refusals of one call the first is told: the others count as told, too.
         self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
@@ -48,7 +49,6 @@ class Answer:
         self.request_id: int | None = None
         self.failures = 0  # of the engine while it was added
         self.aborted = False
-        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
 
     @property
     def was_refused(self) -> bool:

@@ -2,7 +2,10 @@
 reads."""
 
 import asyncio
+import fcntl
 import resource
+import sys
+import termios
 from typing import Any
 
 import h11
@@ -11,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 BACKLOG = 256  # that are taken in one go, before any of them can be refused
 _RESERVE = BACKLOG + 256  # descriptors that are left for those, for ranks that start again, and for files
 _HEAD_S = 30.0  # for the head of a request
-_READ_S = 60.0  # for a client to read so much of what waits for it that more may come
+_READ_S = 60.0  # in which a client has to read something of what waits for it
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -23,13 +26,14 @@ def most_connections() -> int:
 
 class Connection(H11Protocol):
     """Is closed where there are too many, and where a request has begun to come, but its head is not whole in time; the
-    same of what comes once the answer has been sent. A client that does not read its answer is cut off, which ends its
-    request. `Gate` sees to bodies, and uvicorn to the time between two requests."""
+    same of what comes once the answer has been sent. A client that reads nothing of what waits for it is cut off, which
+    ends its request. `Gate` sees to bodies, and uvicorn to the time between two requests."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0  # when that timer began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -45,18 +49,24 @@ class Connection(H11Protocol):
             self._wait()
         else:
             self._stop_waiting()
+        if self._unread is not None:
+            self._watch()  # what waits may grow by the next answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(_READ_S, self.transport.abort)
+        self._watch()
 
     def resume_writing(self) -> None:
-        self._stop_reading()
         super().resume_writing()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._stop_reading()
+        self._forget_unread()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -69,7 +79,25 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _stop_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _watch(self) -> None:
+        """From now on, as long as something waits that the socket does not take."""
+        self._forget_unread()
+        if self.transport.get_write_buffer_size():
+            self._unread_bytes = self._waiting_bytes()
+            self._unread = self.loop.call_later(_READ_S, self._cut_off_or_watch)
+
+    def _cut_off_or_watch(self) -> None:
+        if self._waiting_bytes() < self._unread_bytes:
+            self._watch()
+        else:
+            self.transport.abort()
+
+    def _waiting_bytes(self) -> int:
+        """Written, and not taken by the client's machine: here, and in the socket, which holds megabytes."""
+        held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from longhelix.errors import UserError
 from longhelix.kernels import native, route
@@ -71,3 +72,12 @@ def test_shared_experts_are_one_more_that_comes_last():
 def test_groups_that_cannot_be(wrong):
     with pytest.raises(UserError, match="topk_group in the model's config"):
         MoE(4, 2, 8, **wrong)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_torch_accepts_the_op_and_its_fake(shared):
+    """Strides too: a compiled graph was made for those that the fake says."""
+    op, logits_TX = torch.ops.longhelix.route.default, torch.randn(5, 6 + shared)
+    for groups in ((1, 1), (3, 2)):
+        arguments = logits_TX, torch.randn(6), 6, 2, shared, shared, True, True, *groups, 2.5
+        assert set(opcheck(op, arguments).values()) == {"SUCCESS"}

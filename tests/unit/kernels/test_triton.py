@@ -268,6 +268,13 @@ def test_splits_meet_at_their_positions(length, device):
     assert_equals_softmax(Case([[length, length - 1, 1]], 1, 2, 16, 16, block_tokens=32), device)
 
 
+@pytest.mark.parametrize("few_rows", [1, 16])
+def test_a_tile_full_of_rows_ends_with_its_split(few_rows, device):
+    """No row of it is padding, and all of them see tokens of later splits."""
+    with split_at(64, few_rows):
+        assert_equals_softmax(Case([[*range(300, 308)], [200]], 1, 16, 64, 64), device)
+
+
 def test_more_splits_than_are_merged_at_once(device):
     with split_at(32):
         assert_equals_softmax(Case([[600, 5]], 1, 1, 520, 512), device)
@@ -712,7 +719,7 @@ def test_a_graph_replays_with_other_tokens_rows_and_limits(device):
     inputs = Call(*[value.clone() if torch.is_tensor(value) else value for value in captured])
     other = captured._replace(
         row_starts_B=torch.tensor([0, 3, 4, 43], device="cuda"),
-        limits_T=torch.tensor([1, 0, 299, 77, *range(300, 339)], device="cuda"),
+        limits_T=torch.tensor([1, 0, 299, 77, *range(261, 300)], device="cuda"),  # of 500, 501 and 300 tokens
         extents_B2=captured.extents_B2.flip(0).contiguous(),
         q_TqC=captured.q_TqC.flip(0).contiguous(),
         kv_PADkC=captured.kv_PADkC.nan_to_num(),

@@ -19,9 +19,13 @@ from longhelix.kernels.triton import (  # noqa: E402
     attention,
     expert_rows,
     experts,
+    gate_rows,
     merge,
     merge_states,
+    norm_rows,
     partial_attention,
+    rotate,
+    rows,
     run_experts,
     write,
     write_kv,
@@ -77,6 +81,8 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
     record(merge, "_merge_splits")
     record(merge, "_merge_states")
     record(write, "_write_kv")
+    for name in ("_norm_rows", "_gate_rows", "_rotate"):
+        record(rows, name)
     for name in ("_count", "_place"):
         record(expert_rows, name)
     for name in ("_norm", "_gate_up", "_down", "_sum_parts"):
@@ -97,6 +103,9 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
                 (BF16, FLOAT8, 64, 8, 128, 128),
                 (BF16, INT8, 16, 1, 256, 256),
                 (BF16, BF16, 128, 1, 576, 512),
+                (BF16, BF16, 8, 1, 512, 512),
+                (BF16, FLOAT8, 64, 1, 512, 512),
+                (torch.float32, FLOAT8, 16, 1, 128, 128),
                 (torch.float16, torch.float16, 32, 32, 80, 80),
             )
         ),
@@ -139,6 +148,15 @@ def test_merge_and_write_compile_for_hopper(compiled):
         write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 128, dtype=pool_dtype), scales_PADk, slots_T)
     write_kv(torch.empty(5, 1, 576), None, torch.empty(3, 1, 16, 1, 576, dtype=BF16), None, slots_T)
     assert len(compiled) == 8
+
+
+def test_rows_compile_for_hopper(compiled):
+    x_TX, cos_TR = torch.empty(5, 4096, dtype=BF16), torch.empty(5, 64)
+    norm_rows(x_TX, x_TX[0], 1e-5)
+    gate_rows(x_TX)
+    rotate(x_TX, 4, 128, None, None, 0.0, cos_TR, cos_TR)
+    rotate(x_TX, 4, 128, x_TX[0, :128], x_TX[0, :128], 1e-5, cos_TR, cos_TR)
+    assert len(compiled) == 4
 
 
 @pytest.mark.parametrize(

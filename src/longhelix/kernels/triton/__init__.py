@@ -7,9 +7,19 @@ the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = s
 from longhelix.kernels.triton.attention import partial_attention
 from longhelix.kernels.triton.experts import run_experts
 from longhelix.kernels.triton.merge import merge_states
+from longhelix.kernels.triton.rows import gate_rows, norm_rows, rotate
 from longhelix.kernels.triton.write import write_kv
 
 # Number formats of rows that these kernels read and write.
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8")
 
-__all__ = ["FORMATS", "merge_states", "partial_attention", "run_experts", "write_kv"]
+__all__ = [
+    "FORMATS",
+    "gate_rows",
+    "merge_states",
+    "norm_rows",
+    "partial_attention",
+    "rotate",
+    "run_experts",
+    "write_kv",
+]

@@ -37,8 +37,11 @@ class Tile(NamedTuple):
 # By the padded channels of a value. Shared memory (227 KB) takes the queries and all stages of K and V; registers take
 # a float32 sum for every row-head and channel. Block ids come a stage before K and V: 3 stages load those of the next
 # turn, 5 those of the next two.
-_FEW = {64: Tile(64, 128, 4, 5), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 32, 8, 5)}
-_MANY = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 3), 512: Tile(64, 32, 8, 3)}
+_FEW = {64: Tile(64, 128, 4, 4), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 64, 8, 3)}
+_MANY = {64: Tile(128, 64, 8, 5), 128: Tile(128, 64, 4, 4), 256: Tile(64, 64, 8, 3), 512: Tile(64, 64, 8, 3)}
+# Of keys and values in bytes, which are made wider between loads and products: by few warps, which wait for each other.
+_FEW_BYTES = {64: Tile(16, 128, 2, 5), 128: Tile(16, 32, 1, 5), 256: Tile(16, 32, 2, 5), 512: Tile(16, 32, 4, 5)}
+_TWO_ARRAYS_OF_512 = Tile(64, 32, 8, 3)
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
 _FLOAT32 = {64: Tile(16, 32, 4, 3), 128: Tile(16, 16, 4, 3), 256: Tile(16, 16, 4, 3), 512: Tile(16, 16, 8, 3)}
 
@@ -81,12 +84,10 @@ def partial_attention(
         return out_TqC, lse_Tq
     group = num_query_heads // num_kv_heads
     dot_dtype = q_TqC.dtype if scales_PADk is not None else torch.promote_types(q_TqC.dtype, kv_PADkC.dtype)
-    few, many = (_FLOAT32, _FLOAT32) if dot_dtype == torch.float32 else (_FEW, _MANY)
-    table_key = max(64, _padded(value_size))
-    tile = few[table_key]
-    shapes = [(tile._replace(row_heads=min(tile.row_heads, _padded(group))), range(1, FEW_ROWS + 1))]
+    few, many = _tiles(dot_dtype, kv_PADkC.dtype, num_arrays, group, value_size)
+    shapes = [(few._replace(row_heads=min(few.row_heads, _padded(group))), range(1, FEW_ROWS + 1))]
     if max_rows > FEW_ROWS:
-        shapes.append((many[table_key], range(FEW_ROWS + 1, _UNLIMITED)))
+        shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
 
@@ -147,6 +148,19 @@ def partial_attention(
     for first in range(0, num_rows, at_once):
         attend_splits(range(first, min(first + at_once, num_rows)))
     return out_TqC, lse_Tq
+
+
+def _tiles(
+    dot_dtype: torch.dtype, pool_dtype: torch.dtype, num_arrays: int, group: int, value_size: int
+) -> tuple[Tile, Tile]:
+    """For sequences with few rows, and with many."""
+    size = max(64, _padded(value_size))
+    if dot_dtype == torch.float32:
+        return _FLOAT32[size], _FLOAT32[size]
+    few = _FEW_BYTES if pool_dtype not in _DOT_DTYPES and group <= 16 else _FEW
+    if size == 512 and num_arrays == 2 and pool_dtype in _DOT_DTYPES:
+        return _TWO_ARRAYS_OF_512, _TWO_ARRAYS_OF_512
+    return few[size], _MANY[size]
 
 
 def _padded(size: int) -> int:
@@ -216,43 +230,25 @@ def _attend(
     blocks_ptr += tl.load(extents_ptr + 2 * sequence)
     q_offset_X = row_X * stride_T + head_X * stride_q
     q_XC = _rows(q_ptr, q_offset_X, real_X, V, HEAD).to(DOT)
+    q_tail_XC = q_XC
     if TAIL:
         q_tail_XC = _rows(q_ptr + V, q_offset_X, real_X, C - V, TAIL).to(DOT)
     largest_X = tl.full([M], float("-inf"), tl.float32)
     total_X = tl.zeros([M], tl.float32)
     sum_XC = tl.zeros([M, HEAD], tl.float32)
-    for start in range(begin, end, N):
-        s_N = start + tl.arange(0, N)
-        # Beyond `end` the pool may hold anything: it is not read, and is 0 in the products.
-        written_N = s_N < end
-        block_N = tl.load(blocks_ptr + s_N // D, mask=written_N, other=0)
-        key_N = (block_N * (A * D) + s_N % D) * K + kv_head
-        k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
-        scores_XN = tl.dot(q_XC, tl.trans(k_NC), input_precision="ieee")
-        if TAIL:
-            k_tail_NC = _rows(kv_ptr + V, key_N * C, written_N, C - V, TAIL).to(DOT)
-            scores_XN = tl.dot(q_tail_XC, tl.trans(k_tail_NC), scores_XN, input_precision="ieee")
-        # Not fused with the subtraction below: that would compare an exact product with a rounded maximum, and
-        # scores of 1e9 would overflow exp2.
-        scores_XN *= scale_log2
-        if scales_ptr is not None:
-            scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
-        scores_XN = tl.where(s_N[None, :] < limit_X[:, None], scores_XN, float("-inf"))
-        new_largest_X = tl.maximum(largest_X, tl.max(scores_XN, 1))
-        # A row that has seen nothing has no finite score; any finite base then gives exp2(-inf) = 0 in place of NaN.
-        base_X = tl.where(new_largest_X == float("-inf"), 0.0, new_largest_X)
-        weights_XN = tl.exp2(scores_XN - base_X[:, None])
-        shrink_X = tl.exp2(largest_X - base_X)
-        total_X = total_X * shrink_X + tl.sum(weights_XN, 1)
-        largest_X = new_largest_X
-        value_N = key_N
-        v_NC = k_NC
-        if A == 2:
-            value_N = key_N + D * K
-            v_NC = _rows(kv_ptr, value_N * C, written_N, V, HEAD).to(DOT)
-        if scales_ptr is not None:
-            weights_XN *= tl.load(scales_ptr + value_N, mask=written_N, other=0.0)[None, :]
-        sum_XC = tl.dot(weights_XN.to(DOT), v_NC, sum_XC * shrink_X[:, None], input_precision="ieee")
+    # Turns of which every row sees every token compare nothing.
+    least = tl.min(tl.where(real_X, tl.minimum(limit_X, end), end), 0)
+    whole_end = begin + tl.maximum(least - begin, 0) // N * N
+    for start in range(begin, whole_end, N):
+        largest_X, total_X, sum_XC = _attend_turn(
+            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, limit_X, largest_X, total_X, sum_XC, kv_head, scale_log2,
+            start, end, False, A, D, K, C, V, HEAD, TAIL, N, DOT,
+        )  # fmt: skip
+    for start in range(whole_end, end, N):
+        largest_X, total_X, sum_XC = _attend_turn(
+            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, limit_X, largest_X, total_X, sum_XC, kv_head, scale_log2,
+            start, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
+        )  # fmt: skip
 
     slot_X = row_X - first_row
     if SPLIT:
@@ -263,6 +259,68 @@ def _attend(
     c_C = tl.arange(0, HEAD)
     mask_XC = real_X[:, None] & (c_C < V)[None, :]
     tl.store(out_ptr + slot_X[:, None] * V + c_C[None, :], out_XC.to(out_ptr.dtype.element_ty), mask=mask_XC)
+
+
+@triton.jit
+def _attend_turn(
+    q_XC,
+    q_tail_XC,
+    kv_ptr,
+    scales_ptr,
+    blocks_ptr,
+    limit_X,
+    largest_X,
+    total_X,
+    sum_XC,
+    kv_head,
+    scale_log2,
+    start,
+    end,
+    PART: tl.constexpr,
+    A: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The state after N more tokens, those from `start` on. PART: some row may not see some of them, and those from
+    `end` on are not written."""
+    s_N = start + tl.arange(0, N)
+    # Beyond `end` the pool may hold anything: it is not read, and is 0 in the products.
+    written_N = s_N < end if PART else tl.full([N], True, tl.int1)
+    block_N = tl.load(blocks_ptr + s_N // D, mask=written_N, other=0)
+    key_N = (block_N * (A * D) + s_N % D) * K + kv_head
+    k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
+    scores_XN = tl.dot(q_XC, tl.trans(k_NC), input_precision="ieee")
+    if TAIL:
+        k_tail_NC = _rows(kv_ptr + V, key_N * C, written_N, C - V, TAIL).to(DOT)
+        scores_XN = tl.dot(q_tail_XC, tl.trans(k_tail_NC), scores_XN, input_precision="ieee")
+    # Not fused with the subtraction below: that would compare an exact product with a rounded maximum, and
+    # scores of 1e9 would overflow exp2.
+    scores_XN *= scale_log2
+    if scales_ptr is not None:
+        scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
+    if PART:
+        scores_XN = tl.where(s_N[None, :] < limit_X[:, None], scores_XN, float("-inf"))
+    new_largest_X = tl.maximum(largest_X, tl.max(scores_XN, 1))
+    # A row that has seen nothing has no finite score; any finite base then gives exp2(-inf) = 0 in place of NaN.
+    base_X = tl.where(new_largest_X == float("-inf"), 0.0, new_largest_X)
+    weights_XN = tl.exp2(scores_XN - base_X[:, None])
+    shrink_X = tl.exp2(largest_X - base_X)
+    total_X = total_X * shrink_X + tl.sum(weights_XN, 1)
+    value_N = key_N
+    v_NC = k_NC
+    if A == 2:
+        value_N = key_N + D * K
+        v_NC = _rows(kv_ptr, value_N * C, written_N, V, HEAD).to(DOT)
+    if scales_ptr is not None:
+        weights_XN *= tl.load(scales_ptr + value_N, mask=written_N, other=0.0)[None, :]
+    sum_XC = tl.dot(weights_XN.to(DOT), v_NC, sum_XC * shrink_X[:, None], input_precision="ieee")
+    return new_largest_X, total_X, sum_XC
 
 
 @triton.jit
