@@ -64,13 +64,13 @@ def plan(
     start_s = time.perf_counter()
     context, demand = requests.load()
     setting = model.setting()
-    warned = beyond_positions(setting.model, context)
-    if warned is not None:
-        warnings.warn(warned, stacklevel=2)
     question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
     found = answer(question)
+    warned = beyond_positions(setting.model, context)
+    if warned is not None:
+        warnings.warn(warned, stacklevel=2)
     others = neighbours(question, found.best) if found.best else []
     rejected = rejections(question, found.sweep)
     crossed = crossovers(question, found.sweep.space, max_gpus)

@@ -60,7 +60,8 @@ class _Side:
         return self.take(chosen)
 
     def take(self, index: NDArray[np.intp]) -> "_Side":
-        return _Side(*(values[index] for values in (self.layout, self.size, self.rate_per_s, self.gpus, self.seconds)))
+        numbers = (values[index] for values in (self.size, self.rate_per_s, self.gpus, self.seconds))
+        return _Side(self.layout[index], *numbers)
 
 
 def apart(question: Question, space: Space) -> Apart | None:

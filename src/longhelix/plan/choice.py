@@ -237,6 +237,7 @@ class Chooser:
         return fits
 
     def _in_time(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
+        assert self._question.ttft_s is not None
         in_time: Mask = service(self._use, layouts, batch, chunk).ttft_s <= self._question.ttft_s
         return in_time
 
@@ -258,7 +259,7 @@ class Chooser:
 
     def _missed(self, tried: _Tried) -> Array:
         """How many times over the targets, together, as a logarithm."""
-        missed: Array = sum(np.log(np.maximum(has / most, 1.0)) for _, _, has, most in self._limits(tried))
+        missed: Array = np.sum([np.log(np.maximum(has / most, 1.0)) for _, _, has, most in self._limits(tried)], axis=0)
         return missed
 
     def _choice(self, found: _Tried) -> Choice:

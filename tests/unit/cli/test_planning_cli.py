@@ -37,17 +37,17 @@ def run(capfd, *arguments):
 
 
 def test_plan_writes_json_alone(capfd):
-    status, out, _ = run(capfd, *PLAN, "--ttl", "20ms", "--ttft", "120s", "--users", "2", "--json")
+    status, out, _ = run(capfd, *PLAN, "--ttl", "30ms", "--ttft", "200s", "--users", "2", "--json")
     found = json.loads(out)
     assert status == 0
     assert found["best"]["batch"] >= 2
-    assert found["best"]["ttl_s"] < found["best"]["ttl_p95_s"] <= 0.02
-    assert found["best"]["ttft_s"] <= 120
+    assert found["best"]["ttl_s"] < found["best"]["ttl_p95_s"] <= 0.03
+    assert found["best"]["ttft_s"] <= 200
     assert found["best"]["violates"] == []
     assert (found["nearest"], found["apart"]) == ([], None)
-    assert found["latencies"]["fewest_gpus"]["ttft_s"] <= 120
+    assert found["latencies"]["fewest_gpus"]["ttft_s"] <= 200
     assert found["headline"]["interactivity_gain"] > 0
-    assert {held["ttl_s"] for held in found["users_at_ttl"]} == {0.02}
+    assert {held["ttl_s"] for held in found["users_at_ttl"]} == {0.03}
     assert found["neighbours"]
     assert found["rejected"]
     assert found["crossovers"]

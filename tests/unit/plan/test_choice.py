@@ -164,7 +164,7 @@ def test_what_is_told_of_a_choice_is_so():
     assert best.gpus * best.tokens_per_s_per_gpu == pytest.approx(best.users / best.ttl_s)
     assert best.cost_per_million_tokens == pytest.approx(2.5 / 3600 / best.tokens_per_s_per_gpu * 1e6)
     held = memory(R1, layouts, float(best.batch), 1e6, float(best.chunk_tokens)).total_bytes[0]
-    assert best.headroom_bytes == pytest.approx(R1.system.memory_bytes - held, abs=1)
+    assert best.headroom_bytes == pytest.approx(R1.capacity_bytes(layouts)[0] - held, abs=1)
 
 
 def demanded(layout_count=1, **changes):

@@ -265,7 +265,7 @@ def test_a_layout_without_a_degree():
     "changes",
     [
         {"weights": "fp3"},
-        {"kv": "nvfp4"},
+        {"kv": "fp3"},
         {"device": "tpu"},
         {"context": 0},
         {"users": 0},

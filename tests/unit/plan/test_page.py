@@ -17,7 +17,7 @@ from longhelix.plan import plots, terminal
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_DRAWN, MOST_POINTS, Asked, gpu_caps, kind_of, page_data
 from longhelix.plan.space import STRATEGIES, space
-from longhelix.plan.sweep import sweep
+from longhelix.plan.sweep import batches, sweep
 from longhelix.presets import load_model, load_system, model_names
 
 pytestmark = pytest.mark.unit
@@ -78,7 +78,7 @@ def test_a_points_numbers_are_the_performance_models(data, tables, choice):
 
 
 def test_what_is_asked_for_keeps_the_best_at_every_speed(data, tables):
-    points = sweep(Setting(LLAMA, GB200, "fp4", "fp8"), space(LLAMA, 16), 1e6).points
+    points = sweep(Setting(LLAMA, GB200, "fp4", "fp8"), space(LLAMA, 16), 1e6, batches()).points
     table, lines = tables["1000000 fp4 fp8"], data.document["tables"]["1000000 fp4 fp8"]["frontiers"][-1]
     kept = [point for line in lines for point in line]
     gpu = table["batch"] / table["ttl_s"] / (table["kvp"] * table["tpa"] * table["pp"])

@@ -266,6 +266,8 @@ def test_formats_that_are_kept():
         "int4": ["vLLM"],
         "w8a8": [],
         "fp4": every,
+        "nvfp4": [],
+        "mxfp4": [],
     }
 
 

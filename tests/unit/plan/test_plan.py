@@ -158,11 +158,17 @@ def test_both_targets_give_a_frontier_of_latencies_and_the_fewest_gpus():
 
 def test_neighbours_say_what_they_cost(llama):
     found = {neighbour.change: neighbour for neighbour in neighbours(llama.question, llama.best)}
-    assert found["TP alone"].ttl_s is None
-    assert "short by" in found["TP alone"].reason
+    assert found["TP alone"].reason.startswith("attention ")
     assert "exchange" in found["no HOP-B"].reason
     assert "dense FFN" in found["FFN tied to TPA (Medha)"].reason
     assert all(neighbour.ttl_s is None or neighbour.ttl_s > llama.best.ttl_s for neighbour in found.values())
+
+
+def test_a_neighbour_without_room_says_what_it_lacks():
+    question = Question(LLAMA, 1_000_000, 64, ttl_s=0.05)
+    found = {neighbour.change: neighbour for neighbour in neighbours(question, answer(question).best)}
+    assert found["TP alone"].ttl_s is None
+    assert "short by" in found["TP alone"].reason
 
 
 def test_rejections_have_bytes(llama):
