@@ -42,7 +42,7 @@ def simulation(
         policy="lars" if adaptive else "fcfs",
         adaptive=adaptive,
     )
-    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4")
+    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4", "fp4")
     server = Server(setting, LAYOUT, config)
     return Simulation(server.make_scheduler(), server.make_runner(), arrivals)
 

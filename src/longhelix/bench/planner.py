@@ -45,12 +45,12 @@ import json, resource, time
 from dataclasses import replace
 from longhelix.perf.setting import Setting
 from longhelix.plan.space import space
-from longhelix.plan.sweep import sweep
+from longhelix.plan.sweep import batches, sweep
 from longhelix.presets import load_model, load_system
 model, system = load_model("deepseek-r1"), replace(load_system("gb200"), memory_bytes=1e18)
 searched = space(model, 128)
 start = time.perf_counter()
-found = sweep(Setting(model, system, "fp4", "fp4"), searched, 1e6)
+found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
 took_s = time.perf_counter() - start
 peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({"configurations": len(found.points), "time_s": took_s, "peak_bytes": peak_bytes}))

@@ -50,6 +50,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
     values = {
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
         "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
+        "reserve_bytes": (preset.reserve_bytes, f"assumed: that of the preset {preset.name}"),
         "cache_bytes": (
             host.last_level_cache_bytes() or _UNKNOWN_CACHE_BYTES,
             "measured: the last-level cache, 32 MiB where none tells",
@@ -66,6 +67,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
         "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),
+        "node_ranks": (preset.node_ranks, f"assumed: that of the preset {preset.name}"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],
             "measured: torch.mm of 1024 x 1024, in turn with prefills",

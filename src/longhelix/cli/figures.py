@@ -7,6 +7,7 @@ from typing import Literal
 
 from rich.table import Table
 
+from longhelix import papers
 from longhelix.cli.planning import stdout
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
@@ -14,6 +15,7 @@ from longhelix.papers import drawings, report
 from longhelix.papers.claims import Reproduction
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
+from longhelix.spec import HardwareSpec
 
 
 def figures(paper: Literal["helix", "medha"], /, *, out: Path, json: Flag = False) -> None:
@@ -48,18 +50,23 @@ def _make(folder: Path) -> None:
         raise UserError(f"{folder} cannot be made ({error.strerror}): set --out to another folder") from error
 
 
+def _system(name: str) -> HardwareSpec:
+    """The system that a paper has, with constants fitted to that paper alone; plans are made with the preset."""
+    return load_system(str(Path(papers.__file__).parent / "systems" / f"{name}.toml"))
+
+
 def _helix() -> Reproduction:
     from longhelix.papers.helix import helix
 
-    system = load_system("gb200")
-    r1, dense = (Setting(load_model(name), system, "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+    system = _system("gb200")
+    r1, dense = (Setting(load_model(name), system, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
     return helix(r1, dense, load_model("helix-figure-1"))
 
 
 def _medha() -> Reproduction:
     from longhelix.papers.medha import medha
 
-    system = load_system("h100")
+    system = _system("h100")
     small, large = (Setting(load_model(name), system, "bfloat16", "bfloat16") for name in ("llama-3-8b", "llama-3-70b"))
     return medha(small, large)
 

@@ -3,58 +3,74 @@
 import json as json_module
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
-from longhelix.plan import report, terminal
+from longhelix.plan import peers, report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
+from longhelix.plan.positions import beyond_positions
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import Neighbour, Rejection, neighbours, rejections
+
+_NO_DEMAND = DemandOptions()
 
 
 def plan(
     model: PlannedModel,
+    requests: DemandOptions = _NO_DEMAND,
     *,
-    context: Size,
     max_gpus: int = 64,
     ttl: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     ttft: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     users: Size = 1,
     min_gpus: Flag = False,
+    gpu_hour: Annotated[float | None, Parameter(show_default=False)] = None,
+    any_shape: Flag = False,
     out: Path | None = None,
     json: Flag = False,
 ) -> None:
-    """Search every layout of up to --max-gpus GPUs: the frontier, the best layout for the targets, and why.
+    """Search the layouts of up to --max-gpus GPUs: the frontier, what meets all targets together best, and why.
 
     Parameters
     ----------
-    context
-        Tokens of each request's KV, such as 128k or 1M.
     max_gpus
         The most GPUs, up to 1024.
     ttl
-        The most time from token to token, such as 20ms.
+        The most time from token to token, such as 20ms; while a prompt is prefilled beside as well.
     ttft
-        The most time to the first token, such as 30s. With --ttl also TTFT against TBT.
+        The most time to the first token of the longest prompt, such as 30s. With --ttl also TTFT against TBT.
     users
         Requests at a time, at least.
     min_gpus
         Of what meets the targets take the fewest GPUs, in place of the most tokens/s/GPU.
+    gpu_hour
+        The price of a GPU for an hour, for the cost of a million tokens.
+    any_shape
+        Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
+        experts, too.
     out
-        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.yaml, and plan.html, a page to explore.
+        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.html, a page to explore, plan.yaml, which
+        `serve` and `generate` take as --layout, and commands.txt: those of other engines that have such a layout.
     json
         Print one JSON object.
     """
     start_s = time.perf_counter()
-    question = Question(model.setting(), context, max_gpus, ttl, ttft, users, min_gpus)
+    context, demand = requests.load()
+    setting = model.setting()
+    question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
     found = answer(question)
+    warned = beyond_positions(setting.model, context)
+    if warned is not None:
+        warnings.warn(warned, stacklevel=2)
     others = neighbours(question, found.best) if found.best else []
     rejected = rejections(question, found.sweep)
     crossed = crossovers(question, found.sweep.space, max_gpus)
@@ -78,7 +94,7 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
         console.print(report.rejections_table(rejected))
     if found.best is not None:
         console.print(report.neighbours_table(found.best, others))
-    for line in (report.headline(found), report.sentence(found)):
+    for line in (report.headline(found), report.sentence(found), report.apart_sentence(found)):
         if line:
             console.print(line, highlight=False)
 
@@ -104,7 +120,13 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     )
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
-    runnable = report.as_yaml(found, model)
-    if runnable:
-        (folder / "plan.yaml").write_text(runnable)
+    deployment = report.best_deployment(found)
+    if deployment is not None:
+        (folder / "plan.yaml").write_text(report.as_yaml(found, model))
+        loaded = model if Path(model).is_dir() else "MODEL"  # engines know folders, and names that hubs have
+        commands = peers.commands(deployment, loaded)
+        (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
+        for command in commands:
+            if command.config:
+                (folder / peers.CONFIG_FILE).write_text(command.config_yaml())
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}", file=sys.stderr)

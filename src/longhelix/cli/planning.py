@@ -12,7 +12,7 @@ from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
-from longhelix.spec import HardwareSpec, number_format
+from longhelix.spec import number_format
 
 _TABLE_WIDTH = 160  # where standard output is no terminal
 
@@ -27,16 +27,22 @@ class PlannedModel:
     system: str
     "A preset such as gb200, a TOML file, or `local` as `longhelix calibrate` measured it."
     weight_dtype: str | None = None
-    "The weights' dtype. [default: fp4 where the system has it, otherwise bfloat16]"
+    "The weights' dtype. [default: the checkpoint's]"
     kv_dtype: str | None = None
-    "The KV cache's dtype. [default: as the weights]"
+    "The KV cache's dtype. [default: the model's, such as bfloat16]"
+    attention_dtype: str | None = None
+    "In which attention computes. [default: the KV cache's; fp8, or bfloat16 without it, where that has four bits]"
 
     def setting(self) -> Setting:
         """Load both; raises UserError for names that are not known and dtypes that the system does not have."""
         model, system = load_model(self.model), load_system(self.system)
-        weight_dtype = _known("weight-dtype", self.weight_dtype or _default_dtype(system))
-        default = "int8" if number_format(weight_dtype).rounds_inputs else weight_dtype
-        return Setting(model, system, weight_dtype, _known("kv-dtype", self.kv_dtype or default))
+        return Setting(
+            model,
+            system,
+            _known("weight-dtype", self.weight_dtype or model.stored_dtype or model.dtype),
+            _known("kv-dtype", self.kv_dtype or model.dtype),
+            None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
+        )
 
 
 def stdout() -> Console:
@@ -69,10 +75,6 @@ def parse_layout(text: str) -> tuple[Layout, bool, bool]:
     if "tied" in words:
         degrees |= {"tpf": degrees.get("tpa", 1), "ffn_replicas": degrees.get("kvp", 1)}
     return Layout(**degrees), "local" in words, not words & {"no-hop-b", "tied"}
-
-
-def _default_dtype(system: HardwareSpec) -> str:
-    return "fp4" if "fp4" in system.flops_per_s else "bfloat16"
 
 
 def _known(name: str, dtype: str) -> str:

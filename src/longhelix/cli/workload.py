@@ -12,7 +12,7 @@ from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
 from longhelix.request import ServiceLevel
-from longhelix.simulate.arrival import Workload
+from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 from longhelix.simulate.trace import read_csv, read_jsonl
 
@@ -53,7 +53,7 @@ class WorkloadOptions:
         if self.synthetic == (self.trace is not None):
             raise UserError("set either --trace FILE or --synthetic")
         if self.trace is not None:
-            return self._read(self.trace, service)
+            return read_trace(self.trace, service)
         if self.burstiness is not None and self.arrivals != "gamma":
             raise UserError("--burstiness is of gamma arrivals: set --arrivals gamma, or leave it out")
         burstiness = 1.0 if self.burstiness is None else self.burstiness
@@ -61,11 +61,13 @@ class WorkloadOptions:
             self.requests, self.rate, parse_mix(self.mix), service, self.arrivals, burstiness, self.seed
         )  # fmt: skip
 
-    def _read(self, path: Path, service: ServiceLevel) -> Workload:
-        read = _READERS.get(path.suffix.lower())
-        if read is None:
-            raise UserError(f"{path} ends in {path.suffix or 'no suffix'}: give a .csv or .jsonl file")
-        try:
-            return read(io.StringIO(read_text(path), newline=""), service)
-        except csv.Error as error:
-            raise UserError(f"{path} is not CSV: {error}", "invalid_trace") from error
+
+def read_trace(path: Path, service: ServiceLevel) -> list[Arrival]:
+    """The requests of a file. Raises UserError for one that cannot be read."""
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        raise UserError(f"{path} ends in {path.suffix or 'no suffix'}: give a .csv or .jsonl file")
+    try:
+        return read(io.StringIO(read_text(path), newline=""), service)
+    except csv.Error as error:
+        raise UserError(f"{path} is not CSV: {error}", "invalid_trace") from error

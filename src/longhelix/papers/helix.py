@@ -46,7 +46,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproductio
         system=r1.system,
         conditions=_CONDITIONS,
         claims=(*_hop_b_claims(), *_claims(models, headlines)),
-        constants=constants(r1.system, r1.kv_dtype),
+        constants=constants(r1.system, r1.attends_in),
         tables=(roofline_table, _sizes(models), _sensitivity(models)),
         drawings=(
             roofline,

@@ -68,7 +68,7 @@ def _figure_6(small: Setting) -> Chart:
     read_tb = [M * (M + chunk) / (2 * chunk) * small.kv_token_bytes / 1e12 for chunk in CHUNKS]
     flops, token_bytes = 4 * model.head_size * model.num_query_heads, model.num_kv_heads * small.kv_head_bytes
     intensity = [chunk * flops / token_bytes for chunk in CHUNKS]
-    ridge = small.system.rate(small.kv_dtype) / small.system.memory_bytes_per_s
+    ridge = small.system.rate(small.attends_in) / small.system.memory_bytes_per_s
     return Chart("medha-figure-6", "Medha, Figure 6: chunks read the KV again and again, harmlessly (8B, 1M)", (
         Panel("bytes", "chunk", "KV read (TB)", (Curve.of("all chunks", CHUNKS, read_tb),), log="xy", every_x=True),
         Panel("intensity", "chunk", "FLOP per byte", (Curve.of("attention", CHUNKS, intensity),), log="xy",

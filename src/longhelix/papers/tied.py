@@ -79,7 +79,7 @@ class Deployment:
 
     def fits(self, tokens: float, chunk: float = 1.0) -> bool:
         needed = memory(self.setting, self.layouts, 1.0, tokens, chunk).total_bytes
-        return bool(needed[0] <= self.setting.system.memory_bytes)
+        return bool(needed[0] <= self.setting.system.usable_bytes)
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:
         """Model FLOPs utilisation of a prefill; counted without the causal mask unless `causal`."""

@@ -9,11 +9,14 @@ from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.request import Work
+from longhelix.spec import ModelSpec
 
 
-def attention_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """One layer's cost items, in order."""
+def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:
+    """One layer's cost items, in order; windowed: of a layer with the model's window."""
     own = layouts.of_rank(work)
+    if windowed:
+        own = _in_window(setting.model, layouts, own)
     attention = _attention(setting, layouts, own)
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
@@ -28,6 +31,23 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work) -> list[Cost
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
+
+
+def _in_window(model: ModelSpec, layouts: Layouts, own: Work) -> Work:
+    """What a layer with a window attends to of a rank's work.
+
+    A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
+    themselves, T - 1 + window, and have T times as many pairs as a row sees on average. Windows lie over KVP ranks as
+    evenly as all KV. All requests that decode are as long, and the rows are one prompt's.
+    """
+    assert model.sliding_window is not None
+    share = np.where(layouts.local, 1.0, 1 / layouts.kvp)
+    seen = share * model.sliding_window
+    return own._replace(
+        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows * seen),
+        chunk_kv_tokens=np.minimum(own.chunk_kv_tokens, share * (own.chunk_rows - 1) + seen),
+        chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * model.mean_window)),
+    )
 
 
 def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
@@ -95,7 +115,7 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
         layouts,
         flops=flops,
         hbm_bytes=hbm_bytes,
-        dtype=setting.kv_dtype,
+        dtype=setting.attends_in,
         count=0.0,
         compute_efficiency=setting.system.attention_efficiency,
     )

@@ -38,7 +38,7 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     """All weights that a rank holds: its share of a stage's layers, and of the embedding or the head."""
     model = setting.model
     stage_layers = layouts.stage_layers(model.num_layers)
-    num_moe = np.minimum(stage_layers, model.num_layers - model.num_dense_layers)
+    num_moe = setting.most_expert_layers[stage_layers.astype(np.intp)]
     layers = num_moe * weights.expert_layer(setting, layouts)
     layers = layers + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
@@ -46,10 +46,16 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests."""
+    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests; of a layer
+    with a window no more tokens than that."""
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
-    return np.asarray(requests * context * token_bytes * layouts.stage_layers(setting.model.num_layers))
+    layers, window = layouts.stage_layers(setting.model.num_layers), setting.model.sliding_window
+    kept = np.asarray(requests * context * token_bytes * layers)
+    if window is None:
+        return kept
+    windowed = layers - setting.most_full_layers[layers.astype(np.intp)]
+    return np.asarray(kept - requests * np.maximum(context - window, 0.0) * token_bytes * windowed)
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:

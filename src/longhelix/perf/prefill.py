@@ -18,21 +18,46 @@ _NODES = 16
 ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
 
-def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, chunk: float | Array) -> Array:
-    """Seconds from the first chunk of `tokens` to the first new token, chunks of `chunk` rows or a little less.
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt in chunks. seconds: from its first chunk to its first new token; busy_s: of these each stage has one of
+    its chunks; longest_s: the longest step among them."""
+
+    seconds: Array
+    busy_s: Array
+    longest_s: Array
+
+
+def prefill(
+    setting: Setting,
+    layouts: Layouts,
+    tokens: float | Array,
+    chunk: float | Array,
+    *,
+    prefix: float | Array = 0.0,
+    beside: Work = NO_WORK,
+    nodes: int = _NODES,
+) -> Prefill:
+    """`tokens` after `prefix` others, in chunks of `chunk` rows or a little less, each with the decodes `beside` it.
 
     With PP stages a chunk enters the first stage as soon as the one before has left it (sequence pipeline parallelism,
     arXiv 2409.17264, section 4.3): of n chunks that take t_i in each of p stages the last is through after
-    sum(t_i) + (p - 1) max(t_i).
+    sum(t_i) + (p - 1) max(t_i). The sum is taken at `nodes` of them.
     """
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks
-    before = np.multiply.outer((np.arange(_NODES) + 0.5) / _NODES, np.atleast_1d(chunks)) - 0.5
-    paths_s = step_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before * rows))
+    before = prefix + rows * (np.multiply.outer((np.arange(nodes) + 0.5) / nodes, np.atleast_1d(chunks)) - 0.5)
+    paths_s = step_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before) + beside)
     # One by one, so that a layout's time does not depend on how many others there are.
-    total_s: Array = sum(paths_s, layouts.zeros) * chunks / _NODES
+    busy_s: Array = sum(paths_s, layouts.zeros) * chunks / nodes / layouts.pp
     longest_s: Array = paths_s.max(axis=0)
-    return (total_s + (layouts.pp - 1) * longest_s) / layouts.pp + _first_token_seconds(setting, layouts)
+    fill_s = (layouts.pp - 1) * longest_s / layouts.pp
+    return Prefill(busy_s + fill_s + _first_token_seconds(setting, layouts), busy_s, longest_s)
+
+
+def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, chunk: float | Array) -> Array:
+    """Seconds from the first chunk of `tokens`, alone on a system, to the first new token."""
+    return prefill(setting, layouts, tokens, chunk).seconds
 
 
 def _first_token_seconds(setting: Setting, layouts: Layouts) -> Array:
@@ -76,7 +101,7 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
 
     In each of p rounds a rank attends to n/p keys and receives the next ones. In ring order the slowest rank's keys
     are all before its queries; striped, half of the pairs fall to the causal mask on every rank (arXiv 2311.09431).
-    Layers run on n/p rows, the FFN at TP = TPA.
+    Layers run on n/p rows, the FFN at TP = TPA, and all attend to everything.
     """
     ranks, rows = layouts.kvp, tokens / layouts.kvp
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,

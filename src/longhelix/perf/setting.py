@@ -1,10 +1,11 @@
 """What is costed: a model in some dtypes on a system."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.runs import most_in_runs
 from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
 from longhelix.spec.weights import WeightSpec, layer_weights
 
@@ -19,17 +20,29 @@ CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
 class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
-    Raises UserError where the system has no arithmetic in one of the dtypes.
+    attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
+    bits, as no kernel is known that attends in these. Raises UserError where the system has no arithmetic in one of the
+    dtypes.
     """
 
     model: ModelSpec
     system: HardwareSpec
     weight_dtype: str
     kv_dtype: str
+    attention_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self.system.rate(self.weight_dtype)
-        self.system.rate(self.kv_dtype)
+        self.system.rate(self.attends_in)
+
+    @cached_property
+    def attends_in(self) -> str:
+        """The dtype of attention's arithmetic."""
+        if self.attention_dtype is not None:
+            return self.attention_dtype
+        if number_format(self.kv_dtype).arithmetic or self.kv_dtype == "fp4":
+            return "fp8" if "fp8" in self.system.flops_per_s else "bfloat16"
+        return self.kv_dtype
 
     @cached_property
     def heads(self) -> HeadShape:
@@ -44,6 +57,23 @@ class Setting:
     def expert_layer(self) -> tuple[WeightSpec, ...]:
         """The weights of a layer with experts; as above, where the model has none."""
         return layer_weights(self.model, with_experts=True)
+
+    @cached_property
+    def most_expert_layers(self) -> Array:
+        """Of n layers in a row those with experts, at the most: (L + 1,)."""
+        return most_in_runs(map(self.model.has_experts, range(self.model.num_layers)))
+
+    @cached_property
+    def most_full_layers(self) -> Array:
+        """Of n layers in a row those that attend to everything, at the most: (L + 1,)."""
+        return most_in_runs(not self.model.has_window(layer) for layer in range(self.model.num_layers))
+
+    def without_windows(self) -> "Setting":
+        """The same where all layers attend to everything, as schedulers price steps: their `Work` is counted for the
+        fullest rank, and does not say how long single requests are. Engines run no more tokens than a window holds."""
+        if self.model.sliding_window is None:
+            return self
+        return replace(self, model=replace(self.model, sliding_window=None, full_layers=(), chunked_attention=False))
 
     @property
     def weight_bytes(self) -> float:
@@ -68,7 +98,7 @@ class Setting:
 
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
-        return self.system.memory_bytes * self.share(layouts)
+        return self.system.usable_bytes * self.share(layouts)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

@@ -17,14 +17,14 @@ def balanced(setting: Setting, layout: Layout) -> Layout:
     """The layout with the `stage_layers` of which the slowest stage takes least in a step of a chunk of 512 tokens and
     4 decodes, all behind 4,096 tokens; as it is where it says them itself, or has one stage.
 
-    Layers count alike: those of dense FFNs before others with experts too.
+    Layers count alike: those of dense FFNs before others with experts too, and those with windows.
     """
     num_layers = setting.model.num_layers
     if layout.pp == 1 or layout.stage_layers is not None:
         return layout
     ends_s, layers_s = np.zeros(layout.pp), 0.0
     one_stage = Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, 1, layout.ffn_replicas)
-    for item in step_items(setting, Layouts.of([one_stage]), _STEP):
+    for item in step_items(setting.without_windows(), Layouts.of([one_stage]), _STEP):
         if item.name in _ENDS:
             ends_s[_ENDS[item.name]] += item.seconds[0]
         elif item.name != "host":

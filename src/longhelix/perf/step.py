@@ -25,11 +25,11 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
     """
     layouts, work = _alone(layouts, work)
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
-    attention = [_norms(setting, layouts, work), *attention_items(setting, layouts, work)]
-    layers = [item.times(num_moe + num_dense) for item in attention]
+    layers = [_norms(setting, layouts, work).times(num_moe + num_dense)]
+    layers += _attention(setting, layouts, work)
     if setting.model.moe is not None:
         layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
-    if setting.model.moe is None or setting.model.moe.num_dense_layers:
+    if setting.model.num_dense_layers:
         layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
     if setting.system.prefetch:
         layers = prefetched(setting, layouts, layers, num_moe + num_dense)
@@ -87,6 +87,20 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
         return np.zeros_like(layers), layers
     num_dense = np.minimum(layers, setting.model.num_dense_layers)
     return layers - num_dense, num_dense
+
+
+def _attention(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+    """The attention of all layers that the slowest stages would take, with a window and without."""
+    stage_layers = layouts.stage_layers(setting.model.num_layers)
+    full = attention_items(setting, layouts, work)
+    if not setting.model.num_windowed_layers:
+        return [item.times(stage_layers * layouts.pp) for item in full]
+    num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
+    counts = (num_full * layouts.pp, (stage_layers - num_full) * layouts.pp)
+    both = zip(full, attention_items(setting, layouts, work, windowed=True), strict=True)
+    return [
+        _sum(items[0].name, [item.times(count) for item, count in zip(items, counts, strict=True)]) for items in both
+    ]
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:

@@ -13,8 +13,10 @@ def local_threshold_tokens(setting: Setting, layout: Layout, longest_tokens: int
     """The longest request, at most `longest_tokens`, that loses no more than _LOSS by staying on one rank.
 
     Measured by a decode step of that request alone, where spreading helps most: S tokens on one rank are as much
-    attention as KVP * S over all of them. Beside other requests, each on its own rank, it loses nothing.
+    attention as KVP * S over all of them. Beside other requests, each on its own rank, it loses nothing. Windows count
+    for nothing.
     """
+    setting = setting.without_windows()
     layouts = Layouts.of([layout], hop_b=False)
 
     def loses_little(tokens: int) -> bool:

@@ -1,17 +1,20 @@
 """The answer to a question: frontiers, the best layout for the targets, and how the strategies compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Mask
+from longhelix.plan.apart import Apart, apart
 from longhelix.plan.candidate import Candidate, candidates
+from longhelix.plan.choice import Choice, Chooser
 from longhelix.plan.latency import Latencies, latencies
 from longhelix.plan.pareto import Gain, frontier, gain
 from longhelix.plan.question import Question
 from longhelix.plan.space import HELIX, STRATEGIES, space
-from longhelix.plan.sweep import Points, Sweep, sweep
+from longhelix.plan.sweep import Points, Sweep, full_sweep
 
 TTL_BUDGETS_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 
@@ -27,10 +30,13 @@ class UsersAtTtl:
 
 @dataclass(frozen=True)
 class Plan:
-    """frontier: of all strategies together; baseline: of all but Helix; strategies: of each one, by name.
+    """frontier: of all strategies together; baseline: of all but Helix; strategies: of each one, by name. These are of
+    decodes alone, as papers compare them.
 
-    best: what meets the targets, None where nothing does. headline: Helix over the baseline, None where one is empty.
-    latencies: TTFT against TBT, where the question sets both.
+    best: what meets all targets together, None where nothing does; nearest: what misses them by least, where nothing
+    does. apart: with prefill and decode on instances of their own, None where nothing meets the targets so, or where
+    requests do not end. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where
+    the question sets a TTFT.
     """
 
     question: Question
@@ -40,25 +46,25 @@ class Plan:
     baseline: list[Candidate]
     strategies: dict[str, list[Candidate]]
     headline: Gain | None
-    best: Candidate | None
+    best: Choice | None
+    nearest: list[Choice]
+    apart: Apart | None
     users_at_ttl: list[UsersAtTtl]
     latencies: Latencies | None
 
 
 def answer(question: Question) -> Plan:
     """Search every layout; raises UserError where no configuration fits in memory."""
-    searched = sweep(question.setting, space(question.setting.model, question.max_gpus), question.context)
+    budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
+    every = space(question.setting.model, question.max_gpus, question.node_gpus)
+    searched = full_sweep(question.setting, every, question.context, budgets_s)
     points = searched.points
     if not len(points):
         raise UserError(_nothing_fits(question, searched), "out_of_memory")
     strategy = searched.space.strategy[points.layout]
     helix = np.isin(strategy, [index for index, each in enumerate(STRATEGIES) if each.name in HELIX])
-    first_tokens = None
-    meets = np.ones(len(points), dtype=np.bool_)
-    if question.ttft_s is not None:
-        first_tokens = latencies(question, searched.space)
-        meets = first_tokens.best_s(question.ttl_s)[points.layout] <= question.ttft_s
-    best = _best(question, searched, points, meets)
+    chooser = Chooser(question, every)
+    best = chooser.best() if question.has_targets else _balanced(chooser, points)
     return Plan(
         question=question,
         configurations=searched.configurations,
@@ -68,8 +74,10 @@ def answer(question: Question) -> Plan:
         strategies={each.name: _frontier(searched, strategy == index) for index, each in enumerate(STRATEGIES)},
         headline=_headline(points, helix),
         best=best,
-        users_at_ttl=_users_at_ttl(question, searched, strategy),
-        latencies=first_tokens,
+        apart=apart(question, every),
+        nearest=[] if best is not None else chooser.nearest(),
+        users_at_ttl=_users_at_ttl(budgets_s, searched, strategy),
+        latencies=None if question.ttft_s is None else latencies(question, every),
     )
 
 
@@ -85,29 +93,17 @@ def _headline(points: Points, helix: Mask) -> Gain | None:
     return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, others.user_tokens_per_s, others.gpu_tokens_per_s)
 
 
-def _best(question: Question, searched: Sweep, points: Points, meets: Mask) -> Candidate | None:
-    """Of what meets the targets the most tokens/s/GPU, or the fewest GPUs; without a target a balance of both."""
-    meets = meets & (points.batch >= question.users)
-    if question.ttl_s is not None:
-        meets = meets & (points.ttl_s <= question.ttl_s)
-    if not meets.any():
-        return None
-    chosen = points.take(meets)
-    if question.fewest_gpus:
-        order = np.lexsort((-chosen.user_tokens_per_s, chosen.gpus))
-    elif question.ttl_s is None and question.ttft_s is None:
-        order = np.argsort(-chosen.user_tokens_per_s * chosen.gpu_tokens_per_s, kind="stable")
-    else:
-        order = np.lexsort((-chosen.user_tokens_per_s, -chosen.gpu_tokens_per_s))
-    return candidates(searched.space, chosen.take(order[:1]))[0]
+def _balanced(chooser: Chooser, points: Points) -> Choice:
+    """Without a target: the largest product of tokens/s/user and tokens/s/GPU."""
+    best = int(np.argmax(points.user_tokens_per_s * points.gpu_tokens_per_s))
+    return chooser.at(int(points.layout[best]), float(points.batch[best]))
 
 
 def _users_at_ttl(
-    question: Question, searched: Sweep, strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
+    budgets_s: Sequence[float], searched: Sweep, strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
 ) -> list[UsersAtTtl]:
     """The paper's batch scalability: for each budget and strategy the most requests at a time."""
     points, found = searched.points, []
-    budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
     for budget_s in budgets_s:
         for index, each in enumerate(STRATEGIES):
             within = points.take((strategy == index) & (points.ttl_s <= budget_s))

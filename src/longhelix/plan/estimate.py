@@ -93,7 +93,7 @@ def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
 
 
 def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
-    dtype = setting.kv_dtype if item.name == "attention" else setting.weight_dtype
+    dtype = setting.attends_in if item.name == "attention" else setting.weight_dtype
     return EstimatedItem(
         item.name,
         float(item.seconds[0]),

@@ -14,7 +14,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
-from longhelix.plan.sweep import Points, Sweep, layouts_of, sweep
+from longhelix.plan.sweep import Points, Sweep, batches, layouts_of, sweep
 from longhelix.spec import FORMATS, HardwareSpec, ModelSpec
 
 CONTEXTS = (4096, 16384, 65536, 262144, 1_000_000, 4_000_000)
@@ -90,12 +90,12 @@ def page_data(model: ModelSpec, model_name: str, system: HardwareSpec, asked: As
     for setting, context in _choices(model, system, asked):
         key = _key(context, setting.weight_dtype, setting.kv_dtype)
         whole = key == asked_key
-        found = sweep(setting, every, context) if whole else sweep(setting, some, context, _few_batches())
+        found = sweep(setting, every, context, batches()) if whole else sweep(setting, some, context, _few_batches())
         tables[key] = _table(setting, found, context, caps, None if whole else MOST_POINTS)
     document = {
         "model": model_name,
         "system": system.name,
-        "capacity_bytes": system.memory_bytes,
+        "capacity_bytes": system.usable_bytes,
         "num_layers": model.num_layers,
         "num_experts": model.moe.num_experts if model.moe else 1,
         "latent": model.mla is not None,

@@ -1,7 +1,7 @@
 """Where a cost item's seconds come from: measured, fitted or assumed constants, or the roofline of a data sheet."""
 
 from longhelix.perf.cost_item import CostItem
-from longhelix.spec import HardwareSpec
+from longhelix.spec import FORMATS, HardwareSpec
 
 _KINDS = ("measured", "fitted", "assumed")
 
@@ -26,6 +26,7 @@ def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> s
     if sends:
         return f"roofline: scale_up.bytes_per_s ({kind(system, 'scale_up.bytes_per_s')})"
     if item.compute_bound[position]:
-        rate = f"flops_per_s.{dtype}" if f"flops_per_s.{dtype}" in system.sources else "flops_per_s.bfloat16"
+        rate = f"flops_per_s.{FORMATS[dtype].arithmetic or dtype}"
+        rate = rate if rate in system.sources else "flops_per_s.bfloat16"
         return f"roofline: {rate} ({kind(system, rate)})"
     return f"roofline: memory_bytes_per_s ({kind(system, 'memory_bytes_per_s')})"

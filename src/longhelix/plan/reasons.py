@@ -12,7 +12,8 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
-from longhelix.plan.candidate import Candidate, in_words
+from longhelix.plan.candidate import in_words
+from longhelix.plan.choice import Choice
 from longhelix.plan.question import Question
 from longhelix.plan.space import STRATEGIES
 from longhelix.plan.sweep import Sweep
@@ -38,7 +39,7 @@ class Rejection:
     reason: str
 
 
-def neighbours(question: Question, best: Candidate) -> list[Neighbour]:
+def neighbours(question: Question, best: Choice) -> list[Neighbour]:
     """What would change with one decision made otherwise."""
     own = _layouts(best.layout, hop_b=best.strategy == "helix")
     own_items = decode_items(question.setting, own, float(best.batch), float(question.context))
@@ -73,7 +74,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
     return found
 
 
-def _changes(setting: Setting, best: Candidate) -> Iterator[tuple[str, dict[str, int | str], bool]]:
+def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
     """Each decision made otherwise, where it can be: layout and HOP-B."""
     layout, heads = best.layout, setting.heads
     kvp, tpa, pp = int(layout["kvp"]), int(layout["tpa"]), int(layout["pp"])

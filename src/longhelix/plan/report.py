@@ -10,13 +10,15 @@ import numpy as np
 from rich.table import Table
 
 from longhelix.perf.layouts import Array
+from longhelix.plan import deployment
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import Candidate, degrees, in_words
+from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
+from longhelix.plan.deployment import Deployment
 from longhelix.plan.latency import CHUNKS
 from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.space import STRATEGIES
-from longhelix.spec import FORMATS
 from longhelix.spec.weights import num_parameters
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
@@ -47,6 +49,8 @@ def as_json(
             "throughput_gain_at_tokens_per_s_per_user": headline.at_user_tokens_per_s,
         },
         "best": plan.best and asdict(plan.best),
+        "nearest": [asdict(choice) for choice in plan.nearest],
+        "apart": plan.apart and asdict(plan.apart),
         "users_at_ttl": [asdict(each) for each in plan.users_at_ttl],
         "latencies": _latencies(plan),
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
@@ -95,31 +99,37 @@ def as_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def as_yaml(plan: Plan, model_name: str) -> str:
-    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+def best_deployment(plan: Plan) -> Deployment | None:
+    """The best layout, one replica of it, to be run; None where nothing meets the targets."""
     best, question = plan.best, plan.question
     if best is None:
+        return None
+    setting = question.setting
+    return Deployment(
+        setting.model,
+        best.layout,
+        setting.weight_dtype,
+        setting.kv_dtype,
+        "cpu" if setting.system.shared else "cuda",
+        question.context,
+        best.batch,
+        best.chunk_tokens,
+        best.strategy != "helix_exposed",
+    )
+
+
+def as_yaml(plan: Plan, model_name: str) -> str:
+    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+    best, found, question = plan.best, best_deployment(plan), plan.question
+    if best is None or found is None:
         return ""
     lines = [
-        f"# {model_name} on {best.gpus} GPUs of {question.setting.system.name}: {in_words(best.layout)}, {best.batch} "
-        f"requests of {question.context} tokens,",
-        f"# {best.tokens_per_s_per_user:.1f} tokens/s/user, {best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, "
-        f"{best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
-        *(f"{name}: {best.layout[name]}" for name in ("kvp", "tpa", "tpf", "ep", "pp")),
-        *(["tied: true"] if best.layout["ffn_replicas"] != 1 else []),
-        f"placement: {best.layout['placement']}",
-        *_weight_settings(question.setting.weight_dtype),
-        f"kv_dtype: {question.setting.kv_dtype}",
-        f"max_model_len: {question.context}",
-        f"kv_cache_tokens: {best.batch * question.context}",
+        f"# {model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: "
+        f"{in_words(best.layout)}, {best.batch} requests of {question.context} tokens,",
+        f"# TTFT {best.ttft_s:.3g} s, TTL {1e3 * best.ttl_s:.2f} ms, beside a prompt {1e3 * best.ttl_p95_s:.2f}, "
+        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _weight_settings(weight_dtype: str) -> list[str]:
-    if FORMATS[weight_dtype].rounds_inputs:
-        return ["weight_dtype: int8", "activation_dtype: int8"]
-    return [f"weight_dtype: {weight_dtype}"]
+    return "\n".join(lines) + "\n" + deployment.as_yaml(deployment.runnable(found))
 
 
 def frontier_table(plan: Plan) -> Table:
@@ -163,7 +173,7 @@ def users_table(plan: Plan) -> Table:
     return table
 
 
-def neighbours_table(best: Candidate, found: Iterable[Neighbour]) -> Table:
+def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
     """What every other decision would cost, and why."""
     table = _table(f"why not another layout than {in_words(best.layout)}, batch {best.batch}", "instead", "layout")
     table.add_column("TTL, ms", justify="right")
@@ -228,15 +238,42 @@ def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
 
 
 def sentence(plan: Plan) -> str:
-    """The best layout in words, or that there is none."""
-    if plan.best is None:
-        return "No configuration meets the targets: allow more GPUs or time, or fewer users."
-    best = plan.best
+    """The best layout in words, or what comes nearest, and what each of these misses."""
+    if plan.best is not None:
+        return f"Best: {_said(plan, plan.best)}."
+    found = "".join(f"\n  {_said(plan, choice)}; misses {', '.join(choice.violates)}" for choice in plan.nearest)
+    return f"No configuration meets the targets together; the nearest:{found}"
+
+
+def apart_sentence(plan: Plan) -> str:
+    """Prefill and decode on instances of their own, beside what serves both; empty where they cannot be."""
+    found, best = plan.apart, plan.best
+    if found is None:
+        return ""
+    over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x of both together"
+    cost = found.cost_per_million_tokens
     return (
-        f"Best: {_TITLES[best.strategy]}, {in_words(best.layout)}, {best.gpus} GPUs, {best.batch} users: "
-        f"TTL {1e3 * best.ttl_s:.2f} ms, {best.tokens_per_s_per_user:.1f} tokens/s/user, "
-        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.1f} GB on a GPU."
+        f"Prefill and decode apart: {found.prefills} x {in_words(found.prefill_layout)} in chunks of "
+        f"{found.chunk_tokens}, {found.decodes} x {in_words(found.decode_layout)} with {found.batch} requests each, "
+        f"{found.gpus} GPUs: {found.rate_per_s:.3g} requests/s; TTFT {found.ttft_s:.3g} s, {found.transfer_s:.2g} s of "
+        f"it for the KV's way; TTL {1e3 * found.ttl_s:.2f} ms; {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU{over}"
+        + ("." if cost is None else f"; {cost:.2f} per million tokens.")
     )
+
+
+def _said(plan: Plan, choice: Choice) -> str:
+    copies = f"{choice.replicas} x " if choice.replicas > 1 else ""
+    said = [
+        f"{_TITLES[choice.strategy]}, {copies}{in_words(choice.layout)}, {choice.gpus} GPUs, {choice.users:,} users",
+        f"TTFT {choice.ttft_s:.3g} s in chunks of {choice.chunk_tokens}, TTL {1e3 * choice.ttl_s:.2f} ms, "
+        f"{1e3 * choice.ttl_p95_s:.2f} ms beside a prompt",
+        f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
+    ]
+    if choice.rate_per_s is not None:
+        said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
+    if choice.cost_per_million_tokens is not None:
+        said.append(f"{choice.cost_per_million_tokens:.2f} per million tokens at {plan.question.gpu_hour:g} a GPU hour")
+    return "; ".join(said)
 
 
 def headline(plan: Plan) -> str:

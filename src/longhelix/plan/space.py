@@ -40,14 +40,21 @@ class Space:
         return len(self.layouts)
 
 
-def space(model: ModelSpec, max_gpus: int) -> Space:
-    """Every layout of up to `max_gpus` GPUs, stages included, that the model's heads and experts allow."""
+def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Space:
+    """Every layout of up to `max_gpus` GPUs, stages included, that the model's heads and experts allow.
+
+    node_gpus: of servers with so many GPUs the shapes that clusters have and engines take: powers of two or whole
+    servers, and degrees that divide what they cut. None: any shape.
+    """
     rows = [
         (*degrees, pp, name in ("dp_ep", "dp_tp"), name == "helix", index)
         for num_ranks in range(1, max_gpus + 1)
+        if _is_whole(num_ranks, node_gpus)
         for index, name in enumerate(strategy.name for strategy in STRATEGIES)
         for degrees in _STAGES[name](model, num_ranks)
+        if node_gpus is None or _divides(model, degrees)
         for pp in range(1, min(model.num_layers, max_gpus // num_ranks) + 1)
+        if _is_whole(pp, node_gpus) and _is_whole(num_ranks * pp, node_gpus)
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     kvp, tpa, tpf, ep, ffn_replicas, pp, local, hop_b, strategy = columns
@@ -55,6 +62,22 @@ def space(model: ModelSpec, max_gpus: int) -> Space:
         kvp, tpa, tpf, ep, pp, ffn_replicas, np.zeros_like(pp), local.astype(np.bool_), hop_b.astype(np.bool_)
     )
     return Space(layouts, strategy.astype(np.intp))
+
+
+def _is_whole(number: int, node_gpus: int | None) -> bool:
+    return node_gpus is None or number & (number - 1) == 0 or number % node_gpus == 0
+
+
+def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
+    """Whether every rank has as many heads, columns and experts as the others."""
+    _, tpa, tpf, ep, _ = degrees
+    even_heads = model.num_kv_heads % tpa == 0 or tpa % model.num_kv_heads == 0
+    sizes = [(model.num_query_heads, tpa)]
+    if model.moe is None:
+        sizes.append((model.ffn_size, tpf))
+    else:
+        sizes += [(model.moe.expert_size, tpf), (model.moe.num_experts, ep)]
+    return even_heads and all(size % degree == 0 for size, degree in sizes)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,18 +1,19 @@
 """Decode costs of every layout at every batch size that its memory holds, in blocks that a cache holds."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
-_MOST_BATCH = 65536
+MOST_BATCH = 65536
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,39 @@ class Sweep:
     short_bytes: Array
 
 
-def batches(most: int = _MOST_BATCH) -> Array:
-    """Batch sizes: every one up to 32, then in steps of a sixteenth."""
+def units(layouts: Layouts) -> Array:
+    """Requests of which every stage, and every rank that has requests of its own, has one. Others take as long as the
+    next multiple of them; where requests are apart, their attention does, and the FFN a little less."""
+    return layouts.pp * np.where(layouts.local, layouts.kvp, 1.0)
+
+
+def batches(most: int = MOST_BATCH) -> Array:
+    """Numbers of requests: every one up to 32, then in steps of a sixteenth."""
     sizes = list(range(1, 33))
     while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-1] // 16)
     return np.array([size for size in sizes if size <= most], dtype=np.float64)
 
 
-def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array | None = None) -> Sweep:
-    """Cost every layout at every batch size that its memory holds."""
-    sizes = batches() if batch_sizes is None else batch_sizes
-    blocks = [_block(setting, space.layouts, index, context, sizes) for index in _blocks(len(space), len(sizes))]
+def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array) -> Sweep:
+    """Cost every layout at every one of those batch sizes that its memory holds."""
+    return _sweep(setting, space, context, batch_sizes, space.layouts.ones, [])
+
+
+def full_sweep(setting: Setting, space: Space, context: float, budgets_s: Sequence[float]) -> Sweep:
+    """Cost every layout at the batch sizes that matter: what `units` says times each of `batches`, the most that its
+    memory holds, and the most that keep each of these TTLs."""
+    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s])
+
+
+def _sweep(
+    setting: Setting, space: Space, context: float, sizes: Array, units: Array, budgets_s: Sequence[float]
+) -> Sweep:
+    blocks = [_block(setting, space.layouts, index, context, sizes, units) for index in _blocks(len(space), len(sizes))]
+    blocks += [_fullest(setting, space.layouts, context, budget_s) for budget_s in budgets_s]
     alone = memory(setting, space.layouts, 1.0, context).total_bytes
     short_bytes = np.maximum(alone - setting.capacity_bytes(space.layouts), 0.0)
-    return Sweep(space, _joined(blocks), len(space) * len(sizes), short_bytes)
+    return Sweep(space, _joined(blocks), len(space) * (len(sizes) + len(budgets_s)), short_bytes)
 
 
 def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
@@ -75,16 +94,50 @@ def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
     return np.array_split(np.arange(num_layouts), max(1, num_layouts * num_sizes // _BLOCK))
 
 
-def _block(setting: Setting, layouts: Layouts, index: NDArray[np.intp], context: float, sizes: Array) -> Points:
+def _block(
+    setting: Setting, layouts: Layouts, index: NDArray[np.intp], context: float, sizes: Array, units: Array
+) -> Points:
     """What fits of some layouts (down) with all batch sizes (across)."""
     block = layouts.take(index).as_column()
+    sizes = np.multiply.outer(units[index], sizes)
     needed = memory(setting, block, sizes, context).total_bytes
     fits = needed <= setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
-    ttl_s = decode_seconds(setting, block, sizes[:held], context)
+    ttl_s = decode_seconds(setting, block, sizes[:, :held], context)
     rows, columns = np.nonzero(fits[:, :held])
-    return Points(index[rows], sizes[columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns])
+    return Points(
+        index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]
+    )
+
+
+def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float) -> Points:
+    """Each layout with the most requests that its memory holds and that keep the TTL, and with the most that are whole
+    units; without those that keep none."""
+
+    def keeps(batch: Array) -> Mask:
+        kept: Mask = memory(setting, layouts, batch, context).total_bytes <= setting.capacity_bytes(layouts)
+        if np.isfinite(budget_s):
+            held = np.flatnonzero(kept)
+            kept[held] = decode_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
+        return kept
+
+    most, unit = largest(keeps, np.full(len(layouts), float(MOST_BATCH))), units(layouts)
+    batch = np.stack([most, most // unit * unit])
+    rows, index = np.nonzero(batch > 0)
+    kept, batch = layouts.take(index), batch[rows, index]
+    needed = memory(setting, kept, batch, context).total_bytes
+    return Points(index, batch, kept.world_size, decode_seconds(setting, kept, batch, context), needed)
+
+
+def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:
+    """The largest whole numbers up to `most` for which, and for all smaller ones, `keeps` holds; 0 where none is."""
+    least = np.zeros_like(most)
+    while (least < most).any():
+        half = np.ceil((least + most) / 2)
+        kept = keeps(half)
+        least, most = np.where(kept, half, least), np.where(kept, most, half - 1)
+    return least
 
 
 def _joined(blocks: list[Points]) -> Points:

@@ -29,7 +29,7 @@ def system_names() -> tuple[str, ...]:
 
 
 def load_model(name_or_path: str) -> ModelSpec:
-    """A model by name, "builtin", a folder with config.json, or such a file itself.
+    """A model by name, "builtin", a folder with config.json, or such a file itself; it need not be one that runs.
 
     Raises UserError: code "unknown_model" where there is none, else that of what is wrong with it.
     """
@@ -54,7 +54,7 @@ def load_model(name_or_path: str) -> ModelSpec:
         raise UserError(f"{path} cannot be read as JSON ({error}): download it again", "invalid_model") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} must hold a JSON object, not a {type(config).__name__}", "invalid_model")
-    return ModelSpec.from_hf_config(config)
+    return ModelSpec.from_hf_config(config, planned=True)
 
 
 def load_system(name_or_path: str) -> HardwareSpec:

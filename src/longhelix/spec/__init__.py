@@ -1,7 +1,7 @@
 """What models and hardware are: shapes and numbers, read from mappings. Pure."""
 
 from longhelix.spec.cache_entry import CacheEntry
-from longhelix.spec.family import FAMILIES
+from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES
 from longhelix.spec.formats import (
     DTYPES,
     FORMATS,
@@ -25,6 +25,7 @@ __all__ = [
     "FORMATS",
     "KV_DTYPES",
     "MLA",
+    "PLANNED_FAMILIES",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
     "CacheEntry",

@@ -1,7 +1,7 @@
 """Values of a model's configuration, read one by one; whatever would have to be guessed is refused."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longhelix.errors import UserError
@@ -49,6 +49,20 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """The format of most of a quantised checkpoint's weights; empty where it is not quantised, or in a way that has no
+    name here."""
+    quantised = config.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        return ""
+    method, algorithm = quantised.get("quant_method"), quantised.get("quant_algo")
+    if algorithm in ("NVFP4", "FP8"):
+        return str(algorithm).lower()
+    if method in ("gptq", "awq"):
+        return {4: "int4", 8: "int8"}.get(quantised.get("bits", 0), "")
+    return str(method) if method in ("fp8", "mxfp4") else ""
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
@@ -80,15 +94,55 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 def sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
     """The narrowest layer's span in tokens; None where all attend to everything."""
     has_window = family.slides and (family.slides_unasked or switch(config, "use_sliding_window"))
-    if not has_window or not _slides(config.get("layer_types")):
+    if not has_window or not _slides(_layer_types(config), family):
         return None
-    return count_or_none(config, "sliding_window") if "sliding_window" in config else family.window
+    key = "attention_chunk_size" if family.chunked else "sliding_window"
+    return count_or_none(config, key) if key in config else family.window
 
 
-def _slides(layer_types: Any) -> bool:
-    """Whether any layer does; where nothing is said of layers, all do."""
+def _slides(kinds: Sequence[str] | None, family: Family) -> bool:
+    """Whether any layer does; where nothing is said of layers, all do, or those of the family's pattern."""
+    return kinds is None or _windowed_kind(family) in kinds
+
+
+def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Of a model with a window, the layers that attend to everything, ascending. Those that a list leaves out do."""
+    kinds = _layer_types(config)
+    # Llama 4: layers without rotary positions attend to everything.
+    rotated = _flags(config, "no_rope_layers") if family.chunked else ()
+    if kinds is not None:
+        windowed = [kind == _windowed_kind(family) for kind in kinds]
+    elif rotated:
+        windowed = [flag == 1 for flag in rotated]
+    elif family.full_first is not None:
+        first = count(config, "max_window_layers", family.full_first, least=0)
+        windowed = [layer >= first for layer in range(num_layers)]
+    elif family.full_period is not None:
+        windowed = [(layer + 1) % family.full_period != 0 for layer in range(num_layers)]
+    else:
+        return ()
+    return tuple(layer for layer in range(num_layers) if not (layer < len(windowed) and windowed[layer]))
+
+
+def _windowed_kind(family: Family) -> str:
+    return "chunked_attention" if family.chunked else "sliding_attention"
+
+
+def _layer_types(config: Mapping[str, Any]) -> Sequence[str] | None:
+    """What each layer attends to; None where nothing is said of it."""
+    layer_types = config.get("layer_types")
     if layer_types is None:
-        return True
+        return None
     if not (isinstance(layer_types, (list, tuple)) and all(isinstance(kind, str) for kind in layer_types)):
         raise refused("layer_types in the model's settings", layer_types, "a list of names", "invalid_model")
-    return "sliding_attention" in layer_types
+    return layer_types
+
+
+def _flags(config: Mapping[str, Any], key: str) -> Sequence[int]:
+    """A list of 0 and 1; absent and null mean none."""
+    flags = config.get(key)
+    if flags is None:
+        return ()
+    if not (isinstance(flags, (list, tuple)) and all(type(flag) is int and flag in (0, 1) for flag in flags)):
+        raise refused(f"{key} in the model's settings", flags, "a list of 0 and 1", "invalid_model")
+    return flags

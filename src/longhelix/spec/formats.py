@@ -34,10 +34,10 @@ class NumberFormat:
 
     `bits`: of a number, without its share of a scale. `activation`: the engine computes in it. `weights`, `kv`: the
     arrangements in which the engine keeps weights, or keys and values, of it; a format with neither can be planned
-    with, and counts as its bits alone. `weight_scales`: of all weights; `kv` has the scales of each arrangement.
-    `converted`: products turn it into bfloat16 as they read it, where the hardware has no arithmetic in it.
-    `rounds_inputs`: products round their inputs to bytes, a scale for each 64 in a row, and multiply
-    integers.
+    with. `weight_scales`: of all weights, and of the keys and values of a format that is planned with; `kv` has the
+    scales of each arrangement. `arithmetic`: the format whose arithmetic its products take, if not its own.
+    `converted`: products turn it into bfloat16 as they read it, where the hardware has none of that. `rounds_inputs`:
+    products round their inputs to bytes, a scale for each 64 in a row, and multiply integers.
     """
 
     name: str
@@ -46,6 +46,7 @@ class NumberFormat:
     weights: tuple[str, ...] = ()
     weight_scales: Scales = UNSCALED
     kv: Mapping[str, Scales] = field(default_factory=dict)
+    arithmetic: str = ""
     converted: bool = False
     rounds_inputs: bool = False
 
@@ -63,11 +64,12 @@ class NumberFormat:
     def kv_scales(self, device: str) -> Scales:
         """Of keys and values on "cpu" or "cuda": in tiles on CPUs, in rows where these do not hold the format."""
         arrangements = ("tiles", "rows") if device == "cpu" else ("rows",)
-        return next((self.kv[name] for name in arrangements if name in self.kv), UNSCALED)
+        planned = UNSCALED if self.kv or self.weights else self.weight_scales
+        return next((self.kv[name] for name in arrangements if name in self.kv), planned)
 
     def vector_bits(self, size: int, scales: Scales) -> int:
         """Bits of one token's key or value of one head, of `size` channels."""
-        return size * self.bits + scales.bits
+        return size * self.bits + scales.bits * (-(-size // scales.numbers) if scales.numbers else 1)
 
 
 _PLAIN_WEIGHTS, _PLAIN_KV = ("plain", "panels"), {"rows": UNSCALED, "tiles": UNSCALED}
@@ -89,7 +91,11 @@ _KNOWN = (
     ),
     NumberFormat("int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, converted=True),
     NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
+    # Its bits alone, as papers count it.
     NumberFormat("fp4", 4),
+    # A scale in fp8 for 16 numbers (NVIDIA), and an exponent for 32 (OCP Microscaling Formats, 1.0).
+    NumberFormat("nvfp4", 4, weight_scales=Scales(8, numbers=16), arithmetic="fp4", converted=True),
+    NumberFormat("mxfp4", 4, weight_scales=Scales(8, numbers=32), arithmetic="fp4", converted=True),
 )
 FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
 

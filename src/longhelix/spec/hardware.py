@@ -22,12 +22,13 @@ class Link:
 class HardwareSpec:
     """One GPU of a system, and its links to others; seconds, bytes and operations, not multiples of them.
 
-    memory_bytes: what a rank may use. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and
-    of `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention.
-    cache_bytes: the last-level cache. scale_up: the domain that is linked closest; in_switch_reduction: its switches
-    add up (NVLink SHARP). scale_out: beyond it, where `ranks` is the most there can be. Fixed costs: kernel_s of every
-    kernel, collective_s of every collective on scale_up beside the link's latency, step_s of every step in each
-    pipeline stage (scheduling and sampling on its host).
+    memory_bytes: all there is; reserve_bytes: what of it the driver, contexts, communication buffers, graphs and
+    fragments take beside the model. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and of
+    `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention. cache_bytes:
+    the last-level cache. node_ranks: the ranks of one server or tray, which are had together. scale_up: the domain that
+    is linked closest, one server or many; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond
+    it, where `ranks` is the most there can be. Fixed costs: kernel_s of every kernel, collective_s of every collective
+    beside its link's latency, step_s of every step in each pipeline stage (scheduling and sampling on its host).
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
@@ -40,8 +41,10 @@ class HardwareSpec:
     name: str
     memory_bytes_per_s: float
     memory_bytes: float
+    reserve_bytes: float
     flops_per_s: Mapping[str, float] = field(hash=False)
     cache_bytes: float
+    node_ranks: int
     scale_up: Link
     scale_out: Link
     in_switch_reduction: bool
@@ -58,10 +61,16 @@ class HardwareSpec:
     shared: bool
     sources: Mapping[str, str] = field(compare=False, repr=False)
 
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that weights, KV and steps may fill."""
+        return self.memory_bytes - self.reserve_bytes
+
     def rate(self, dtype: str) -> float:
         """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
-        rate = self.flops_per_s.get(dtype)
-        if rate is None and dtype in FORMATS and FORMATS[dtype].converted:
+        format = FORMATS.get(dtype)
+        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
+        if rate is None and format is not None and format.converted:
             rate = self.flops_per_s.get("bfloat16")
         if rate is None:
             raise UserError(
@@ -109,13 +118,18 @@ class HardwareSpec:
 
     @classmethod
     def _of(cls, name: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> "HardwareSpec":
-        """From values by dotted name; raises UserError where one is missing."""
+        """From values by dotted name; raises UserError where one is missing, or where nothing is left of memory."""
         rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in FORMATS}
         flops_per_s = {dtype: rate for dtype, rate in rates.items() if rate is not None}
         missing = [key for key in _KINDS if key not in values and not key.startswith("flops_per_s.")]
         if missing or not flops_per_s:
             key = missing[0] if missing else "flops_per_s.bfloat16"
             raise _invalid(f'the system {name} has no {key}: set {key} = {{ value = ..., source = "..." }}')
+        if values["reserve_bytes"] >= values["memory_bytes"]:
+            raise _invalid(
+                f"the system {name} has reserve_bytes = {values['reserve_bytes']!r}, which leaves no memory: set it "
+                f"below memory_bytes, {values['memory_bytes']!r}"
+            )
         plain = {key: value for key, value in values.items() if "." not in key}
         return cls(
             name=name,
@@ -159,18 +173,21 @@ def _is_number(value: Any) -> bool:
 
 
 _RATE = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_SIZE = (lambda value: _is_number(value) and value >= 0, "a number of bytes, 0 or more")
 _TIME = (lambda value: _is_number(value) and value >= 0, "seconds, 0 or more")
 _SHARE = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _REACHED = (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
 _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number above 0")
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
-# What files that are older than a constant do not say.
-_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9}
+# What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be
+# filled, and a server of one rank rules no number of ranks out.
+_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,
     "memory_bytes": _RATE,
+    "reserve_bytes": _SIZE,
     "cache_bytes": _RATE,
     **{f"flops_per_s.{dtype}": _RATE for dtype in FORMATS},
     "memory_efficiency": _REACHED,
@@ -185,6 +202,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "in_switch_reduction": _FLAG,
     "prefetch": _FLAG,
     "shared": _FLAG,
+    "node_ranks": _RANKS,
     "scale_up.latency_s": _TIME,
     "scale_up.bytes_per_s": _RATE,
     "scale_up.ranks": _RANKS,

@@ -14,13 +14,15 @@ from longhelix.spec.config import (
     count,
     count_or_none,
     dtype_name,
+    full_layers,
     positive,
     rope_mapping,
     sliding_window,
+    stored_dtype,
     switch,
     token_ids,
 )
-from longhelix.spec.family import FAMILIES, Family
+from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES, Family
 from longhelix.spec.formats import number_format
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
@@ -35,7 +37,9 @@ class ModelSpec:
 
     With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
     all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
-    full attention would no longer be what the model computes. `vision`: of models that read images.
+    full attention would no longer be what the model computes. `full_layers`, ascending, have none; all others see the
+    last tokens alone, a row's own among them, or, with `chunked_attention`, what came before a row in its own chunk
+    of so many tokens. `vision`: of models that read images.
     """
 
     architecture: str
@@ -50,6 +54,7 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     dtype: str
+    stored_dtype: str = ""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -60,6 +65,8 @@ class ModelSpec:
     mla: MLA | None = None
     moe: MoE | None = None
     vision: VisionSpec | None = None
+    full_layers: tuple[int, ...] = ()
+    chunked_attention: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_query_heads", "num_kv_heads", "head_size", "ffn_size",
@@ -105,7 +112,7 @@ class ModelSpec:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.architecture]
+        return FAMILIES.get(self.architecture) or PLANNED_FAMILIES[self.architecture]
 
     @property
     def rotated_size(self) -> int:
@@ -114,12 +121,35 @@ class ModelSpec:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's FFN has experts."""
-        return layer >= self.num_dense_layers
+        moe = self.moe
+        return moe is not None and layer >= moe.num_dense_layers and (layer + 1) % moe.layer_step == 0
 
     @property
     def num_dense_layers(self) -> int:
-        """The first layers, whose FFNs have no experts."""
-        return self.num_layers if self.moe is None else self.moe.num_dense_layers
+        """Layers whose FFNs have no experts."""
+        return sum(not self.has_experts(layer) for layer in range(self.num_layers))
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer attends to a window alone."""
+        return self.sliding_window is not None and layer not in self.full_layers
+
+    @property
+    def num_windowed_layers(self) -> int:
+        return sum(map(self.has_window, range(self.num_layers)))
+
+    @property
+    def mean_window(self) -> float:
+        """What a row of a layer with a window sees on average, far into a prompt, in tokens."""
+        assert self.sliding_window is not None
+        return (self.sliding_window + 1) / 2 if self.chunked_attention else self.sliding_window
+
+    @property
+    def scaled_positions(self) -> int:
+        """The positions that the model was made for, or those that its rope scaling takes it to, if these are more:
+        the original ones times yarn's factor (arXiv 2309.00071)."""
+        if self.rope.kind != "yarn":
+            return self.max_positions
+        return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
@@ -141,19 +171,27 @@ class ModelSpec:
 
     @classmethod
     def from_hf_config(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        planned: bool = False,
     ) -> "ModelSpec":
-        """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one)."""
-        architecture = config.get("model_type")
-        family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+        """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one).
+
+        planned: it is only planned for, so that it may be of a family that does not run.
+        """
+        architecture, families = config.get("model_type"), FAMILIES | (PLANNED_FAMILIES if planned else {})
+        family = families.get(architecture) if isinstance(architecture, str) else None
         if family is None:
             raise UserError(
-                f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(FAMILIES)}",
+                f"the model's architecture is {shown(architecture)}: longhelix runs {', '.join(FAMILIES)}"
+                + (f", and plans for {', '.join(PLANNED_FAMILIES)}" if planned else ""),
                 "unknown_architecture",
             )
-        vision = None
-        if family.vision:
-            vision, config = VisionSpec.from_hf_config(config), decoder_config(config)
+        vision = VisionSpec.from_hf_config(config) if family.vision else None
+        if family.vision or family.wrapped:
+            config = decoder_config(config)
         activation = config.get("hidden_act", "silu")
         if not isinstance(activation, str) or activation != "silu":
             raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
@@ -166,32 +204,39 @@ class ModelSpec:
             rotated_size = head_size
         else:
             head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
+        num_layers, window = count(config, "num_hidden_layers"), sliding_window(config, family)
+        rope = rope_mapping(config)
+        if family.partly_rotated:
+            rope.pop("partial_rotary_factor", None)  # which channels turn changes no cost
         bias = family.attention_bias and switch(config, "attention_bias")
         # Only qwen2_moe's config can say that there is none.
         always_biased = family.qkv_bias and (not family.moe or switch(config, "qkv_bias", True))
         return cls(
             architecture=str(architecture),
-            num_layers=count(config, "num_hidden_layers"),
+            num_layers=num_layers,
             hidden_size=hidden_size,
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            ffn_size=count(config, "intermediate_size"),
+            ffn_size=count(config, "intermediate_size_mlp" if family.chunked else "intermediate_size"),
             vocab_size=count(config, "vocab_size"),
             max_positions=max_positions,
             rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
-            rope=RopeSpec.from_config(rope_mapping(config), rotated_size, max_positions),
+            rope=RopeSpec.from_config(rope, rotated_size, max_positions),
             dtype=dtype_name(config),
+            stored_dtype=stored_dtype(config),
             tied_embeddings=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or always_biased,
-            attention_output_bias=bias,
+            attention_output_bias=bias and family.output_bias,
             ffn_bias=family.mlp_bias and switch(config, "mlp_bias"),
-            qk_norm=family.qk_norm,
-            sliding_window=sliding_window(config, family),
+            qk_norm=family.qk_norm or (family.qk_norm_asked and switch(config, "use_qk_norm")),
+            sliding_window=window,
             eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
             mla=mla,
             moe=MoE.from_hf_config(config) if family.moe else None,
             vision=vision,
+            full_layers=() if window is None else full_layers(config, family, num_layers),
+            chunked_attention=window is not None and family.chunked,
         )
 
     @classmethod

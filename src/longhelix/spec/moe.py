@@ -15,10 +15,11 @@ _TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 class MoE:
     """The routed FFNs of a model; every size of an FFN is its number of columns.
 
-    The first `num_dense_layers` layers have one dense FFN; all others have `num_experts` of `expert_size`, of which a
-    token takes `experts_per_token`, and shared ones of `shared_size` columns together (0: none), which every token
-    takes. `routing_bias`: a number per expert and layer is added where experts are chosen; `shared_gate`: the shared
-    experts are weighted by a product of their own with the hidden state.
+    The first `num_dense_layers` layers have one dense FFN, and of the model's layers so have all but every
+    `layer_step`-th; all others have `num_experts` of `expert_size`, of which a token takes `experts_per_token`, and
+    shared ones of `shared_size` columns together (0: none), which every token takes. `routing_bias`: a number per
+    expert and layer is added where experts are chosen; `shared_gate`: the shared experts are weighted by a product of
+    their own with the hidden state; `biases`: the router's product and those of the experts have biases.
 
     Routing: scores are the softmax, or, with `sigmoid`, the sigmoid of a product each. Of `num_groups` equal groups of
     experts the best `groups_per_token` remain: by their best score, or, with `sigmoid`, by the sum of their two best.
@@ -38,6 +39,8 @@ class MoE:
     num_groups: int = 1
     groups_per_token: int = 1
     scale: float = 1.0
+    layer_step: int = 1
+    biases: bool = False
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -65,6 +68,11 @@ class MoE:
         architecture, experts_per_token = config["model_type"], count(config, "num_experts_per_tok")
         if architecture == "mixtral":
             return cls(count(config, "num_local_experts"), experts_per_token, count(config, "intermediate_size"))
+        if architecture == "gpt_oss":
+            num_experts = count(config, "num_local_experts")
+            return cls(num_experts, experts_per_token, count(config, "intermediate_size"), biases=True)
+        if architecture in ("llama4", "llama4_text"):
+            return cls._llama4(config, experts_per_token)
         expert_size = count(config, "moe_intermediate_size")
         if architecture in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"):
             _refuse_other(config, "decoder_sparse_step", 1)
@@ -96,6 +104,27 @@ class MoE:
             num_groups=count(config, "n_group", 1) if grouped else 1,
             groups_per_token=count(config, "topk_group", 1) if grouped else 1,
             scale=positive(config, "routed_scaling_factor", 1.0),
+        )
+
+    @classmethod
+    def _llama4(cls, config: Mapping[str, Any], experts_per_token: int) -> "MoE":
+        """One shared expert, as large as each of the others."""
+        expert_size, layer_step = count(config, "intermediate_size"), count(config, "interleave_moe_layer_step", 1)
+        layers = list(range(layer_step - 1, count(config, "num_hidden_layers"), layer_step))
+        if config.get("moe_layers", layers) not in (None, layers):
+            raise UserError(
+                f"config.json has moe_layers = {shown(config['moe_layers'])}: longhelix plans for experts in every "
+                f"layer that interleave_moe_layer_step {layer_step} says, and in no other",
+                "invalid_model",
+            )
+        return cls(
+            count(config, "num_local_experts"),
+            experts_per_token,
+            expert_size,
+            shared_size=expert_size,
+            layer_step=layer_step,
+            sigmoid=True,
+            normalised=False,
         )
 
 

@@ -148,6 +148,8 @@ def _grouped_query(spec: ModelSpec) -> Iterator[WeightSpec]:
     if spec.qk_norm:
         yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
         yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
+    if spec.family.sinks:
+        yield WeightSpec("sinks", "self_attn.sinks", Dim(Split.QUERY_HEADS, spec.num_query_heads))
     yield _product("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
 
 
@@ -186,11 +188,15 @@ def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
 def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     experts = _whole(moe.num_experts)
     yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec), stored=Stored.FLOAT32)
+    if moe.biases:
+        yield WeightSpec("router_bias", "mlp.gate.bias", experts)
     if moe.routing_bias:
         tensor = "mlp.gate.e_score_correction_bias"
         yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=Stored.FLOAT32)
-    columns = Dim(Split.EXPERT_COLUMNS, moe.expert_size)
-    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, Dim(Split.EXPERTS, moe.num_experts))
+    columns, each = Dim(Split.EXPERT_COLUMNS, moe.expert_size), Dim(Split.EXPERTS, moe.num_experts)
+    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
+    if moe.biases:
+        yield from _swiglu_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
     if moe.shared_size:
         shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
         yield from _biased_swiglu(spec, "shared.", "mlp.shared_experts.", shared)
@@ -202,9 +208,13 @@ def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
 def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
     yield from _swiglu(spec, name, tensor, columns)
     if spec.ffn_bias:
-        yield WeightSpec(name + "gate_up_bias", tensor + "gate_proj.bias", columns)
-        yield WeightSpec(name + "gate_up_bias", tensor + "up_proj.bias", columns)
-        yield WeightSpec(name + "down_bias", tensor + "down_proj.bias", _hidden(spec))
+        yield from _swiglu_biases(spec, name, tensor, columns)
+
+
+def _swiglu_biases(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
+    yield WeightSpec(name + "gate_up_bias", tensor + "gate_proj.bias", columns, experts=experts)
+    yield WeightSpec(name + "gate_up_bias", tensor + "up_proj.bias", columns, experts=experts)
+    yield WeightSpec(name + "down_bias", tensor + "down_proj.bias", _hidden(spec), experts=experts)
 
 
 def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:

@@ -42,6 +42,7 @@ def test_a_broken_calibration_is_refused_with_its_file():
         (["NVIDIA B200"], "b200"),
         (["NVIDIA GB200"], "gb200"),
         (["NVIDIA GB300"], "gb300"),
+        (["AMD Instinct MI300X"], "mi300x"),
         (["NVIDIA L4"], "h100"),
         ([], "h100"),
     ],

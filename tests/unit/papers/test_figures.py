@@ -41,8 +41,8 @@ def medha():
 
 
 @pytest.fixture(scope="module")
-def small():
-    return Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+def small(medha):
+    return Setting(load_model("llama-3-8b"), medha.system, "bfloat16", "bfloat16")
 
 
 def claim(found, figure: str, *words: str) -> Claim:
@@ -142,8 +142,8 @@ def test_hop_b_is_worth_what_the_paper_says_for_405b_and_the_report_says_why_not
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def test_powers_of_two_are_a_part_of_all():
-    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4")
+def test_powers_of_two_are_a_part_of_all(helix):
+    setting = Setting(load_model("llama-3.1-405b"), helix.system, "fp4", "fp4", "fp4")
     coarse, fine = (frontiers(setting, powers_of_two=powers) for powers in (True, False))
     assert coarse.configurations < fine.configurations
     assert fine.of("helix").user_tokens_per_s.max() >= coarse.of("helix").user_tokens_per_s.max()
@@ -161,6 +161,14 @@ def test_stages_divide_prefill_nearly(small, tokens):
 def test_stages_do_not_speed_decode_up(small):
     decodes = [Deployment(small, stages).decode_s(4 * M) for stages in (1, 2, 4, 8, 16)]
     assert decodes == sorted(decodes)
+
+
+def test_kvp_and_stages_on_decode_are_met_by_one_host_share_and_one_latency(medha):
+    met = [claim(medha, "16", "8 stages"), claim(medha, "17", "2 over 1"), claim(medha, "17", "1 over 4"),
+           claim(medha, "17", "tokens/s"), claim(medha, "-", "32 over 4096")]  # fmt: skip
+    assert all(made.holds for made in met)
+    assert 0.5e-3 <= medha.system.step_s <= 0.7e-3
+    assert 30e-6 <= medha.system.scale_out.latency_s <= 40e-6
 
 
 def test_kvp_divides_attention_only(small):
@@ -210,14 +218,33 @@ def test_resources_by_formula(medha):
 def test_few_constants_explain_many_numbers(helix, medha):
     fitted = {constant.name for found in (helix, medha) for constant in found.constants if constant.fitted}
     modelled = [made for found in (helix, medha) for made in found.claims if not made.formula]
-    assert fitted == {"kernel_s", "collective_s", "attention_efficiency", "step_s"}
+    assert fitted == {"kernel_s", "collective_s", "attention_efficiency", "step_s", "scale_out.latency_s"}
     assert len(fitted) < len(modelled) / 4
 
 
-def test_fixed_costs_are_the_same_for_both_papers(helix, medha):
-    ours, theirs = ({c.name: c.value for c in found.constants} for found in (helix, medha))
-    for name in ("kernel_s", "collective_s", "memory_efficiency", "compute_efficiency", "scale_up.latency_s"):
-        assert ours[name] == theirs[name]
+def test_a_papers_constants_are_fitted_to_it_alone(helix, medha):
+    fitted = [{constant.name for constant in found.constants if constant.fitted} for found in (helix, medha)]
+    assert not fitted[0] & fitted[1]
+    for found, other in ((helix, "2409.17264"), (medha, "2507.07120")):
+        assert all(other not in constant.source for constant in found.constants if constant.fitted)
+
+
+def test_a_papers_system_has_the_data_sheet_of_the_preset_and_reserves_nothing(helix, medha):
+    for found in (helix, medha):
+        ours, preset = found.system, load_system(found.system.name)
+        assert (ours.memory_bytes_per_s, ours.flops_per_s) == (preset.memory_bytes_per_s, preset.flops_per_s)
+        assert (ours.cache_bytes, ours.in_switch_reduction) == (preset.cache_bytes, preset.in_switch_reduction)
+        for link, known in ((ours.scale_up, preset.scale_up), (ours.scale_out, preset.scale_out)):
+            assert (link.bytes_per_s, link.ranks) == (known.bytes_per_s, known.ranks)
+        assert ours.usable_bytes == ours.memory_bytes
+        assert preset.usable_bytes < preset.memory_bytes
+
+
+def test_what_medhas_system_takes_from_the_preset_is_that_of_the_preset(medha):
+    preset = load_system("h100")
+    taken = [constant for constant in medha.constants if constant.source.startswith("that of the preset")]
+    assert {constant.name for constant in taken} == {"kernel_s", "collective_s", "scale_up.latency_s"}
+    assert all(constant.value == preset.constants[constant.name] for constant in taken)
 
 
 def test_what_is_outside_says_why(helix, medha):

@@ -17,7 +17,7 @@ from longhelix.plan import plots, terminal
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_DRAWN, MOST_POINTS, Asked, gpu_caps, kind_of, page_data
 from longhelix.plan.space import STRATEGIES, space
-from longhelix.plan.sweep import sweep
+from longhelix.plan.sweep import batches, sweep
 from longhelix.presets import load_model, load_system, model_names
 
 pytestmark = pytest.mark.unit
@@ -78,7 +78,7 @@ def test_a_points_numbers_are_the_performance_models(data, tables, choice):
 
 
 def test_what_is_asked_for_keeps_the_best_at_every_speed(data, tables):
-    points = sweep(Setting(LLAMA, GB200, "fp4", "fp8"), space(LLAMA, 16), 1e6).points
+    points = sweep(Setting(LLAMA, GB200, "fp4", "fp8"), space(LLAMA, 16), 1e6, batches()).points
     table, lines = tables["1000000 fp4 fp8"], data.document["tables"]["1000000 fp4 fp8"]["frontiers"][-1]
     kept = [point for line in lines for point in line]
     gpu = table["batch"] / table["ttl_s"] / (table["kvp"] * table["tpa"] * table["pp"])
@@ -112,7 +112,7 @@ def test_caps_are_powers_of_two_and_the_most():
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_part_has_a_kind(name):
-    setting = Setting(load_model(name), GB200, "fp4", "fp4")
+    setting = Setting(load_model(name), GB200, "fp4", "fp4", "fp4")
     layouts = Layouts.of([Layout(kvp=2)])
     assert all(kind_of(item.name) for item in decode_items(setting, layouts, 1.0, 4096.0))
 

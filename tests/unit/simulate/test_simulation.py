@@ -25,7 +25,7 @@ from longhelix.simulate.synthetic import Synthetic, chat, parse_mix
 pytestmark = pytest.mark.unit
 
 GB200, LLAMA = load_system("gb200"), load_model("llama-3.1-405b")
-SETTING = Setting(LLAMA, GB200, "fp4", "fp4")
+SETTING = Setting(LLAMA, GB200, "fp4", "fp4", "fp4")
 
 
 @dataclass(frozen=True)

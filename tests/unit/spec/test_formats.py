@@ -19,13 +19,14 @@ needs_native = pytest.mark.skipif(native.module is None, reason="this install ha
 ENTRIES = [CacheEntry("kv", 128, 128), CacheEntry("latent", 576, 512, shared_values=True)]
 
 
-def test_the_engines_choices_are_formats_and_fp4_is_planned_with_alone():
+def test_the_engines_choices_are_formats_and_those_of_four_bits_with_a_point_are_planned_with_alone():
     assert " ".join(DTYPES) == "float32 bfloat16 float16"
     assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4"
     assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4"
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "w8a8"} == set(FORMATS)
-    assert FORMATS["fp4"].weight_bytes == 0.5
-    assert CacheEntry("kv", 128, 64).head_bytes(FORMATS["fp4"], "cuda") == 96
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "nvfp4", "mxfp4", "w8a8"} == set(FORMATS)
+    for name, bits in (("fp4", 4), ("nvfp4", 4.5), ("mxfp4", 4.25)):
+        assert 8 * FORMATS[name].weight_bytes == bits
+        assert 8 * CacheEntry("kv", 128, 64).head_bytes(FORMATS[name], "cuda") == 192 * bits
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():

@@ -17,6 +17,7 @@ def constant(value, source="a data sheet"):
 SYSTEM = {
     "memory_bytes_per_s": constant(1e12, "measured"),
     "memory_bytes": constant(64e9),
+    "reserve_bytes": constant(6e9),
     "cache_bytes": constant(40e6),
     "memory_efficiency": constant(0.9),
     "compute_efficiency": constant(1),
@@ -30,6 +31,7 @@ SYSTEM = {
     "in_switch_reduction": constant(True),
     "prefetch": constant(False),
     "shared": constant(False),
+    "node_ranks": constant(8),
     "flops_per_s": {"bfloat16": constant(4e14), "float32": constant(2e13)},
     "scale_up": {"latency_s": constant(1e-6, "guessed"), "bytes_per_s": constant(450e9), "ranks": constant(8)},
     "scale_out": {"latency_s": constant(5e-6), "bytes_per_s": constant(50e9), "ranks": constant(1024)},
@@ -65,14 +67,28 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 15 + 2 + 3 + 3
+    assert len(spec.sources) == 17 + 2 + 3 + 3
+
+
+OPTIONAL = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
 
 
 def test_a_file_that_is_older_than_a_constant_is_read():
-    older = {key: value for key, value in SYSTEM.items() if key not in ("part_s", "swap_bytes_per_s")}
-    spec = HardwareSpec.from_mapping("mine", older)
-    assert (spec.part_s, spec.sources["part_s"]) == (0.0, "assumed: the file does not say")
-    assert spec.swap_bytes_per_s == 1e9
+    spec = HardwareSpec.from_mapping("mine", {key: value for key, value in SYSTEM.items() if key not in OPTIONAL})
+    assert {key: spec.constants[key] for key in OPTIONAL} == OPTIONAL
+    assert {spec.sources[key] for key in OPTIONAL} == {"assumed: the file does not say"}
+    assert spec.usable_bytes == spec.memory_bytes == 64e9
+
+
+def test_a_reserve_is_no_part_of_what_may_be_filled():
+    assert HardwareSpec.from_mapping("mine", SYSTEM).usable_bytes == 58e9
+
+
+@pytest.mark.parametrize("reserve_bytes", [64e9, 1e12])
+def test_a_reserve_that_leaves_nothing_is_refused(reserve_bytes):
+    refused(changed("reserve_bytes", constant(reserve_bytes)), f"reserve_bytes = {reserve_bytes!r}", "64000000000.0")
+    with pytest.raises(UserError, match="below memory_bytes"):
+        HardwareSpec.from_mapping("mine", SYSTEM).replaced({"reserve_bytes": reserve_bytes}, "a guess")
 
 
 def test_a_spec_is_a_key_of_caches():
@@ -109,10 +125,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(path):
     refused(SYSTEM | {top: entry}, repr(path), "memory_bytes_per_s, ")
 
 
-OPTIONAL = ("flops_per_s", "part_s", "swap_bytes_per_s")
-
-
-@pytest.mark.parametrize("path", [key for key in SYSTEM if key not in OPTIONAL] + ["scale_up.ranks"])
+@pytest.mark.parametrize("path", [key for key in SYSTEM if key not in (*OPTIONAL, "flops_per_s")] + ["scale_up.ranks"])
 def test_a_missing_key_is_refused_by_name(path):
     refused(changed(path, None), f"has no {path}", "{ value = ...")
 
@@ -137,6 +150,8 @@ def test_a_constant_without_its_source_is_refused(entry):
         ("memory_bytes_per_s", (0, -1.0, float("nan"), float("inf"), True, "1e12"), "a number above 0"),
         ("flops_per_s.bfloat16", (0, -1.0), "a number above 0"),
         ("scale_out.bytes_per_s", (0, -5e9), "a number above 0"),
+        ("reserve_bytes", (-1.0, float("nan"), True), "a number of bytes, 0 or more"),
+        ("node_ranks", (0, 4.0, True), "a whole number above 0"),
         ("kernel_s", (-1e-9, float("inf"), False), "seconds, 0 or more"),
         ("scale_up.latency_s", (-1e-9,), "seconds, 0 or more"),
         ("memory_efficiency", (0, -0.5, 1.01), "a number above 0, at most 1"),

@@ -1,0 +1,165 @@
+"""Prefill and decode on instances of their own, with a link between them that carries the KV."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhelix.perf.layouts import Array, Mask
+from longhelix.perf.step import step_seconds
+from longhelix.plan.candidate import degrees
+from longhelix.plan.question import Question
+from longhelix.plan.service import CHUNKS, Use, prompts
+from longhelix.plan.space import Space
+from longhelix.plan.sweep import MOST_BATCH, largest
+
+_BEST = 24  # layouts of each kind that are tried with each other, in all numbers that there may be of them
+
+
+@dataclass(frozen=True)
+class Apart:
+    """`prefills` instances of one layout and `decodes` of another take `gpus` in all, and serve `rate_per_s` requests.
+
+    chunk_tokens: of a prompt; batch: requests of one decoding instance. ttft_s: with the KV's way, which takes
+    `transfer_s` for the longest prompt. cost_per_million_tokens: None without the price of a GPU.
+    """
+
+    prefill_layout: dict[str, int | str]
+    prefills: int
+    chunk_tokens: int
+    decode_layout: dict[str, int | str]
+    decodes: int
+    batch: int
+    gpus: int
+    users: int
+    rate_per_s: float
+    ttl_s: float
+    ttft_s: float
+    transfer_s: float
+    tokens_per_s_per_gpu: float
+    cost_per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Instances of one kind, arrays (n,): indices of layouts, chunk sizes or batches, requests that each serves in a
+    second, its GPUs, and its time: to the first token, or from token to token."""
+
+    layout: NDArray[np.intp]
+    size: Array
+    rate_per_s: Array
+    gpus: Array
+    seconds: Array
+
+    def best(self) -> "_Side":
+        """Those that serve the most for their GPUs, one of each number of GPUs."""
+        order = np.lexsort((self.seconds, -self.rate_per_s, self.gpus))
+        _, first = np.unique(self.gpus[order], return_index=True)
+        first = order[first]
+        chosen = first[np.argsort(-self.rate_per_s[first] / self.gpus[first], kind="stable")[:_BEST]]
+        return self.take(chosen)
+
+    def take(self, index: NDArray[np.intp]) -> "_Side":
+        numbers = (values[index] for values in (self.size, self.rate_per_s, self.gpus, self.seconds))
+        return _Side(self.layout[index], *numbers)
+
+
+def apart(question: Question, space: Space) -> Apart | None:
+    """What serves the most tokens/s/GPU, or the demand's rate on the fewest GPUs; None where nothing meets the targets,
+    and where no demand says how much of each there is."""
+    demand = question.demand
+    if demand is None:
+        return None
+    use = Use(question.setting, question.context, demand, question.ttft_s)
+    transfer_s = _transfer_seconds(use)
+    ttft_s = None if question.ttft_s is None else question.ttft_s - transfer_s
+    first, second = _prefills(use, space, ttft_s).best(), _decodes(question, use, space).best()
+    pairs = [
+        pair
+        for prefill in range(len(first.layout))
+        for decode in range(len(second.layout))
+        if (pair := _numbers(question, first, prefill, second, decode)) is not None
+    ]
+    if not pairs:
+        return None
+    _, prefills, decodes, prefill, decode = min(pairs)
+    served = min(prefills * float(first.rate_per_s[prefill]), decodes * float(second.rate_per_s[decode]))
+    served = served if demand.rate_per_s is None else demand.rate_per_s
+    gpus = prefills * int(first.gpus[prefill]) + decodes * int(second.gpus[decode])
+    tokens_per_s_per_gpu = served * demand.output_tokens / gpus
+    return Apart(
+        prefill_layout=degrees(space, int(first.layout[prefill])),
+        prefills=prefills,
+        chunk_tokens=int(first.size[prefill]),
+        decode_layout=degrees(space, int(second.layout[decode])),
+        decodes=decodes,
+        batch=int(second.size[decode]),
+        gpus=gpus,
+        users=int(served * demand.output_tokens * second.seconds[decode]),
+        rate_per_s=served,
+        ttl_s=float(second.seconds[decode]),
+        ttft_s=float(first.seconds[prefill]) + transfer_s,
+        transfer_s=transfer_s,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+        cost_per_million_tokens=(
+            None if question.gpu_hour is None else question.gpu_hour * 1e6 / (3600 * tokens_per_s_per_gpu)
+        ),
+    )
+
+
+def _numbers(
+    question: Question, first: _Side, prefill: int, second: _Side, decode: int
+) -> tuple[float, int, int, int, int] | None:
+    """How many of the two are best together: what is to be least, their numbers, and the two; None where none are."""
+    demand = question.demand
+    assert demand is not None
+    most, sizes = question.max_gpus, (first.gpus[prefill], second.gpus[decode])
+    prefills, decodes = np.arange(1.0, most // sizes[0] + 1)[:, None], np.arange(1.0, most // sizes[1] + 1)
+    gpus = prefills * sizes[0] + decodes * sizes[1]
+    rate = np.minimum(prefills * first.rate_per_s[prefill], decodes * second.rate_per_s[decode])
+    meets = (gpus <= most) & (rate * demand.output_tokens * second.seconds[decode] >= question.users)
+    if demand.rate_per_s is not None:
+        meets &= rate >= demand.rate_per_s
+    if not meets.any():
+        return None
+    fewest = demand.rate_per_s is not None or question.fewest_gpus
+    worth = np.where(meets, gpus if fewest else -rate / gpus, np.inf)
+    row, column = divmod(int(np.argmin(worth)), worth.shape[1])
+    return float(worth[row, column]), row + 1, column + 1, prefill, decode
+
+
+def _prefills(use: Use, space: Space, ttft_s: float | None) -> _Side:
+    """Each layout with each chunk size, as busy as the TTFT allows."""
+    index = np.repeat(np.arange(len(space)), len(CHUNKS))
+    chunk = np.tile(np.array(CHUNKS, dtype=np.float64), len(space))
+    layouts = space.layouts.take(index)
+    held = np.flatnonzero(use.memory_bytes(layouts, layouts.ones, chunk) <= use.setting.capacity_bytes(layouts))
+    layouts, index, chunk = layouts.take(held), index[held], chunk[held]
+    found = prompts(use, layouts, chunk)
+    busy = found.most_busy(ttft_s, layouts.ones)
+    served = _Side(index, chunk, busy / found.busy_s, layouts.world_size, found.ttft_s(busy))
+    return served.take(np.flatnonzero(busy > 0))
+
+
+def _decodes(question: Question, use: Use, space: Space) -> _Side:
+    """Each layout with the most requests that its memory and the TTL allow."""
+    layouts = space.layouts
+
+    def keeps(batch: Array) -> Mask:
+        kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
+        if question.ttl_s is not None:
+            kept &= step_seconds(use.setting, layouts, use.decodes(layouts, batch)) <= question.ttl_s
+        return kept
+
+    batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))
+    index = np.flatnonzero(batch > 0)
+    layouts, batch = layouts.take(index), batch[index]
+    ttl_s = step_seconds(use.setting, layouts, use.decodes(layouts, batch))
+    assert use.demand is not None
+    return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
+
+
+def _transfer_seconds(use: Use) -> float:
+    """Of the longest prompt's KV, over the link of one GPU beyond a scale-up domain, as if it came from one to one."""
+    link = use.setting.system.scale_out
+    return link.latency_s + use.longest_prompt * use.setting.kv_token_bytes / link.bytes_per_s

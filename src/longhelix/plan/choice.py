@@ -1,0 +1,315 @@
+"""The configuration that serves best what is asked: its layout, batch and chunk size together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhelix.perf.layouts import Array, Layouts, Mask
+from longhelix.perf.step import step_seconds
+from longhelix.plan.candidate import degrees
+from longhelix.plan.question import Question
+from longhelix.plan.service import CHUNKS, Service, Use, mixed_seconds, service
+from longhelix.plan.space import STRATEGIES, Space
+from longhelix.plan.sweep import MOST_BATCH, largest, units
+
+_BLOCK = 64  # layouts that are looked at together
+_STEP = 2**0.25  # between batches that a demand is tried with
+_NEAREST = 3
+_Index = NDArray[np.intp]
+_Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk sizes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration, and what it gives, all of it at the same time.
+
+    layout: the degrees of `Layout`, and where KV lies; `replicas` of it take `gpus` in all. batch: requests of one of
+    them that decode together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
+    ttl_s: the mean; ttl_p95_s: while a prompt runs beside; ttft_s: of the longest prompt. rate_per_s: of requests, None
+    where nothing says how long they last. headroom_bytes: that stay free on the fullest GPU. cost_per_million_tokens:
+    of answers, None without the price of a GPU. violates: the targets that it misses, in words.
+    """
+
+    strategy: str
+    layout: dict[str, int | str]
+    replicas: int
+    gpus: int
+    batch: int
+    users: int
+    chunk_tokens: int
+    ttl_s: float
+    ttl_p95_s: float
+    ttft_s: float
+    rate_per_s: float | None
+    tokens_per_s_per_user: float
+    tokens_per_s_per_gpu: float
+    memory_bytes_per_gpu: int
+    headroom_bytes: int
+    cost_per_million_tokens: float | None
+    violates: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Configurations, arrays (n,): the indices of their layouts, batches, chunk sizes, what one replica gives, how many
+    replicas, and the GPUs of all of them."""
+
+    layout: _Index
+    batch: Array
+    chunk: Array
+    given: Service
+    replicas: Array
+    gpus: Array
+
+    def take(self, index: _Index) -> "_Tried":
+        given = self.given.take(index)
+        return _Tried(
+            self.layout[index], self.batch[index], self.chunk[index], given, self.replicas[index], self.gpus[index]
+        )
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    @property
+    def users(self) -> Array:
+        return self.given.users * self.replicas
+
+    @property
+    def tokens_per_s_per_gpu(self) -> Array:
+        return self.given.tokens_per_s * self.replicas / self.gpus
+
+
+class Chooser:
+    """Looks for the best configuration of a space.
+
+    With a layout and a chunk size, steps take longer the more requests there are: the largest batch that keeps the TTL
+    is found by halving. Layouts come in the order of what each could give if prompts took the smallest chunk that is
+    fast enough and nothing else, and the search ends where no other layout can be better than the best one found.
+    """
+
+    def __init__(self, question: Question, space: Space) -> None:
+        self._question, self._space = question, space
+        self._use = Use(question.setting, question.context, question.demand, question.ttft_s)
+        self._chunks = np.array(CHUNKS, dtype=np.float64)
+        self._unit = units(space.layouts)
+
+    def best(self) -> Choice | None:
+        """What meets all targets and gives the most tokens/s/GPU, or takes the fewest GPUs; None where nothing does."""
+        bound = self._bounds()
+        order = np.argsort(bound, kind="stable")
+        order = order[np.isfinite(bound[order])]
+        found: _Tried | None = None
+        for start in range(0, len(order), _BLOCK):
+            if found is not None and bound[order[start]] > self._value(found)[0]:
+                break
+            tried = self._tried(order[start : start + _BLOCK])
+            tried = tried.take(np.flatnonzero(self._meets(tried)))
+            if found is not None:
+                tried = _joined(found, tried)
+            if len(tried):
+                found = self._first(tried)
+        if found is None:
+            return None
+        if self._question.demand is not None:
+            found = self._refined(found)
+        return self._choice(found)
+
+    def at(self, layout: int, batch: float) -> Choice:
+        """That configuration with the chunk size whose TTFT is shortest, of those that keep the TTL if any does."""
+        every = np.full(len(self._chunks), layout)
+        tried = self._given(every, np.full(len(every), batch), self._chunks)
+        kept = np.flatnonzero(self._meets(tried))
+        tried = tried.take(kept) if len(kept) else tried
+        return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
+
+    def nearest(self) -> list[Choice]:
+        """What misses the targets by least, each time in another layout."""
+        index, chunk = self._with_chunks(np.arange(len(self._space)))
+        wanted = np.ceil(self._question.users / np.floor(self._question.max_gpus / self._gpus(index)))
+        batch = np.ceil(wanted / self._unit[index]) * self._unit[index]
+        batch = np.minimum(batch, np.maximum(self._largest(index, chunk, self._fits), self._unit[index]))
+        held = self._fits(self._space.layouts.take(index), batch, chunk)
+        tried = self._given(index[held], batch[held], chunk[held])
+        order = np.lexsort((tried.gpus, self._missed(tried)))
+        _, first = np.unique(tried.layout[order], return_index=True)
+        return [self._choice(tried.take(order[[position]])) for position in np.sort(first)[:_NEAREST]]
+
+    def _bounds(self) -> Array:
+        """What each layout's value is at least; infinite for those that cannot meet the targets."""
+        index, ttft_s = np.arange(len(self._space)), self._question.ttft_s
+        chunk = np.full(len(index), self._chunks[0])
+        if ttft_s is not None:
+            every, chunks = self._with_chunks(index)
+            alone = service(self._use, self._space.layouts.take(every), self._unit[every], chunks)
+            late = (alone.ttft_s > ttft_s).reshape(len(index), -1)
+            chunk = np.where(late.all(axis=1), np.inf, self._chunks[np.argmin(late, axis=1)])
+        possible = np.flatnonzero(np.isfinite(chunk))
+        batch = self._largest(possible, chunk[possible], self._within_ttl)
+        possible, batch = possible[batch > 0], batch[batch > 0]
+        layouts = self._space.layouts.take(possible)
+        ttl_s = step_seconds(self._use.setting, layouts, self._use.decodes(layouts, batch))
+        bound = np.full(len(index), np.inf)
+        bound[possible] = self._worth(batch, batch / ttl_s, layouts.world_size)
+        return bound
+
+    def _worth(self, users: Array, tokens_per_s: Array, gpus: Array) -> Array:
+        """What is to be least: of so many replicas as are needed all GPUs, or the opposite of tokens/s/GPU."""
+        question = self._question
+        if question.rate_per_s is not None:
+            assert question.demand is not None
+            return gpus * np.ceil(question.rate_per_s * question.demand.output_tokens / tokens_per_s)
+        if question.fewest_gpus:
+            return gpus * np.ceil(question.users / users)
+        return -tokens_per_s / gpus
+
+    def _value(self, tried: _Tried) -> Array:
+        """Of configurations; comparable with `_bounds`."""
+        if self._question.rate_per_s is not None or self._question.fewest_gpus:
+            return tried.gpus
+        return -tried.tokens_per_s_per_gpu
+
+    def _first(self, tried: _Tried) -> _Tried:
+        return tried.take(np.lexsort((tried.given.ttft_s, tried.given.ttl_s, self._value(tried)))[:1])
+
+    def _tried(self, layouts: _Index) -> _Tried:
+        """Each layout with each chunk size and the largest batch within the targets; with a demand smaller ones too."""
+        index, chunk = self._with_chunks(layouts)
+        batch = self._largest(index, chunk, self._within_ttl)
+        if self._question.demand is not None:
+            shares = _STEP ** -np.arange(np.ceil(np.log(np.maximum(batch.max(initial=1.0), 1.0)) / np.log(_STEP)) + 1)
+            index, chunk = np.repeat(index, len(shares)), np.repeat(chunk, len(shares))
+            batch = np.multiply.outer(batch, shares).ravel()
+            multiple = np.floor(batch / self._unit[index]) * self._unit[index]
+            batch = np.where(multiple > 0, multiple, np.floor(batch))
+            index, batch, chunk = _once(index, batch, chunk)
+        elif self._question.ttft_s is not None:
+            slow = np.flatnonzero(batch > 0)
+            slow = slow[~self._in_time(self._space.layouts.take(index[slow]), batch[slow], chunk[slow])]
+            batch[slow] = self._largest(index[slow], chunk[slow], self._within_both)
+        # Of whole units steps may be that much faster.
+        index, chunk = np.tile(index, 2), np.tile(chunk, 2)
+        batch = np.concatenate([batch, batch // self._unit[index[: len(batch)]] * self._unit[index[: len(batch)]]])
+        held = batch > 0
+        return self._given(index[held], batch[held], chunk[held])
+
+    def _refined(self, found: _Tried) -> _Tried:
+        """The same layout and chunk size with batches in between those that were tried."""
+        unit = self._unit[found.layout[0]]
+        count = found.batch[0] / unit
+        batch = np.unique(np.ceil(np.linspace(count / _STEP, count * _STEP, _BLOCK))) * unit
+        index, chunk = np.repeat(found.layout, len(batch)), np.repeat(found.chunk, len(batch))
+        kept = self._within_ttl(self._space.layouts.take(index), batch, chunk)
+        tried = self._given(index[kept], batch[kept], chunk[kept])
+        return self._first(_joined(found, tried.take(np.flatnonzero(self._meets(tried)))))
+
+    def _with_chunks(self, layouts: _Index) -> tuple[_Index, Array]:
+        """Each with every chunk size."""
+        return np.repeat(layouts, len(self._chunks)), np.tile(self._chunks, len(layouts))
+
+    def _given(self, index: _Index, batch: Array, chunk: Array) -> _Tried:
+        given = service(self._use, self._space.layouts.take(index), batch, chunk)
+        replicas = np.maximum(given.replicas, np.ceil(self._question.users / np.maximum(given.users, 1e-9)))
+        return _Tried(index, batch, chunk, given, replicas, replicas * self._gpus(index))
+
+    def _gpus(self, index: _Index) -> Array:
+        """Of one replica."""
+        return self._space.layouts.world_size[index]
+
+    def _largest(self, index: _Index, chunk: Array, keeps: _Keeps) -> Array:
+        """The largest batch of each layout and chunk size with which, and with all smaller ones, `keeps` holds; 0 where
+        none does."""
+        layouts = self._space.layouts.take(index)
+        return largest(lambda batch: keeps(layouts, batch, chunk), np.full(len(index), float(MOST_BATCH)))
+
+    def _fits(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
+        fits: Mask = self._use.memory_bytes(layouts, batch, chunk) <= self._use.setting.capacity_bytes(layouts)
+        return fits
+
+    def _within_ttl(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
+        fits = self._fits(layouts, batch, chunk)
+        if self._question.ttl_s is None:
+            return fits
+        held = np.flatnonzero(fits)
+        mixed_s = mixed_seconds(self._use, layouts.take(held), batch[held], chunk[held])
+        fits[held] = mixed_s <= self._question.ttl_s
+        return fits
+
+    def _in_time(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
+        assert self._question.ttft_s is not None
+        in_time: Mask = service(self._use, layouts, batch, chunk).ttft_s <= self._question.ttft_s
+        return in_time
+
+    def _within_both(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
+        return self._within_ttl(layouts, batch, chunk) & self._in_time(layouts, batch, chunk)
+
+    def _limits(self, tried: _Tried) -> list[tuple[str, str, Array, float]]:
+        """Of each target that is set: its name and unit, what configurations have, and the most that they may."""
+        question, found = self._question, []
+        if question.ttl_s is not None:
+            found.append(("TTL beside a prompt", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
+        if question.ttft_s is not None:
+            found.append(("TTFT", "s", tried.given.ttft_s, question.ttft_s))
+        return [*found, ("GPUs", "", tried.gpus, float(question.max_gpus))]
+
+    def _meets(self, tried: _Tried) -> Mask:
+        meets: Mask = np.logical_and.reduce([has <= most for _, _, has, most in self._limits(tried)])
+        return meets
+
+    def _missed(self, tried: _Tried) -> Array:
+        """How many times over the targets, together, as a logarithm."""
+        missed: Array = np.sum([np.log(np.maximum(has / most, 1.0)) for _, _, has, most in self._limits(tried)], axis=0)
+        return missed
+
+    def _choice(self, found: _Tried) -> Choice:
+        """Of one configuration."""
+        layouts, given = self._space.layouts.take(found.layout), found.given
+        needed = float(self._use.memory_bytes(layouts, found.batch, found.chunk)[0])
+        rate = float(given.rate_per_s[0] * found.replicas[0])
+        tokens_per_s_per_gpu, gpu_hour = float(found.tokens_per_s_per_gpu[0]), self._question.gpu_hour
+        return Choice(
+            strategy=STRATEGIES[self._space.strategy[found.layout[0]]].name,
+            layout=degrees(self._space, int(found.layout[0])),
+            replicas=int(found.replicas[0]),
+            gpus=int(found.gpus[0]),
+            batch=int(found.batch[0]),
+            users=int(found.users[0]),
+            chunk_tokens=int(found.chunk[0]),
+            ttl_s=float(given.ttl_s[0]),
+            ttl_p95_s=float(given.ttl_p95_s[0]),
+            ttft_s=float(given.ttft_s[0]),
+            rate_per_s=None if np.isnan(rate) else rate,
+            tokens_per_s_per_user=1 / float(given.ttl_s[0]),
+            tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+            memory_bytes_per_gpu=int(needed),
+            headroom_bytes=int(float(self._use.setting.capacity_bytes(layouts)[0]) - needed),
+            cost_per_million_tokens=None if gpu_hour is None else gpu_hour * 1e6 / (3600 * tokens_per_s_per_gpu),
+            violates=tuple(
+                f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
+                for name, unit, has, most in self._limits(found)
+                if has[0] > most
+            ),
+        )
+
+
+def _once(index: _Index, batch: Array, chunk: Array) -> tuple[_Index, Array, Array]:
+    """Each configuration once."""
+    rows = np.unique(np.stack([index.astype(np.float64), batch, chunk]), axis=1)
+    return rows[0].astype(np.intp), rows[1], rows[2]
+
+
+def _joined(first: _Tried, second: _Tried) -> _Tried:
+    def both(name: str, one: object, other: object) -> Array:
+        return np.concatenate([getattr(one, name), getattr(other, name)])
+
+    names = ("ttl_s", "ttl_p95_s", "ttft_s", "users", "rate_per_s", "replicas")
+    given = Service(*(both(name, first.given, second.given) for name in names))
+    return _Tried(
+        np.concatenate([first.layout, second.layout]),
+        both("batch", first, second),
+        both("chunk", first, second),
+        given,
+        both("replicas", first, second),
+        both("gpus", first, second),
+    )

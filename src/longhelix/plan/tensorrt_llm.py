@@ -1,0 +1,188 @@
+"""TensorRT-LLM: Helix by its own name, in generation servers whose prompts other servers compute."""
+
+from collections.abc import Iterator
+
+from longhelix.plan.deployment import Deployment
+from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_limits import (
+    GPUS_OF_A_SERVER,
+    activation_dtype,
+    mixed_formats,
+    overlap_notes,
+    position_notes,
+    uneven_experts,
+    uneven_ffn,
+    uneven_heads,
+    weight_notes,
+)
+
+NAME = "TensorRT-LLM"
+CONFIG_FILE = "trtllm.yaml"
+_PARALLEL = "docs/source/features/parallel-strategy.md at 65b31db1b401"
+_HELIX = "docs/source/features/helix.md at 04c8822cc42f"
+_HELIX_MODELS = "tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9, pull request 11570"
+_SERVE = "tensorrt_llm/commands/serve.py at 00209af149e7"
+_ARGUMENTS = "tensorrt_llm/llmapi/llm_args.py at 000439672005"
+_DISAGGREGATED = "docs/source/features/disagg-serving.md at 0434b982fa38"
+_QUANTISATION = "docs/source/features/quantization.md at 09d4c79ba941"
+_MAPPING = "tensorrt_llm/mapping.py at b35ac1b64368"
+_MODELS = "docs/source/models/supported-models.md at 00b6d5a25c30"
+_ENVIRONMENT = "tensorrt_llm/_torch/pyexecutor/model_engine.py at 1a0dc5f70054"
+
+OPTIONS = Options(
+    (
+        Option("--config", TEXT, _PARALLEL),
+        Option("tensor_parallel_size", COUNT, _PARALLEL),
+        Option("pipeline_parallel_size", COUNT, _SERVE),
+        Option("context_parallel_size", COUNT, _HELIX),
+        Option("cp_config.cp_type", ("HELIX",), _HELIX),
+        Option("cp_config.tokens_per_block", COUNT, _HELIX),
+        Option("moe_tensor_parallel_size", COUNT, _PARALLEL),
+        Option("moe_expert_parallel_size", COUNT, _PARALLEL),
+        Option("enable_attention_dp", SWITCH, _PARALLEL),
+        Option("dtype", ("auto", "float16", "bfloat16", "float32"), _ARGUMENTS),
+        Option("max_seq_len", COUNT, _SERVE),
+        Option("max_batch_size", COUNT, _SERVE),
+        Option("max_num_tokens", COUNT, _SERVE),
+        Option("enable_chunked_prefill", SWITCH, _SERVE),
+        Option("kv_cache_config.dtype", ("auto", "float16", "bfloat16", "float32", "fp8", "nvfp4"), _ARGUMENTS),
+        Option("kv_cache_config.tokens_per_block", COUNT, _HELIX),
+        Option("kv_cache_config.enable_block_reuse", SWITCH, _ARGUMENTS),
+        Option("cache_transceiver_config.backend", ("DEFAULT", "UCX", "NIXL", "MPI"), _DISAGGREGATED),
+        Option("TLLM_ALLOW_LONG_MAX_MODEL_LEN", ("1",), _ENVIRONMENT),
+    )
+)
+
+_KV_WORDS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp8": "fp8", "fp4": "nvfp4"}
+_FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2"
+)  # fmt: skip
+_HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")
+_BLOCK_TOKENS = 32
+
+
+def command(deployment: Deployment, model_name: str) -> Command:
+    """`trtllm-serve` and the file CONFIG_FILE beside it, or why it cannot."""
+    cannot = tuple(_cannot(deployment))
+    if cannot:
+        return Command(NAME, cannot=cannot)
+    arguments: dict[str, Setting] = {"--config": CONFIG_FILE}
+    settings = _settings(deployment)
+    long = deployment.context > deployment.model.max_positions
+    environment: dict[str, Setting] = {"TLLM_ALLOW_LONG_MAX_MODEL_LEN": "1" if long else None}
+    return Command(
+        NAME,
+        ("trtllm-serve", model_name, *OPTIONS.arguments(arguments)),
+        OPTIONS.assignments(environment),
+        OPTIONS.sections(settings),
+        tuple(_notes(deployment)),
+        OPTIONS.sources(arguments, settings, environment),
+    )
+
+
+def _settings(deployment: Deployment) -> dict[str, Setting]:
+    degrees, sharded, local = deployment.degrees, deployment.sharded, deployment.local
+    experts = deployment.model.moe is not None
+    # Prompts of generation servers are computed elsewhere, and in chunks there.
+    chunk_tokens = None if sharded else deployment.chunk_tokens
+    users = deployment.users_of_a_group
+    return {
+        "tensor_parallel_size": degrees.num_ranks if local else degrees.tpa,
+        "pipeline_parallel_size": degrees.pp if degrees.pp > 1 else None,
+        "context_parallel_size": degrees.kvp if sharded else None,
+        "cp_config.cp_type": "HELIX" if sharded else None,
+        "cp_config.tokens_per_block": _BLOCK_TOKENS if sharded else None,
+        "moe_tensor_parallel_size": degrees.tpf if experts else None,
+        "moe_expert_parallel_size": degrees.ep if experts else None,
+        "enable_attention_dp": True if local else None,
+        "dtype": activation_dtype(deployment),
+        "max_seq_len": deployment.context,
+        "max_batch_size": users,
+        "max_num_tokens": None if chunk_tokens is None else chunk_tokens + users,
+        "enable_chunked_prefill": False if sharded else chunk_tokens is not None or None,
+        "kv_cache_config.dtype": _KV_WORDS[deployment.kv_dtype],
+        "kv_cache_config.tokens_per_block": _BLOCK_TOKENS if sharded else None,
+        # As its own test of Helix has it (tests/integration/defs/accuracy/test_disaggregated_serving.py).
+        "kv_cache_config.enable_block_reuse": False if sharded else None,
+        "cache_transceiver_config.backend": "DEFAULT" if sharded else None,
+    }
+
+
+def _cannot(deployment: Deployment) -> Iterator[str]:
+    model, degrees = deployment.model, deployment.degrees
+    if model.architecture not in _FAMILIES:
+        yield f"{model.architecture}: not among the models of its PyTorch backend ({_MODELS})"
+    if deployment.tied:
+        yield (
+            "KVP ranks with a copy of the FFN each: context parallel ranks become tensor parallel ranks of one FFN "
+            f"({_HELIX})"
+        )
+    if deployment.local:
+        yield from _cannot_be_local(deployment)
+    else:
+        yield from uneven_heads(deployment, degrees.tpa, "tensor_parallel_size")
+        if model.num_query_heads % degrees.num_ranks:
+            yield (
+                f"tensor_parallel_size x context_parallel_size {degrees.num_ranks} has to divide the "
+                f"{model.num_query_heads} query heads (tensor_parallel_size x context_parallel_size ranks exchange "
+                "them)"
+            )
+        yield from uneven_ffn(deployment, degrees.num_ranks, "tensor_parallel_size x context_parallel_size")
+    yield from uneven_experts(deployment, "moe_tensor_parallel_size", "moe_expert_parallel_size")
+    if deployment.sharded and model.architecture not in _HELIX_FAMILIES:
+        yield (
+            f"Helix of {model.architecture}: DeepSeek-V3, Kimi-K2 and dense Qwen3 alone have it ({_HELIX}; "
+            f"{_HELIX_MODELS})"
+        )
+    yield from mixed_formats(deployment)
+    yield from _cannot_keep(deployment)
+
+
+def _cannot_be_local(deployment: Deployment) -> Iterator[str]:
+    """Limits of data parallel attention, whose groups are one tensor parallel rank each."""
+    if deployment.degrees.tpa > 1:
+        yield (
+            f"data parallel attention over groups of {deployment.degrees.tpa} GPUs: enable_attention_dp makes each GPU "
+            f"a group ({_MAPPING})"
+        )
+    if deployment.model.moe is None:
+        yield (
+            "a dense FFN over data parallel ranks: with enable_attention_dp each of these has a whole one "
+            "(tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9)"
+        )
+
+
+def _cannot_keep(deployment: Deployment) -> Iterator[str]:
+    """Number formats that it has not."""
+    latent = deployment.model.mla is not None
+    if deployment.weight_dtype in ("int8", "w8a8"):
+        yield f"weights in {deployment.weight_dtype}: its formats of weights have no INT8 ({_QUANTISATION})"
+    if deployment.weight_dtype == "int4" and latent:
+        yield f"weights in int4 with latent attention: its table of models has none ({_QUANTISATION})"
+    if deployment.kv_dtype not in _KV_WORDS:
+        yield f"a KV cache in {deployment.kv_dtype}: kv_cache_config.dtype has no word for it ({_ARGUMENTS})"
+    if deployment.kv_dtype == "fp4" and latent:
+        yield f"a KV cache in nvfp4 with latent attention: no document of the engine has both ({_QUANTISATION})"
+    elif deployment.kv_dtype == "fp4" and deployment.sharded:
+        yield f"a KV cache in nvfp4 with Helix: no document of the engine has both ({_HELIX})"
+
+
+def _notes(deployment: Deployment) -> Iterator[str]:
+    model, ranks = deployment.model, deployment.degrees.world_size
+    yield from weight_notes(deployment, ())
+    yield from position_notes(deployment)
+    yield from overlap_notes(deployment)
+    if deployment.sharded:
+        yield (
+            "a generation server, on Blackwell GPUs: a context server, which takes the chunks of prompts, and "
+            f"`trtllm-serve disaggregated` before both complete it ({_HELIX}; {_DISAGGREGATED})"
+        )
+    if deployment.local:
+        yield "assumed: max_batch_size counts requests of one data parallel rank"
+        if model.num_dense_layers or (model.moe is not None and model.moe.shared_size):
+            yield "FFNs without experts and shared experts lie whole on every GPU, and not over all ranks"
+    if ranks > GPUS_OF_A_SERVER:
+        yield (
+            f"{ranks} GPUs on several servers: start it as its example `Run trtllm-serve with pytorch backend on Slurm`"
+            " does"
+        )

@@ -1,0 +1,209 @@
+"""vLLM: its decode context parallelism takes KVP ranks out of the tensor parallel group, which shares the whole FFN."""
+
+from collections.abc import Iterator
+
+from longhelix.plan.deployment import Deployment
+from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_limits import (
+    GPUS_OF_A_SERVER,
+    activation_dtype,
+    mixed_formats,
+    overlap_notes,
+    position_notes,
+    uneven_experts,
+    uneven_ffn,
+    uneven_heads,
+    weight_notes,
+)
+
+NAME = "vLLM"
+_PARALLEL = "vllm/config/parallel.py at 00193b82b0e2"
+_MODEL = "vllm/config/model.py at 0052a5b81898"
+_CACHE = "vllm/config/cache.py at 002f10e0cfa1"
+_SCHEDULER = "vllm/config/scheduler.py at 01230b40128e"
+_DATA_PARALLEL = "docs/serving/data_parallel_deployment.md at 01e4fce07423"
+_FP8 = "docs/features/quantization/fp8.md at 024460769793"
+_ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
+
+# On the command line fields of its configs have dashes: docs/configuration/engine_args.md at 124053c51d33.
+OPTIONS = Options(
+    (
+        Option("--tensor-parallel-size", COUNT, _PARALLEL),
+        Option("--pipeline-parallel-size", COUNT, _PARALLEL),
+        Option("--data-parallel-size", COUNT, _PARALLEL),
+        Option("--enable-expert-parallel", SWITCH, _PARALLEL),
+        Option("--decode-context-parallel-size", COUNT, _PARALLEL),
+        Option("--dcp-comm-backend", ("ag_rs", "a2a"), _PARALLEL),
+        Option("--nnodes", COUNT, _PARALLEL),
+        Option("--node-rank", INDEX, _PARALLEL),
+        Option("--master-addr", TEXT, _PARALLEL),
+        Option("--data-parallel-size-local", COUNT, _DATA_PARALLEL),
+        Option("--data-parallel-start-rank", INDEX, _DATA_PARALLEL),
+        Option("--data-parallel-address", TEXT, _DATA_PARALLEL),
+        Option("--headless", SWITCH, _DATA_PARALLEL),
+        Option("--dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"), _MODEL),
+        Option("--quantization", ("fp8",), _FP8),
+        Option(
+            "--kv-cache-dtype",
+            ("auto", "float16", "bfloat16", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
+            _CACHE,
+        ),
+        Option("--max-model-len", COUNT, _MODEL),
+        Option("--max-num-batched-tokens", COUNT, _SCHEDULER),
+        Option("--max-num-seqs", COUNT, _SCHEDULER),
+        Option("--enable-chunked-prefill", SWITCH, _SCHEDULER),
+        Option("VLLM_ALLOW_LONG_MAX_MODEL_LEN", ("1",), _ENVIRONMENT),
+    )
+)
+
+# float32 has no word of its own: it is that of activations.
+_KV_WORDS = {
+    "float32": "auto",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "fp8",
+    "int8": "int8_per_token_head",
+    "int4": "int4_per_token_head",
+    "fp4": "nvfp4",
+}
+_FEWEST_BATCHED_TOKENS = 2048  # its default, which may not be below max-num-seqs (vllm/config/scheduler.py)
+
+
+def command(deployment: Deployment, model_name: str) -> Command:
+    """`vllm serve`, or why it cannot."""
+    cannot = tuple(_cannot(deployment))
+    if cannot:
+        return Command(NAME, cannot=cannot)
+    settings = _settings(deployment)
+    long = deployment.context > deployment.model.max_positions
+    environment: dict[str, Setting] = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1" if long else None}
+    return Command(
+        NAME,
+        ("vllm", "serve", model_name, *OPTIONS.arguments(settings)),
+        OPTIONS.assignments(environment),
+        notes=tuple(_notes(deployment)),
+        sources=OPTIONS.sources(settings, environment),
+    )
+
+
+def _tensor_parallel(deployment: Deployment) -> int:
+    """DCP ranks are among the tensor parallel ones; data parallel ranks have such a group each."""
+    return deployment.degrees.tpa if deployment.local else deployment.degrees.num_ranks
+
+
+def _settings(deployment: Deployment) -> dict[str, Setting]:
+    degrees, sharded = deployment.degrees, deployment.sharded
+    users, chunk_tokens = deployment.users_of_a_group, deployment.chunk_tokens
+    batched_tokens = users if users > _FEWEST_BATCHED_TOKENS else None
+    if chunk_tokens is not None:
+        batched_tokens = chunk_tokens + users  # a chunk beside a token of every other request
+    return {
+        "--tensor-parallel-size": _tensor_parallel(deployment),
+        "--pipeline-parallel-size": degrees.pp if degrees.pp > 1 else None,
+        "--data-parallel-size": degrees.kvp if deployment.local else None,
+        "--enable-expert-parallel": degrees.ep > 1 or None,
+        "--decode-context-parallel-size": degrees.kvp if sharded else None,
+        "--dcp-comm-backend": "a2a" if sharded else None,
+        "--dtype": activation_dtype(deployment),
+        "--quantization": "fp8" if deployment.weight_dtype == "fp8" else None,
+        "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
+        "--max-model-len": deployment.context,
+        "--max-num-batched-tokens": batched_tokens,
+        "--enable-chunked-prefill": chunk_tokens is not None or None,
+        "--max-num-seqs": users,
+    }
+
+
+def _cannot(deployment: Deployment) -> Iterator[str]:
+    degrees, tensor_parallel = deployment.degrees, _tensor_parallel(deployment)
+    if deployment.tied:
+        yield (
+            "KVP ranks with a copy of the FFN each: decode context parallel ranks are ranks of the tensor parallel "
+            f"group, all of which share one FFN ({_PARALLEL})"
+        )
+    if deployment.local and deployment.model.moe is None:
+        yield (
+            "a dense FFN over data parallel ranks: each of these has one of its own, and only experts are shared "
+            f"({_DATA_PARALLEL})"
+        )
+    if degrees.ep not in (1, degrees.num_ranks):
+        yield (
+            f"TPF {degrees.tpf} x EP {degrees.ep}: experts are shared by columns over all tensor x data parallel ranks,"
+            " or whole with --enable-expert-parallel (docs/serving/expert_parallel_deployment.md at 017025691b30)"
+        )
+    yield from uneven_heads(deployment, tensor_parallel, "tensor parallel size")
+    yield from uneven_ffn(deployment, tensor_parallel, "tensor parallel size")
+    # Experts may be uneven: vllm/model_executor/layers/fused_moe/expert_map_manager.py at 54f88b20607e.
+    yield from uneven_experts(deployment, "tensor x data parallel size", None)
+    if deployment.sharded:
+        yield from _cannot_share_kv(deployment, tensor_parallel)
+    yield from mixed_formats(deployment)
+    yield from _cannot_keep(deployment)
+
+
+def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
+    """Limits of decode context parallelism; latent attention has none of them."""
+    model, kvp, heads = deployment.model, deployment.degrees.kvp, deployment.heads
+    if model.sliding_window is not None:
+        yield (
+            "decode context parallelism of a model with a sliding window: no document has it, and pull request 47181, "
+            "which would add it, was closed"
+        )
+    if model.mla is not None:
+        return
+    most = tensor_parallel // heads.num_kv_heads
+    if tensor_parallel <= heads.num_kv_heads or kvp > most:
+        yield (
+            f"decode context parallel size {kvp} with tensor parallel size {tensor_parallel}: at most {most}, tensor "
+            f"parallel size over the {heads.num_kv_heads} KV heads, rounded down, and these have to be fewer than "
+            f"tensor parallel ranks ({_MODEL})"
+        )
+    elif heads.group_size % kvp:
+        yield (
+            f"decode context parallel size {kvp} has to divide the {heads.group_size} query heads of a KV head "
+            f"({_MODEL})"
+        )
+
+
+def _cannot_keep(deployment: Deployment) -> Iterator[str]:
+    """Formats that only kernels without latent attention or decode context parallelism take."""
+    if deployment.kv_dtype not in _KV_WORDS:
+        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype has no word for it ({_CACHE})"
+    lacking = [
+        *(["latent attention"] if deployment.model.mla is not None else []),
+        *(["decode context parallelism"] if deployment.sharded else []),
+    ]
+    if not lacking:
+        return
+    without = f"has no {' and no '.join(lacking)} (docs/design/attention_backends.md at 001394336840)"
+    if activation_dtype(deployment) == "float32":
+        yield f"attention in float32: TRITON_ATTN and FLEX_ATTENTION alone take it, which {without}"
+    if deployment.kv_dtype in ("int8", "int4"):
+        yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: TRITON_ATTN alone takes it, which {without}"
+    if deployment.kv_dtype == "fp4":
+        yield (
+            f"a KV cache in nvfp4: FlashInfer's TRTLLM kernels alone take it, which are not used for "
+            f"{' nor for '.join(lacking)} (vllm/config/vllm.py, pull request 40177)"
+        )
+
+
+def _notes(deployment: Deployment) -> Iterator[str]:
+    degrees = deployment.degrees
+    yield from weight_notes(deployment, ("fp8",))
+    yield from position_notes(deployment)
+    yield from overlap_notes(deployment)
+    moe = deployment.model.moe
+    if deployment.local and moe is not None and (moe.shared_size or moe.num_dense_layers):
+        yield "FFNs without experts and shared experts lie once in each data parallel rank, and not over all ranks"
+    if degrees.world_size > GPUS_OF_A_SERVER:
+        yield _servers_note(deployment)
+
+
+def _servers_note(deployment: Deployment) -> str:
+    gpus = f"{deployment.degrees.world_size} GPUs on several servers: give the command on each of them"
+    if deployment.local:
+        return (
+            f"{gpus}, with --data-parallel-size-local, --data-parallel-address, and on all but the first "
+            f"--data-parallel-start-rank and --headless ({_DATA_PARALLEL})"
+        )
+    return f"{gpus}, with --nnodes, --node-rank and --master-addr ({_PARALLEL})"

@@ -1,0 +1,232 @@
+"""Families that the planner alone knows: read as transformers defines them, and refused to whoever would run them."""
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from anything import VALUES
+from longhelix.errors import UserError
+from longhelix.presets import load_model
+from longhelix.spec import FAMILIES, PLANNED_FAMILIES, ModelSpec, MoE
+from longhelix.spec.weights import num_parameters
+
+pytestmark = pytest.mark.unit
+
+SIZES = {
+    "hidden_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "intermediate_size": 40,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "num_experts_per_tok": 2,
+}
+GLM = {
+    "intermediate_size": 200,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+CONFIGS = {
+    "glm4_moe": (Glm4MoeConfig, GLM),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 5}),
+    "llama4_text": (Llama4TextConfig, {"num_local_experts": 5, "intermediate_size_mlp": 200}),
+}
+
+
+def made(family, **changes):
+    config, sizes = CONFIGS[family]
+    return config(**SIZES | sizes | changes)
+
+
+def planned(family, **changes) -> ModelSpec:
+    return read(made(family, **changes).to_dict())
+
+
+def read(config) -> ModelSpec:
+    return ModelSpec.from_hf_config(config, planned=True)
+
+
+def refused(config, *words, planned=True) -> None:
+    with pytest.raises(UserError) as caught:
+        ModelSpec.from_hf_config(config, planned=planned)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def assert_sentence(error) -> None:
+    assert 10 < len(str(error).encode()) < 500
+
+
+def test_none_of_them_runs():
+    assert not FAMILIES.keys() & PLANNED_FAMILIES.keys()
+    for family in CONFIGS:
+        config = made(family).to_dict()
+        refused(config, repr(family), "longhelix runs llama, ", planned=False)
+        assert read(config).architecture == family
+
+
+def test_whoever_plans_is_told_what_can_be_planned_for():
+    refused({"model_type": "gpt2"}, "'gpt2'", "longhelix runs llama, ", *PLANNED_FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("glm4_moe", {}),
+        ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+        ("gpt_oss", {}),
+        ("gpt_oss", {"attention_bias": False}),
+        ("llama4_text", {}),
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("llama4_text", {"interleave_moe_layer_step": 2, "attention_bias": True}),
+    ],
+)
+def test_parameters_are_those_of_transformers(family, changes):
+    config = made(family, **changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    routing_biases = sum(buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name)
+    assert num_parameters(read(config.to_dict())) == sum(map(torch.numel, model.parameters())) + routing_biases
+
+
+def test_experts_are_those_of_the_config():
+    assert planned("glm4_moe").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True)
+    assert planned("gpt_oss").moe == MoE(5, 2, 40, biases=True)
+    assert planned("llama4_text", interleave_moe_layer_step=3).moe == MoE(
+        5, 2, 40, shared_size=40, layer_step=3, sigmoid=True, normalised=False
+    )
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_llama_4_has_experts_in_the_layers_that_transformers_says(step):
+    config = made("llama4_text", interleave_moe_layer_step=step)
+    spec = read(config.to_dict())
+    assert [layer for layer in range(6) if spec.has_experts(layer)] == config.moe_layers
+    assert spec.num_dense_layers == 6 - len(config.moe_layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_oss", {}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4}),
+        ("llama4_text", {}),
+        ("llama4_text", {"no_rope_layers": [1, 0, 0, 1, 1, 0]}),
+        ("llama4_text", {"no_rope_layer_interval": 2}),
+    ],
+)
+def test_windows_are_in_the_layers_that_transformers_says(family, changes):
+    config = made(family, **changes)
+    spec = read(config.to_dict())
+    windowed = [kind != "full_attention" for kind in config.layer_types]
+    assert list(map(spec.has_window, range(6))) == windowed
+    assert spec.num_windowed_layers == sum(windowed)
+
+
+@pytest.mark.parametrize(("family", "key"), [("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
+def test_a_windows_size_is_the_configs_or_the_familys(family, key):
+    assert planned(family, **{key: 33}).sliding_window == 33
+    config = made(family).to_dict()
+    assert read({name: value for name, value in config.items() if name != key}).sliding_window == config[key]
+    assert read(config | {key: None}).sliding_window is None
+    assert not any(map(read(config | {key: None}).has_window, range(6)))
+
+
+def test_a_config_that_says_nothing_of_layers_has_the_familys_pattern():
+    for family in ("gpt_oss", "llama4_text"):
+        config = made(family).to_dict()
+        short = {name: config[name] for name in config if name not in ("layer_types", "no_rope_layers", "moe_layers")}
+        assert read(short) == read(config)
+
+
+def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
+    config = {"model_type": "mistral", "sliding_window": 512} | SIZES
+    assert ModelSpec.from_hf_config(config).full_layers == ()
+    assert ModelSpec.from_hf_config(config).num_windowed_layers == 6
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert ModelSpec.from_hf_config(config | {"layer_types": kinds}).full_layers == (1, 3, 4, 5)
+    assert ModelSpec.from_hf_config(config | {"sliding_window": None, "layer_types": kinds}).full_layers == ()
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
+def test_qwens_first_layers_have_no_window(config):
+    settings = SIZES | {"use_sliding_window": True, "sliding_window": 512}
+    for changes in ({"max_window_layers": 2}, {"num_hidden_layers": 30}):
+        made = config(**settings | changes)
+        whole = made.to_dict()
+        old = {key: value for key, value in whole.items() if key != "layer_types"}
+        for spec in map(ModelSpec.from_hf_config, (whole, old)):
+            windowed = [kind == "sliding_attention" for kind in made.layer_types]
+            assert list(map(spec.has_window, range(made.num_hidden_layers))) == windowed
+    refused(SIZES | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers")
+
+
+def test_llama_4s_whole_config_is_read_for_its_decoder():
+    text = made("llama4_text").to_dict()
+    whole = {
+        "model_type": "llama4",
+        "text_config": text,
+        "vision_config": {"hidden_size": 7},
+        "torch_dtype": "bfloat16",
+    }
+    assert read(whole) == replace(read(text), architecture="llama4", dtype="bfloat16")
+    refused({"model_type": "llama4"}, "no text_config")
+
+
+def test_the_part_of_a_head_that_turns_is_no_matter():
+    config = made("glm4_moe").to_dict()
+    assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
+    assert read(config).rope == read(config | {"rope_parameters": {"rope_theta": 10_000.0}}).rope
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama4_text", {"moe_layers": [0, 1]}),
+        ("llama4_text", {"no_rope_layers": [2]}),
+        ("llama4_text", {"no_rope_layers": "1"}),
+        ("llama4_text", {"attention_chunk_size": 0}),
+        ("llama4_text", {"interleave_moe_layer_step": 0}),
+        ("llama4_text", {"intermediate_size_mlp": None}),
+        ("gpt_oss", {"num_local_experts": None}),
+        ("gpt_oss", {"layer_types": [1]}),
+        ("glm4_moe", {"use_qk_norm": 1}),
+    ],
+)
+def test_what_no_config_can_have_is_refused_by_name(family, change):
+    refused(made(family).to_dict() | change, *change)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@given(data=st.data())
+def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
+    config = made(family).to_dict()
+    key, value = data.draw(st.sampled_from(sorted(config))), data.draw(VALUES)
+    try:
+        spec = read(config | {key: value})
+    except UserError as error:
+        assert_sentence(error)
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
+
+
+def test_presets_are_read_from_folders_as_they_are_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(made("gpt_oss").to_dict()))
+    assert load_model(str(tmp_path)) == planned("gpt_oss")
