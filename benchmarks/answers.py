@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", default=SYSTEMS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    lines = [environment(time.strftime("%Y-%m-%d")), "", f"{given.requests} requests each.", "", HEAD]
+    lines = [str(environment(time.strftime("%Y-%m-%d"))), "", f"{given.requests} requests each.", "", HEAD]
     print("\n".join(lines))
     kept = []
     for model, system, lengths in itertools.product(given.models, given.systems, LENGTHS):

@@ -55,8 +55,8 @@ class DemandOptions:
         if self.trace is not None:
             arrivals = list(read_trace(self.trace, ANY_SERVICE))
             lengths = [(each.prompt_tokens, each.output_tokens) for each in arrivals]
-            took_s = arrivals[-1].arrival_s
-            rate = self.rate if self.rate is not None or not took_s else len(arrivals) / took_s
+            took_s = arrivals[-1].arrival_s - arrivals[0].arrival_s
+            rate = self.rate if self.rate is not None or not took_s else (len(arrivals) - 1) / took_s
             return Demand.of(lengths, rate, self.prefix_hit)
         if self.mix is not None:
             drawn = Synthetic(_DRAWN, 1.0, parse_mix(self.mix), ANY_SERVICE)

@@ -83,6 +83,10 @@ def plan(
         _show(found, others, rejected, crossed)
 
 
+_OF_THE_PLAN = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")
+_OF_THE_BEST = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
+
+
 def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
     console = stdout()
     console.print(terminal.draw_frontier(report.series(found), ttl_s=found.question.ttl_s))
@@ -120,6 +124,8 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     )
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
+    for name in _OF_THE_BEST:  # of another plan, which was here before
+        (folder / name).unlink(missing_ok=True)
     deployment = report.best_deployment(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
@@ -129,4 +135,5 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
         for command in commands:
             if command.config:
                 (folder / peers.CONFIG_FILE).write_text(command.config_yaml())
-    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}", file=sys.stderr)
+    written = [name for name in (*_OF_THE_PLAN, *_OF_THE_BEST) if (folder / name).exists()]
+    print(f"wrote {', '.join(sorted(written))} to {folder}", file=sys.stderr)

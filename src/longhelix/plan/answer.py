@@ -93,10 +93,11 @@ def _headline(points: Points, helix: Mask) -> Gain | None:
     return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, others.user_tokens_per_s, others.gpu_tokens_per_s)
 
 
-def _balanced(chooser: Chooser, points: Points) -> Choice:
-    """Without a target: the largest product of tokens/s/user and tokens/s/GPU."""
-    best = int(np.argmax(points.user_tokens_per_s * points.gpu_tokens_per_s))
-    return chooser.at(int(points.layout[best]), float(points.batch[best]))
+def _balanced(chooser: Chooser, points: Points) -> Choice | None:
+    """Without a target: the largest product of tokens/s/user and tokens/s/GPU, of what fits beside a chunk as well."""
+    order = np.argsort(-points.user_tokens_per_s * points.gpu_tokens_per_s, kind="stable")
+    choices = (chooser.at(int(points.layout[best]), float(points.batch[best])) for best in order)
+    return next((choice for choice in choices if choice is not None), None)
 
 
 def _users_at_ttl(

@@ -1,5 +1,6 @@
 """The configuration that serves best what is asked: its layout, batch and chunk size together."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,12 +117,15 @@ class Chooser:
             found = self._refined(found)
         return self._choice(found)
 
-    def at(self, layout: int, batch: float) -> Choice:
-        """That configuration with the chunk size whose TTFT is shortest, of those that keep the TTL if any does."""
+    def at(self, layout: int, batch: float) -> Choice | None:
+        """That layout and batch, or the largest below it that fits beside a chunk, with the chunk size whose TTFT is
+        shortest; None where memory holds no request with any chunk."""
         every = np.full(len(self._chunks), layout)
-        tried = self._given(every, np.full(len(every), batch), self._chunks)
-        kept = np.flatnonzero(self._meets(tried))
-        tried = tried.take(kept) if len(kept) else tried
+        held = np.minimum(self._largest(every, self._chunks, self._fits), batch)
+        kept = np.flatnonzero(held == held.max())
+        if held.max() == 0:
+            return None
+        tried = self._given(every[kept], held[kept], self._chunks[kept])
         return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
 
     def nearest(self) -> list[Choice]:
@@ -210,7 +214,10 @@ class Chooser:
 
     def _given(self, index: _Index, batch: Array, chunk: Array) -> _Tried:
         given = service(self._use, self._space.layouts.take(index), batch, chunk)
-        replicas = np.maximum(given.replicas, np.ceil(self._question.users / np.maximum(given.users, 1e-9)))
+        replicas = given.replicas
+        if self._question.users > 1:
+            needed = np.ceil(self._question.users / np.where(given.users > 0, given.users, np.inf))
+            replicas = np.maximum(replicas, needed)
         return _Tried(index, batch, chunk, given, replicas, replicas * self._gpus(index))
 
     def _gpus(self, index: _Index) -> Array:
@@ -274,7 +281,7 @@ class Chooser:
             replicas=int(found.replicas[0]),
             gpus=int(found.gpus[0]),
             batch=int(found.batch[0]),
-            users=int(found.users[0]),
+            users=max(int(found.users[0]), min(1, math.ceil(found.users[0]))),
             chunk_tokens=int(found.chunk[0]),
             ttl_s=float(given.ttl_s[0]),
             ttl_p95_s=float(given.ttl_p95_s[0]),
@@ -284,7 +291,11 @@ class Chooser:
             tokens_per_s_per_gpu=tokens_per_s_per_gpu,
             memory_bytes_per_gpu=int(needed),
             headroom_bytes=int(float(self._use.setting.capacity_bytes(layouts)[0]) - needed),
-            cost_per_million_tokens=None if gpu_hour is None else gpu_hour * 1e6 / (3600 * tokens_per_s_per_gpu),
+            cost_per_million_tokens=(
+                gpu_hour * 1e6 / (3600 * tokens_per_s_per_gpu)
+                if gpu_hour is not None and tokens_per_s_per_gpu
+                else None
+            ),
             violates=tuple(
                 f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
                 for name, unit, has, most in self._limits(found)

@@ -41,18 +41,17 @@ class Demand:
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]], rate_per_s: float | None, prefix_hit: float) -> "Demand":
         """From the lengths of prompts and answers: those between two powers of four are one kind, of their mean
-        lengths. Raises UserError for what is out of range."""
+        lengths; the longest is a kind besides, of which there are none, but which has to be served in time. Raises
+        UserError for what is out of range."""
         kinds: dict[int, list[tuple[int, int]]] = {}
         for prompt, answer in lengths:
             kinds.setdefault(prompt.bit_length() // 2, []).append((prompt, answer))
-        return cls(
-            tuple(
-                Kind(len(alike) / len(lengths), *(round(sum(each) / len(alike)) for each in zip(*alike, strict=True)))
-                for _, alike in sorted(kinds.items())
-            ),
-            rate_per_s,
-            prefix_hit,
-        )
+        means = [
+            Kind(len(alike) / len(lengths), *(round(sum(each) / len(alike)) for each in zip(*alike, strict=True)))
+            for _, alike in sorted(kinds.items())
+        ]
+        longest = {max(lengths), max(lengths, key=sum)} - {(kind.input_tokens, kind.output_tokens) for kind in means}
+        return cls((*means, *(Kind(0.0, *each) for each in sorted(longest))), rate_per_s, prefix_hit)
 
     @property
     def longest(self) -> int:

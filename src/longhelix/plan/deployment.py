@@ -10,6 +10,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
+from longhelix.spec.family import PLANNED_FAMILIES
 from longhelix.spec.weights import Dim, Split, Stored, layer_weights
 from longhelix.values import one_of, refused, whole
 
@@ -179,7 +180,9 @@ def _rounded_up(tokens: int, unit: int) -> int:
 def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterable[str]:
     """What the engine refuses or cannot yet, beside number formats."""
     ranks = deployment.degrees.world_size
-    if longest_tokens < deployment.context:
+    if deployment.model.architecture in PLANNED_FAMILIES:
+        yield f"longhelix plans for {deployment.model.architecture} and does not run it"
+    elif longest_tokens < deployment.context:
         yield (
             f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "
             f"requests are of up to {longest_tokens} tokens, in place of {deployment.context}"

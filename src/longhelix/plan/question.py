@@ -32,7 +32,11 @@ class Question:
 
     @property
     def has_targets(self) -> bool:
-        return self.ttl_s is not None or self.ttft_s is not None or self.rate_per_s is not None or self.fewest_gpus
+        return (
+            self.users > 1
+            or self.fewest_gpus
+            or any(target is not None for target in (self.ttl_s, self.ttft_s, self.rate_per_s))
+        )
 
     @property
     def node_gpus(self) -> int | None:
@@ -53,6 +57,8 @@ class Question:
         for name, seconds in (("ttl", self.ttl_s), ("ttft", self.ttft_s)):
             if seconds is not None and seconds <= 0:
                 raise UserError(f"{name} is {seconds} s: set it above 0")
+        if self.users > 1 and self.rate_per_s is not None:
+            raise UserError("how many users there are follows from the rate: leave out --users or --rate")
         if self.gpu_hour is not None and not (math.isfinite(self.gpu_hour) and self.gpu_hour > 0):
             raise UserError(f"gpu-hour is {self.gpu_hour}: set it above 0")
 

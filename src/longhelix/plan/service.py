@@ -159,8 +159,8 @@ def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
     busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / step_s)))
     replicas = layouts.ones
     if use.demand.rate_per_s is not None:
-        with np.errstate(divide="ignore"):
-            replicas = np.ceil(use.demand.rate_per_s * found.busy_s / busy)
+        # Of what is late already where none waits, one instance, and nothing comes.
+        replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / np.where(busy > 0, busy, np.inf)), 1.0)
         busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
     ttl_s = 1 / ((1 - busy) / alone_s + busy / step_s)
     rate_per_s = busy / found.busy_s

@@ -55,7 +55,14 @@ OPTIONS = Options(
 )
 
 # float16 and float32 have no words of their own: they are those of activations.
-_KV_WORDS = {"float32": "auto", "float16": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "fp4": "nvfp4"}
+_KV_WORDS = {
+    "float32": "auto",
+    "float16": "auto",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_e4m3",
+    "fp4": "nvfp4",
+    "nvfp4": "nvfp4",
+}
 # Families for which the help of --enable-dp-attention says that it is there: DeepSeek-V2, Qwen 2 and 3 with experts.
 _DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
@@ -138,7 +145,7 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
             f"decode context parallel size {degrees.kvp} in {degrees.pp} pipeline stages: no document or test of the "
             f"engine has both ({_DCP})"
         )
-    if deployment.kv_dtype == "fp4":
+    if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
             "a KV cache in nvfp4 with decode context parallelism: no document of the engine has both, and pull request "
             "32795 would refuse them"

@@ -53,7 +53,14 @@ OPTIONS = Options(
     )
 )
 
-_KV_WORDS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp8": "fp8", "fp4": "nvfp4"}
+_KV_WORDS = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "fp8",
+    "fp4": "nvfp4",
+    "nvfp4": "nvfp4",
+}
 _FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2"
 )  # fmt: skip
@@ -161,9 +168,9 @@ def _cannot_keep(deployment: Deployment) -> Iterator[str]:
         yield f"weights in int4 with latent attention: its table of models has none ({_QUANTISATION})"
     if deployment.kv_dtype not in _KV_WORDS:
         yield f"a KV cache in {deployment.kv_dtype}: kv_cache_config.dtype has no word for it ({_ARGUMENTS})"
-    if deployment.kv_dtype == "fp4" and latent:
+    if deployment.kv_dtype in ("fp4", "nvfp4") and latent:
         yield f"a KV cache in nvfp4 with latent attention: no document of the engine has both ({_QUANTISATION})"
-    elif deployment.kv_dtype == "fp4" and deployment.sharded:
+    elif deployment.kv_dtype in ("fp4", "nvfp4") and deployment.sharded:
         yield f"a KV cache in nvfp4 with Helix: no document of the engine has both ({_HELIX})"
 
 

@@ -65,6 +65,7 @@ _KV_WORDS = {
     "int8": "int8_per_token_head",
     "int4": "int4_per_token_head",
     "fp4": "nvfp4",
+    "nvfp4": "nvfp4",
 }
 _FEWEST_BATCHED_TOKENS = 2048  # its default, which may not be below max-num-seqs (vllm/config/scheduler.py)
 
@@ -180,7 +181,7 @@ def _cannot_keep(deployment: Deployment) -> Iterator[str]:
         yield f"attention in float32: TRITON_ATTN and FLEX_ATTENTION alone take it, which {without}"
     if deployment.kv_dtype in ("int8", "int4"):
         yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: TRITON_ATTN alone takes it, which {without}"
-    if deployment.kv_dtype == "fp4":
+    if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
             f"a KV cache in nvfp4: FlashInfer's TRTLLM kernels alone take it, which are not used for "
             f"{' nor for '.join(lacking)} (vllm/config/vllm.py, pull request 40177)"

@@ -59,7 +59,8 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     if algorithm in ("NVFP4", "FP8"):
         return str(algorithm).lower()
     if method in ("gptq", "awq"):
-        return {4: "int4", 8: "int8"}.get(quantised.get("bits", 0), "")
+        bits = quantised.get("bits")
+        return {4: "int4", 8: "int8"}.get(bits, "") if isinstance(bits, int) else ""
     return str(method) if method in ("fp8", "mxfp4") else ""
 
 

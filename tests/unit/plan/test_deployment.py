@@ -210,6 +210,11 @@ def test_copies_of_the_ffn_are_the_tied_layout(tmp_path):
     assert degrees == {"kvp": 3, "tpa": 3, "tpf": 3, "ep": 1, "pp": 1, "tied": True}
 
 
+def test_a_family_that_is_planned_alone_is_said_not_to_run():
+    model = replace(SMOL, architecture="gpt_oss", sliding_window=128)
+    assert runnable(deployment(model=model)).missing[0] == "longhelix plans for gpt_oss and does not run it"
+
+
 def test_windows_bound_the_length():
     model = replace(SMOL, architecture="mistral", sliding_window=4096)
     found = runnable(deployment(model))

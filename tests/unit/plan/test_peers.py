@@ -266,7 +266,7 @@ def test_formats_that_are_kept():
         "int4": ["vLLM"],
         "w8a8": [],
         "fp4": every,
-        "nvfp4": [],
+        "nvfp4": every,
         "mxfp4": [],
     }
 

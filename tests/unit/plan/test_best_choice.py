@@ -238,3 +238,60 @@ def test_a_rate_that_no_number_of_gpus_holds_says_what_it_takes():
     assert found.best is None
     assert any("GPUs" in words for choice in found.nearest for words in choice.violates)
     assert Chooser(found.question, found.sweep.space).best() is None
+
+
+def ending(input_tokens, output_tokens, rate=None):
+    return Demand.of([(input_tokens, output_tokens)], rate, 0.0)
+
+
+def test_a_rate_decides_how_many_replicas_there_are():
+    demand = ending(100_000, 100, 0.1)
+    best = answer(Question(SMALL, demand.longest, 8, ttft_s=10.0, demand=demand)).best
+    assert best.replicas == 1
+    assert best.rate_per_s == pytest.approx(0.1)
+    assert best.users == 1
+    with pytest.raises(UserError, match="leave out --users or --rate"):
+        Question(SMALL, demand.longest, 8, users=2, demand=demand)
+
+
+def test_users_alone_are_a_target():
+    best = answer(Question(SMALL, 8000, 8, users=100)).best
+    assert best.users >= 100
+    assert best.gpus <= 8
+    assert best.violates == ()
+    found = answer(Question(SMALL, 128_000, 8, users=100_000))
+    assert found.best is None
+    assert found.nearest
+
+
+def test_without_targets_the_best_fits_beside_a_chunk():
+    setting = Setting(load_model("llama-3.1-405b"), load_system("h100"), "bfloat16", "bfloat16")
+    assert answer(Question(setting, 4000, 16)).best.headroom_bytes >= 0
+
+
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_a_ttft_that_nothing_keeps_has_nearest_ones(rate):
+    demand = ending(100_000, 100, rate)
+    found = answer(Question(SMALL, demand.longest, 8, ttft_s=0.001, demand=demand, gpu_hour=2.0))
+    assert found.best is None
+    assert found.nearest
+    for choice in found.nearest:
+        assert choice.replicas == 1
+        assert choice.cost_per_million_tokens is None
+        assert any(missed.startswith("TTFT ") for missed in choice.violates)
+
+
+def test_the_longest_request_is_served_in_time_though_there_are_none_of_it_on_average():
+    demand = Demand.of([(135_000, 100)] * 3 + [(500_000, 100)], None, 0.0)
+    assert demand.longest == 500_100
+    assert demand.output_tokens == 100
+    assert sum(kind.share for kind in demand.kinds) == 1
+    question = Question(SMALL, demand.longest, 8, ttft_s=60.0, demand=demand)
+    best = answer(question).best
+    layouts = Layouts.of(
+        [Layout(**{name: best.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")})],
+        local=best.layout["placement"] == "local",
+        hop_b=best.strategy == "helix",
+    )
+    alone = prefill(SMALL, layouts, 500_000.0, float(best.chunk_tokens)).seconds[0]
+    assert alone < best.ttft_s <= 60
