@@ -24,7 +24,8 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model in a layout, for so many requests at a time of so many tokens each.
+    """A model in a layout, for so many requests at a time of so many tokens each, or one of so many and others of
+    `other_tokens`.
 
     layout: as a plan's candidates have it: the degrees of `Layout`, and "placement", striped or local. weight_dtype,
     kv_dtype: names of number formats. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a
@@ -41,6 +42,7 @@ class Deployment:
     users: int
     chunk_tokens: int | None = None
     hop_b: bool = True
+    other_tokens: int | None = None
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
@@ -49,6 +51,8 @@ class Deployment:
         one_of("placement", self.layout.get("placement"), ("striped", "local"))
         whole("context", self.context, 1, MOST_TOKENS)
         whole("users", self.users, 1, _MOST_USERS)
+        if self.other_tokens is not None:
+            whole("other_tokens", self.other_tokens, 1, self.context)
         if self.chunk_tokens is not None:
             whole("chunk_tokens", self.chunk_tokens, 1, MOST_TOKENS)
         self.degrees.check(self.heads, self.model.num_layers)
@@ -166,11 +170,15 @@ def comment(sentence: str) -> list[str]:
 
 
 def _pool_tokens(deployment: Deployment, tokens: int) -> int:
-    """Tokens over all KVP ranks that hold all requests, each in whole KV blocks on every rank that has a part of it."""
+    """Tokens over all KVP ranks that hold all requests, each in whole KV blocks on every rank that has a part of it;
+    where requests are on one rank each, the longest may be on any."""
     kvp, block_tokens = deployment.degrees.kvp, SchedulerConfig.block_tokens
+    others = tokens if deployment.other_tokens is None else min(deployment.other_tokens, tokens)
     if deployment.local:
-        return deployment.users_of_a_group * kvp * _rounded_up(tokens, block_tokens)
-    return deployment.users * _rounded_up(tokens, block_tokens * kvp)
+        more = (deployment.users_of_a_group - 1) * _rounded_up(others, block_tokens)
+        return kvp * (_rounded_up(tokens, block_tokens) + more)
+    unit = block_tokens * kvp
+    return _rounded_up(tokens, unit) + (deployment.users - 1) * _rounded_up(others, unit)
 
 
 def _rounded_up(tokens: int, unit: int) -> int:

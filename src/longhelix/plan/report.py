@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TypeVar
@@ -115,6 +116,7 @@ def best_deployment(plan: Plan) -> Deployment | None:
         best.batch,
         best.chunk_tokens,
         best.strategy != "helix_exposed",
+        None if question.demand is None else math.ceil(question.demand.held_tokens),
     )
 
 

@@ -210,6 +210,13 @@ def test_copies_of_the_ffn_are_the_tied_layout(tmp_path):
     assert degrees == {"kvp": 3, "tpa": 3, "tpf": 3, "ep": 1, "pp": 1, "tied": True}
 
 
+@pytest.mark.parametrize(("placement", "pool"), [("striped", 8000 + 2 * 992), ("local", 2 * (8000 + 992))])
+def test_the_pool_holds_one_longest_request_and_others_as_they_are(placement, pool):
+    """Three of them: 8,000 tokens, and 980 in whole KV blocks of two ranks; where each is on one rank, two on one."""
+    planned = replace(deployment(context=8000, users=3, kvp=2, tpf=2, placement=placement), other_tokens=980)
+    assert runnable(planned).settings["kv_cache_tokens"] == pool
+
+
 def test_a_family_that_is_planned_alone_is_said_not_to_run():
     model = replace(SMOL, architecture="gpt_oss", sliding_window=128)
     assert runnable(deployment(model=model)).missing[0] == "longhelix plans for gpt_oss and does not run it"
