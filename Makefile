@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
 # Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
-RUN_DOCUMENTS := docs/shapes.md docs/performance-model.md
+RUN_DOCUMENTS := docs/shapes.md docs/simulate.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
 .PHONY: setup run test test-all test-optimized test-arm sanitize check wheel bench bench-gpu clean
