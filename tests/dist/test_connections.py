@@ -83,8 +83,13 @@ def run(test):
 
 
 async def rest(reader):
-    """What comes until the server closes the connection, which it has to."""
-    return await asyncio.wait_for(reader.read(), LATE_S)
+    """What comes until the server closes the connection, which it has to. Where it closes while more of the request
+    comes, that is a reset."""
+    come = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await asyncio.wait_for(reader.read(1 << 16), LATE_S):
+            come += piece
+    return come
 
 
 async def drip(writer, piece=b"x"):
