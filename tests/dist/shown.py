@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import torch
-from oracle import VOCAB, greedy_of
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -15,6 +14,7 @@ from longhelix.request import ImageSpan
 from longhelix.spec import ModelSpec
 from longhelix.vision.patches import Patcher
 from longhelix.vision.tower import Tower
+from oracle import VOCAB, greedy_of
 
 IMAGE, START, END = 190, 192, 193
 NEW_TOKENS = 12

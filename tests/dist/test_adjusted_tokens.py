@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, VOCAB, greedy_of, make_oracle, save_tokenizer_files
 from test_equality import first_difference, is_near_tie, make_case
 from transformers import AutoModelForCausalLM
 
 import sorted_rows
 from dense_adjustments import adjusted
 from longhelix import LLM, Layout, SamplingParams
+from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, VOCAB, greedy_of, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

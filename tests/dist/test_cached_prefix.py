@@ -5,11 +5,11 @@ import os
 import shutil
 
 import pytest
-from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle
 from test_equality import TOLERANCE, deviation, first_difference, is_near_tie, make_case
 
 from longhelix.kernels import native
 from longhelix.layout import HeadShape, Layout
+from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle
 
 pytestmark = pytest.mark.dist
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-from oracle import FAMILIES, WITH_EXPERTS, greedy, make_oracle, save_tokenizer_files
 from pseudo_terminal import PseudoTerminal
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from longhelix.cli.generate import _prompt as read_prompt
 from longhelix.cli.main import main
+from oracle import FAMILIES, WITH_EXPERTS, greedy, make_oracle, save_tokenizer_files
 from tiers import few
 
 pytestmark = pytest.mark.dist

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, Layout, SamplingParams, UserError
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.kernels import native
+from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

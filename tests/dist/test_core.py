@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.engine.core import TokenCore
@@ -16,6 +15,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.models.model_files import open_checkpoint
 from longhelix.workers import pool
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 

@@ -8,6 +8,11 @@ from math import prod
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from longhelix.kernels import native
+from longhelix.kv.placement import Growing, Local, Striped
+from longhelix.layout import HeadShape, Layout
 from oracle import (
     FAMILIES,
     NATIVE_EXPERTS,
@@ -19,11 +24,6 @@ from oracle import (
     WITH_EXPERTS,
     make_oracle,
 )
-from transformers import AutoModelForCausalLM
-
-from longhelix.kernels import native
-from longhelix.kv.placement import Growing, Local, Striped
-from longhelix.layout import HeadShape, Layout
 
 pytestmark = pytest.mark.dist
 

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from oracle import FAMILIES, NATIVE_SIZES, make_oracle, save_tokenizer_files
 from served import served
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.serve.engine_thread import Recovery
 from longhelix.workers import pool
+from oracle import FAMILIES, NATIVE_SIZES, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores"), pytest.mark.timeout(600)]
 

@@ -9,13 +9,13 @@ import signal
 
 import pytest
 import torch
-from oracle import FAMILIES, NATIVE_SIZES, VOCAB, greedy_of, make_oracle
 from test_equality import first_difference, is_near_tie
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from longhelix import LLM, EngineError, Guide, Layout, SamplingParams, UserError
 from longhelix.runner.matchers import Matchers
+from oracle import FAMILIES, NATIVE_SIZES, VOCAB, greedy_of, make_oracle
 
 pytestmark = pytest.mark.dist
 

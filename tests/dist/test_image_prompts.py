@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import PIL.Image
 import pytest
-from oracle import save_tokenizer_files
 from safetensors.torch import load_file, save_file
 from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_shown_oracle
 
@@ -20,6 +19,7 @@ from longhelix.models.model_files import open_checkpoint
 from longhelix.spec import ModelSpec
 from longhelix.vision import patches as patches_module
 from longhelix.vision.tower import Tower
+from oracle import save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

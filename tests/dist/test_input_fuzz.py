@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 from anything import VALUES
 from longhelix import LLM, Layout, SamplingParams, UserError
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

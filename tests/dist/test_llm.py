@@ -17,7 +17,6 @@ import psutil
 import pytest
 import zmq
 from msgspec.structs import replace
-from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
@@ -28,6 +27,7 @@ from longhelix.workers.environment import rank_environment
 from longhelix.workers.fork_server import server_for
 from longhelix.workers.process import Process
 from longhelix.workers.transport import Alive
+from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

@@ -3,11 +3,11 @@
 import time
 
 import pytest
-from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.scheduler.recording import Completed, Scheduled
 from longhelix.workers import watchdog
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

@@ -2,10 +2,10 @@
 
 import pytest
 import shown
-from oracle import NATIVE_EXPERTS, NATIVE_SIZES, make_oracle, save_tokenizer_files
 from test_llm import needs_compiler
 
 from longhelix import LLM, ImagePrompt, Layout, SamplingParams
+from oracle import NATIVE_EXPERTS, NATIVE_SIZES, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800), needs_compiler]
 

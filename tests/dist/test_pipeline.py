@@ -5,10 +5,10 @@ import itertools
 import json
 
 import pytest
-from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from test_equality import assert_equal, make_case
 
 from longhelix import LLM, Layout, SamplingParams
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from tiers import few
 
 pytestmark = pytest.mark.dist

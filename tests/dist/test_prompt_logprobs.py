@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, Layout, SamplingParams
+from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 

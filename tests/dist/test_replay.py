@@ -6,7 +6,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
 
 from longhelix import Layout, SamplingParams, ServiceLevel
 from longhelix.engine.core import TokenCore
@@ -17,6 +16,7 @@ from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.recording import Aborted, Added, Completed, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.simulate.replay import Replay
+from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 

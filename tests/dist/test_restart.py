@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
 from test_equality import make_case
 
 import sorted_rows
 from longhelix.request import SamplingParams
+from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
 
 pytestmark = pytest.mark.dist
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import shown
 import test_images
-from oracle import NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, make_oracle
 from test_equality import deviation, make_case
 from test_llm import needs_compiler
 
 from longhelix.kernels import native
+from oracle import NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, make_oracle
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,9 +5,9 @@ import random
 from functools import cache
 
 import pytest
-from oracle import FAMILIES, VOCAB, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 from longhelix import LLM, Layout, SamplingParams, ServiceLevel
+from oracle import FAMILIES, VOCAB, WITH_EXPERTS, make_oracle, save_tokenizer_files
 from tiers import few
 
 pytestmark = pytest.mark.dist

@@ -6,11 +6,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, VOCAB, make_oracle
 from test_equality import TOLERANCE, assert_equal, deviation, make_case
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix.kernels import native
+from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, VOCAB, make_oracle
 
 pytestmark = pytest.mark.dist
 
