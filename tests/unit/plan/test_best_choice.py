@@ -21,6 +21,7 @@ from longhelix.plan.service import CHUNKS, Use, service
 from longhelix.plan.space import STRATEGIES, space
 from longhelix.plan.sweep import full_sweep, units
 from longhelix.presets import load_model, load_system
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -108,7 +109,7 @@ TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("targets", few(TARGETS, 3), ids=str)
 def test_nothing_is_better_than_the_best(targets):
     question = Question(SMALL, 32_768, 4, **targets)
     best, most = None, {"ttl_s": np.inf, "ttft_s": np.inf, "users": 1, "fewest_gpus": False} | targets
@@ -129,7 +130,7 @@ def test_nothing_is_better_than_the_best(targets):
         assert found.best.users >= most["users"]
 
 
-@pytest.mark.parametrize("hit", [0.0, 0.6])
+@pytest.mark.parametrize("hit", few([0.6, 0.0]))
 @pytest.mark.parametrize("rate", [None, 3.0])
 def test_nothing_is_much_better_for_a_demand(rate, hit):
     """Not every batch is tried: a demand's rate depends on it smoothly."""
