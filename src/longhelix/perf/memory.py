@@ -39,10 +39,12 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     model = setting.model
     stage_layers = layouts.stage_layers(model.num_layers)
     num_moe = setting.most_expert_layers[stage_layers.astype(np.intp)]
-    layers = num_moe * weights.expert_layer(setting, layouts)
-    layers = layers + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
+    experts = num_moe * weights.all_experts(setting, layouts)
+    others = num_moe * weights.expert_layer(setting, layouts) - experts
+    others = others + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
-    return np.asarray((layers + ends * weights.vocabulary(setting, layouts)) * setting.weight_bytes)
+    others = others + ends * weights.vocabulary(setting, layouts)
+    return np.asarray(others * setting.weight_bytes + experts * setting.expert_bytes)
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:

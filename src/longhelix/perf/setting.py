@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from longhelix.errors import UserError
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import most_in_runs
@@ -21,8 +22,8 @@ class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
     attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
-    bits, as no kernel is known that attends in these. Raises UserError where the system has no arithmetic in one of the
-    dtypes.
+    bits, as no kernel is known that attends in these. expert_dtype: that of the weights of experts; None: that of all
+    others. Raises UserError where the system has no arithmetic in one of the dtypes.
     """
 
     model: ModelSpec
@@ -30,10 +31,26 @@ class Setting:
     weight_dtype: str
     kv_dtype: str
     attention_dtype: str | None = None
+    expert_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self.system.rate(self.weight_dtype)
-        self.system.rate(self.attends_in)
+        self._check(self.weight_dtype, "weights are", "--weight-dtype")
+        self._check(self.experts_in, "experts are", "--expert-dtype")
+        attends = "--kv-dtype" if self.attention_dtype is None else "--attention-dtype"
+        self._check(self.attends_in, "attention computes", attends)
+
+    def _check(self, dtype: str, used: str, option: str) -> None:
+        if not self.system.computes_in(dtype):
+            raise UserError(
+                f"the system {self.system.name} has no arithmetic in {dtype}, in which {used}: set {option} to one of "
+                f"{', '.join(self.system.flops_per_s)}",
+                "unsupported_dtype",
+            )
+
+    @property
+    def experts_in(self) -> str:
+        """The dtype of the experts' weights."""
+        return self.weight_dtype if self.expert_dtype is None else self.expert_dtype
 
     @cached_property
     def attends_in(self) -> str:
@@ -79,6 +96,11 @@ class Setting:
     def weight_bytes(self) -> float:
         """Bytes of one number of a weight."""
         return number_format(self.weight_dtype).weight_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one number of an expert's weight."""
+        return number_format(self.experts_in).weight_bytes
 
     @property
     def kv_head_bytes(self) -> float:

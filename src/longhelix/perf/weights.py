@@ -49,9 +49,14 @@ def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
     return _named(setting, layouts, "gate_up", "down")
 
 
+def all_experts(setting: Setting, layouts: Layouts) -> Array:
+    """Gate, up and down of all routed experts that a rank holds of a layer (none without experts)."""
+    return _named(setting, layouts, *_EXPERT)
+
+
 def expert(setting: Setting, layouts: Layouts) -> Array:
     """One expert's gate, up and down, columns over TPF."""
-    return _named(setting, layouts, *_EXPERT) / num_experts(setting, layouts)
+    return all_experts(setting, layouts) / num_experts(setting, layouts)
 
 
 def num_experts(setting: Setting, layouts: Layouts) -> Array:

@@ -64,6 +64,15 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return str(method) if method in ("fp8", "mxfp4") else ""
 
 
+def stores_experts_alone(config: Mapping[str, Any]) -> bool:
+    """Whether that format is of the experts: all other weights are in the model's dtype, those of attention among the
+    modules that are not converted."""
+    quantised = config.get("quantization_config")
+    plain = quantised.get("modules_to_not_convert") if isinstance(quantised, Mapping) else None
+    names = plain if isinstance(plain, (list, tuple)) else ()
+    return any(isinstance(name, str) and name.endswith("*.self_attn") for name in names)
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)

@@ -66,17 +66,25 @@ class HardwareSpec:
         """Memory that weights, KV and steps may fill."""
         return self.memory_bytes - self.reserve_bytes
 
+    def computes_in(self, dtype: str) -> bool:
+        """Whether products in `dtype` have arithmetic here, if need be that of bfloat16."""
+        return self._rate(dtype) is not None
+
     def rate(self, dtype: str) -> float:
         """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
-        format = FORMATS.get(dtype)
-        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
-        if rate is None and format is not None and format.converted:
-            rate = self.flops_per_s.get("bfloat16")
+        rate = self._rate(dtype)
         if rate is None:
             raise UserError(
                 f"the system {self.name} has no arithmetic in {dtype}: use one of {', '.join(self.flops_per_s)}",
                 "unsupported_dtype",
             )
+        return rate
+
+    def _rate(self, dtype: str) -> float | None:
+        format = FORMATS.get(dtype)
+        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
+        if rate is None and format is not None and format.converted:
+            rate = self.flops_per_s.get("bfloat16")
         return rate
 
     @classmethod

@@ -19,6 +19,7 @@ from longhelix.spec.config import (
     rope_mapping,
     sliding_window,
     stored_dtype,
+    stores_experts_alone,
     switch,
     token_ids,
 )
@@ -37,7 +38,8 @@ class ModelSpec:
 
     With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
     all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
-    full attention would no longer be what the model computes. `full_layers`, ascending, have none; all others see the
+    full attention would no longer be what the model computes. `stored_experts_alone`: the experts are in `stored_dtype`,
+    and all other weights in `dtype`. `full_layers`, ascending, have none; all others see the
     last tokens alone, a row's own among them, or, with `chunked_attention`, what came before a row in its own chunk
     of so many tokens. `vision`: of models that read images.
     """
@@ -55,6 +57,7 @@ class ModelSpec:
     rope: RopeSpec
     dtype: str
     stored_dtype: str = ""
+    stored_experts_alone: bool = False
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -113,6 +116,12 @@ class ModelSpec:
     @property
     def family(self) -> Family:
         return FAMILIES.get(self.architecture) or PLANNED_FAMILIES[self.architecture]
+
+    @property
+    def checkpoint_dtypes(self) -> tuple[str, str]:
+        """In which the checkpoint has most weights, and experts."""
+        stored = self.stored_dtype or self.dtype
+        return self.dtype if self.stored_experts_alone else stored, stored
 
     @property
     def rotated_size(self) -> int:
@@ -225,6 +234,7 @@ class ModelSpec:
             rope=RopeSpec.from_config(rope, rotated_size, max_positions),
             dtype=dtype_name(config),
             stored_dtype=stored_dtype(config),
+            stored_experts_alone=family.moe and stores_experts_alone(config),
             tied_embeddings=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or always_biased,
             attention_output_bias=bias and family.output_bias,

@@ -470,7 +470,9 @@ def test_the_threshold_is_where_a_request_alone_loses_a_twentieth(model, kvp):
 
 
 def test_fp4_on_hardware_without_it_is_refused():
-    with pytest.raises(UserError, match="the system h100 has no arithmetic in fp4: use one of"):
+    with pytest.raises(
+        UserError, match="the system h100 has no arithmetic in fp4, in which weights are: set --weight-dtype"
+    ):
         setting("llama-3-8b", H100, "fp4")
 
 
