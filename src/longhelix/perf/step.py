@@ -12,7 +12,6 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.prefetch import prefetched
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
 from longhelix.request import CANDIDATES, Number, Work
 
@@ -31,8 +30,6 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
         layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
     if setting.model.num_dense_layers:
         layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
-    if setting.system.prefetch:
-        layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
                     *_head(setting, layouts, work)])  # fmt: skip
 

@@ -28,9 +28,10 @@ class Deployment:
     `other_tokens`.
 
     layout: as a plan's candidates have it: the degrees of `Layout`, and "placement", striped or local. weight_dtype,
-    kv_dtype: names of number formats; expert_dtype: that of experts, where it is another one than of all weights. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a
-    prompt in one step; None: nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises
-    UserError for a layout that no engine could have, and for numbers out of range.
+    kv_dtype: names of number formats; expert_dtype: that of experts, where it is another one than that of all other
+    weights. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a prompt in one step; None:
+    nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises UserError for a layout that
+    no engine could have, and for numbers out of range.
     """
 
     model: ModelSpec

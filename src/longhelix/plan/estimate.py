@@ -29,7 +29,8 @@ class EstimatedItem:
 
 @dataclass(frozen=True)
 class Estimate:
-    """mfu: of all GPUs' peak arithmetic in the weights' dtype, or the experts' where that is faster; mbu: of one GPU's peak bandwidth; bytes: the fullest.
+    """mfu: of all GPUs' peak arithmetic in the weights' dtype, or the experts' where that is faster; mbu: of one GPU's
+    peak bandwidth; bytes: the fullest.
 
     The seconds of `items` add up to the TTL.
     """

@@ -37,11 +37,11 @@ class ModelSpec:
     """One decoder-only transformer: GQA attention or `mla`, dense SwiGLU FFNs of `ffn_size` columns or `moe`.
 
     With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
-    all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
-    full attention would no longer be what the model computes. `stored_experts_alone`: the experts are in `stored_dtype`,
-    and all other weights in `dtype`. `full_layers`, ascending, have none; all others see the
-    last tokens alone, a row's own among them, or, with `chunked_attention`, what came before a row in its own chunk
-    of so many tokens. `vision`: of models that read images.
+    all. `stored_experts_alone`: the experts are in `stored_dtype`, and all other weights in `dtype`. `eos_token_ids`
+    end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which full attention would no
+    longer be what the model computes. `full_layers`, ascending, have none; all others see the last tokens alone, a
+    row's own among them, or, with `chunked_attention`, what came before a row in its own chunk of so many tokens.
+    `vision`: of models that read images.
     """
 
     architecture: str

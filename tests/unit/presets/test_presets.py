@@ -167,7 +167,7 @@ TABLES = {
 NVIDIA = [name for name in TABLES if not name.startswith("mi")]
 AMD = [name for name in TABLES if name.startswith("mi")]
 # What has no reason to differ between the GPUs of one vendor, and of one generation.
-OF_A_VENDOR = ("memory_efficiency", "kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s", "prefetch",
+OF_A_VENDOR = ("memory_efficiency", "kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s",
                "scale_up.latency_s", "scale_out.latency_s")  # fmt: skip
 OF_A_GENERATION = ("compute_efficiency", "attention_efficiency")
 
