@@ -10,7 +10,7 @@ from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import ACTIVATION_DTYPE, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.provenance import source
 
@@ -95,7 +95,12 @@ def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
 
 
 def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
-    dtypes = {"attention": setting.attends_in, "experts": setting.experts_in}
+    dtypes = {
+        "attention": setting.attends_in,
+        "experts": setting.experts_in,
+        "indexer": setting.indexes_in,
+        "linear attention": ACTIVATION_DTYPE,
+    }
     return EstimatedItem(
         item.name,
         float(item.seconds[0]),

@@ -32,9 +32,15 @@ _COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
 _KEPT_BITS = 12
 _NO_TTL_S = 0.05
 _KINDS = {
-    "attention": ("attention", "RoPE and KV write", "merge"),
-    "exchange": ("exchange",),
-    "projections": ("norms", "QKV", "key absorption", "value projection", "output projection"),
+    "attention": (
+        *("attention", "RoPE and KV write", "merge"),
+        *("indexer", "top-k", "top-k of all", "linear attention"),
+    ),
+    "exchange": ("exchange", "candidates"),
+    "projections": (
+        *("norms", "QKV", "key absorption", "value projection", "output projection"),
+        *("indexer projections", "linear projections"),
+    ),
     "FFN": ("router", "shared experts", "experts", "dense FFN"),
     "collectives": ("all-reduce after attention", "gather before FFN", "all-reduce after FFN", "stage to stage"),
     "other": ("embedding", "head", "sampling", "host"),

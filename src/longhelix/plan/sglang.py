@@ -140,6 +140,11 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
             f"decode context parallelism of {model.architecture}: it stripes the latents of latent attention, and the "
             f"KV heads of Qwen3.5's models alone ({_DCP}, pull request 25090)"
         )
+    if model.indexer is not None:
+        yield (
+            f"decode context parallelism of {model.architecture}, whose indexer chooses what attention reads: pull "
+            "request 39330, which would add it, is open"
+        )
     if degrees.pp > 1:
         yield (
             f"decode context parallel size {degrees.kvp} in {degrees.pp} pipeline stages: no document or test of the "

@@ -116,7 +116,8 @@ def _slides(kinds: Sequence[str] | None, family: Family) -> bool:
 
 
 def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Of a model with a window, the layers that attend to everything, ascending. Those that a list leaves out do."""
+    """Of a model with a window, or with linear attention, the layers that attend to everything, ascending. Those that a
+    list leaves out do."""
     kinds = _layer_types(config)
     # Llama 4: layers without rotary positions attend to everything.
     rotated = _flags(config, "no_rope_layers") if family.chunked else ()
@@ -128,13 +129,16 @@ def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> t
         first = count(config, "max_window_layers", family.full_first, least=0)
         windowed = [layer >= first for layer in range(num_layers)]
     elif family.full_period is not None:
-        windowed = [(layer + 1) % family.full_period != 0 for layer in range(num_layers)]
+        period = count(config, "full_attention_interval", family.full_period)
+        windowed = [(layer + 1) % period != 0 for layer in range(num_layers)]
     else:
         return ()
     return tuple(layer for layer in range(num_layers) if not (layer < len(windowed) and windowed[layer]))
 
 
 def _windowed_kind(family: Family) -> str:
+    if family.linear:
+        return "linear_attention"
     return "chunked_attention" if family.chunked else "sliding_attention"
 
 

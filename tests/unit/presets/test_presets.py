@@ -21,6 +21,9 @@ pytestmark = pytest.mark.unit
 # Published totals; deepseek-r1's with 58 layers' routing biases of 256, without the layer that predicts a second token.
 PARAMETERS = {
     "deepseek-r1": 671_026_404_352 + 58 * 256,
+    # That, and an indexer in each of 61 layers: queries of 64 heads of 128 channels from a latent of 1,536, a key and a
+    # weight of each head from 7,168, and a norm with a bias.
+    "deepseek-v3.2": 671_026_404_352 + 58 * 256 + 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128),
     "llama-3-70b": 70_553_706_496,
     "llama-3-8b": 8_030_261_248,
     "llama-3.1-405b": 405_853_388_800,
@@ -40,6 +43,8 @@ ROUNDED = {
     "gpt-oss-120b": (116.8e9, 5.1e9, None),
     # huggingface.co/blog/llama4-release: "17B active parameters out of ~400B total".
     "llama-4-maverick": (400e9, 17e9, "embedding"),
+    # Its model card, "80B in total and 3B activated", which are 3.25 without the head.
+    "qwen3-next-80b-a3b": (80e9, None, None),
     # mistral.ai/news/mistral-large-2407, "123 billion parameters"; dense.
     "mistral-large": (123e9, 123e9, None),
 }
@@ -85,6 +90,8 @@ def test_parameters_are_the_published_ones_to_two_hundredths(model):
     total, active, counting = ROUNDED[model]
     spec = load_model(model)
     assert num_parameters(spec) == pytest.approx(total, rel=0.02)
+    if active is None:
+        return
     # The head is as large as the embedding.
     more = {None: 0, "head": -1, "embedding": 1}[counting] * spec.vocab_size * spec.hidden_size
     assert num_active_parameters(spec) + more == pytest.approx(active, rel=0.02)
@@ -112,6 +119,13 @@ def test_kv_sizes_are_the_published_ones():
     assert round(kv_bytes("llama-3.1-405b", 10**6, "fp4") / 1e9, 1) == 129.0
     assert round(kv_bytes("llama-3.1-405b", 10**6, "bfloat16") / 1e9) == 516
     assert kv_bytes("llama-3-70b", 2**20, "bfloat16") == 320 * 2**30
+
+
+def test_sparse_and_linear_attention_keep_what_they_keep():
+    """64 more numbers of a key; two KV heads in 12 of 48 layers."""
+    sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
+    assert sparse.kv_elements_per_token == 61 * (512 + 64 + 128)
+    assert linear.kv_elements_per_token == 12 * 2 * 2 * 256
 
 
 def test_builtin_is_smollm2():
