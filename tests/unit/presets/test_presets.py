@@ -177,8 +177,10 @@ TABLES = {
     "h200": (4.8e12, 151.4e9, 0.989e15, 1.978e15, None, 450e9, 50e9, 8, 8),
     "mi300x": (5.3e12, 206.2e9, 1.3074e15, 2.6149e15, None, 448e9, 50e9, 8, 8),
     "mi355x": (8.0e12, 309.2e9, 2.5e15, 5e15, 10.1e15, 537.6e9, 50e9, 8, 8),
+    # Google Cloud TPU documentation: 95 GiB, 1,200 GBps both ways, 50 Gbps; hosts of four chips, slices of up to 6,144.
+    "tpu-v5p": (2.765e12, 102.0e9, 0.459e15, 0.459e15, None, 600e9, 6.25e9, 4, 6144),
 }
-NVIDIA = [name for name in TABLES if not name.startswith("mi")]
+NVIDIA = [name for name in TABLES if not name.startswith(("mi", "tpu"))]
 AMD = [name for name in TABLES if name.startswith("mi")]
 # What has no reason to differ between the GPUs of one vendor, and of one generation.
 OF_A_VENDOR = ("memory_efficiency", "kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s",
@@ -198,7 +200,8 @@ def test_systems_hold_the_vendors_figures(name):
         system.memory_bytes_per_s, system.memory_bytes, *rates, system.scale_up.bytes_per_s,
         system.scale_out.bytes_per_s, system.node_ranks, system.scale_up.ranks,
     ) == TABLES[name]  # fmt: skip
-    assert system.rate("float16") == system.rate("int4") == system.rate("bfloat16")
+    assert system.rate("int4") == system.rate("bfloat16")
+    assert system.computes_in("float16") == (name != "tpu-v5p")
     assert not system.shared
 
 
@@ -230,6 +233,16 @@ def test_a_generation_shares_its_efficiencies(generation):
     systems = [load_system(name) for name in generation]
     for constant in OF_A_GENERATION:
         assert len({system.constants[constant] for system in systems}) == 1, constant
+
+
+def test_what_google_does_not_publish_of_a_tpu_is_said_to_be_assumed():
+    system = load_system("tpu-v5p")
+    assumed = {name for name, source in system.sources.items() if source.startswith("assumed")}
+    assert assumed == {
+        *("reserve_bytes", "memory_efficiency", "compute_efficiency", "attention_efficiency"),
+        *("kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s", "swap_bytes_per_s"),
+        *("scale_up.latency_s", "scale_out.latency_s"),
+    }
 
 
 @pytest.mark.parametrize("name", TABLES)
