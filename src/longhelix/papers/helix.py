@@ -8,6 +8,7 @@ from longhelix.papers.charts import Chart, Curve, Panel
 from longhelix.papers.claims import Claim, Reproduction, Table, constants
 from longhelix.papers.frontiers import Headline, frontiers, headline, normalised
 from longhelix.papers.layout_drawings import HeadsDrawing, PhasesDrawing
+from longhelix.papers.measured import measured
 from longhelix.papers.pipelines import Bars, Pipeline, one_by_one, overlapped
 from longhelix.papers.prefetch import prefetched_seconds
 from longhelix.papers.roofline import figure_1
@@ -33,8 +34,8 @@ class Evaluated:
     baseline: tuple[str, ...]
 
 
-def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproduction:
-    """DeepSeek-R1 and Llama 3.1 405B on one system, and the dense model of Figure 1."""
+def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Setting) -> Reproduction:
+    """DeepSeek-R1 and Llama 3.1 405B on one system, the dense model of Figure 1, and what plans have of GB300."""
     models = (
         # Tied layouts are not compared for R1: the paper holds them for impossible with MLA and experts.
         Evaluated("DeepSeek-R1", r1, ("tp", "dp_ep", "dp_tp")),
@@ -49,7 +50,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproductio
         conditions=_CONDITIONS,
         claims=(*_hop_b_claims(), *_claims(models, headlines)),
         constants=constants(r1.system, r1.attends_in),
-        tables=(roofline_table, _sizes(models), _sensitivity(models)),
+        tables=(roofline_table, _sizes(models), _sensitivity(models), measured(preset, r1.system)),
         drawings=(
             roofline,
             HeadsDrawing("helix-figure-2", "Helix, Figure 2: who keeps which keys (Q 4, K 2)", HeadShape(4, 2), (
