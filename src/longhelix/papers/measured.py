@@ -59,8 +59,8 @@ def measured(preset: Setting, fitted: HardwareSpec) -> Table:
         "Measured on GB300 NVL72, and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
         ("assumption", "user gain (x)", "GPU gain (x)"),
         tuple(rows),
-        "Measured: TensorRT-LLM, tech blog 22 (NVIDIA/TensorRT-LLM, docs/source/blogs/tech_blog), decode servers behind "
-        "others for prefill, without HOP-B: up to 1.8x interactivity and 32x concurrency over conventional "
+        "Measured: TensorRT-LLM, tech blog 22 (NVIDIA/TensorRT-LLM, docs/source/blogs/tech_blog), decode servers "
+        "behind others for prefill, without HOP-B: up to 1.8x interactivity and 32x concurrency over conventional "
         "parallelism. It prints neither the dtype of attention and KV, nor the grid of its sweep, nor which point of "
         "which frontier gives either number, so no row is its setting. No constant of the preset is fitted to it, and "
         "no row was chosen for it: every row after the third is that one with one assumption changed. Gains in "
