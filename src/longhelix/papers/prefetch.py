@@ -33,14 +33,15 @@ def prefetched(
     hides = ~layouts.whole_heads
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
-    num_layers = layouts.stage_layers(setting.model.num_layers) * layouts.pp
+    num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
+    shares = {"QKV": 1.0, "dense FFN": model.num_dense_layers / model.num_layers}  # of the layers that have it
 
     def shortened(item: CostItem) -> CostItem:
         if item.name not in waits_s:
             return item
         held_s = num_layers * cache_bytes / bytes_per_s
         read_s = item.hbm_bytes / bytes_per_s
-        before_s = np.minimum(np.minimum(waits_s[item.name], held_s), read_s)
+        before_s = np.minimum(shares[item.name] * np.minimum(waits_s[item.name], held_s), read_s)
         # What is left to read, or the arithmetic, whichever takes longer.
         busy_s = item.seconds - item.fixed_s
         arithmetic_s = np.where(item.compute_bound, busy_s, 0.0)
