@@ -64,7 +64,7 @@ _KV_WORDS = {
     "nvfp4": "nvfp4",
 }
 # Families for which the help of --enable-dp-attention says that it is there: DeepSeek-V2, Qwen 2 and 3 with experts.
-_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen2_moe", "qwen3_moe")
+_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
 def command(deployment: Deployment, model_name: str) -> Command:
