@@ -121,6 +121,7 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
         weight_dtype=setting.weight_dtype,
         kv_dtype=setting.kv_dtype,
         ttl_s=question.ttl_s,
+        expert_dtype=setting.expert_dtype,
     )
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))

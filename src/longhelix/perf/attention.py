@@ -8,6 +8,7 @@ from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
+from longhelix.perf.sparse import chosen, index_items
 from longhelix.request import Work
 from longhelix.spec import ModelSpec
 
@@ -17,6 +18,9 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
     own = layouts.of_rank(work)
     if windowed:
         own = _in_window(setting.model, layouts, own)
+    choice, indexer = list[CostItem](), setting.model.indexer
+    if indexer is not None:
+        choice, own = index_items(setting, layouts, indexer, own), chosen(layouts, indexer, own)
     attention = _attention(setting, layouts, own)
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
@@ -24,6 +28,7 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
     summed = collectives.all_reduce(setting.system, _sum_groups(layouts), hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
+        *choice,
         attention,
         *value,
         _exposed(layouts, own, _overlap(setting, attention, exchange), exchange),
@@ -136,7 +141,10 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
 def _is_direct(setting: Setting, own: Work) -> Mask:
     """Whether the chunk attends directly; as the models decide it, part by part."""
     mla, rows = setting.model.mla, own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
-    direct: Mask = rows >= (np.inf if mla is None else mla.direct_rows)
+    # Of chosen tokens each row has its own (TensorRT-LLM, tech blog 15: absorbed in prefill as well).
+    if mla is None or setting.model.indexer is not None:
+        return np.zeros_like(rows, dtype=np.bool_)
+    direct: Mask = rows >= mla.direct_rows
     return direct
 
 

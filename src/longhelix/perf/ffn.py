@@ -77,8 +77,8 @@ def _experts(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
         setting,
         layouts,
         flops=2 * rows * elements,
-        hbm_bytes=read * elements * setting.weight_bytes,
-        dtype=setting.weight_dtype,
+        hbm_bytes=read * elements * setting.expert_bytes,
+        dtype=setting.experts_in,
         count=3.0,
     )
 

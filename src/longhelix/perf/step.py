@@ -12,7 +12,7 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.prefetch import prefetched
+from longhelix.perf.linear import linear_items
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
 from longhelix.request import CANDIDATES, Number, Work
 
@@ -31,8 +31,6 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
         layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
     if setting.model.num_dense_layers:
         layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
-    if setting.system.prefetch:
-        layers = prefetched(setting, layouts, layers, num_moe + num_dense)
     return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
                     *_head(setting, layouts, work)])  # fmt: skip
 
@@ -90,9 +88,14 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
 
 
 def _attention(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The attention of all layers that the slowest stages would take, with a window and without."""
-    stage_layers = layouts.stage_layers(setting.model.num_layers)
+    """The attention of all layers that the slowest stages would take, with a window, linear, and neither."""
+    stage_layers, linear = layouts.stage_layers(setting.model.num_layers), setting.model.linear
     full = attention_items(setting, layouts, work)
+    if linear is not None:
+        num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
+        others = linear_items(setting, layouts, linear, work)
+        full = [item.times(num_full * layouts.pp) for item in full]
+        return [*full, *(item.times((stage_layers - num_full) * layouts.pp) for item in others)]
     if not setting.model.num_windowed_layers:
         return [item.times(stage_layers * layouts.pp) for item in full]
     num_full = setting.most_full_layers[stage_layers.astype(np.intp)]

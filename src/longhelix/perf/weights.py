@@ -49,9 +49,14 @@ def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
     return _named(setting, layouts, "gate_up", "down")
 
 
+def all_experts(setting: Setting, layouts: Layouts) -> Array:
+    """Gate, up and down of all routed experts that a rank holds of a layer (none without experts)."""
+    return _named(setting, layouts, *_EXPERT)
+
+
 def expert(setting: Setting, layouts: Layouts) -> Array:
     """One expert's gate, up and down, columns over TPF."""
-    return _named(setting, layouts, *_EXPERT) / num_experts(setting, layouts)
+    return all_experts(setting, layouts) / num_experts(setting, layouts)
 
 
 def num_experts(setting: Setting, layouts: Layouts) -> Array:
@@ -70,6 +75,30 @@ def router(setting: Setting, layouts: Layouts) -> Array:
     return _named(setting, layouts, "router")
 
 
+def indexer(setting: Setting, layouts: Layouts) -> Array:
+    """An indexer's queries, key and weights of its heads, whole on every rank."""
+    return _named(setting, layouts, "index_queries", "index_key", "index_heads")
+
+
+def linear_layer(setting: Setting, layouts: Layouts) -> Array:
+    """All that a rank holds of a layer with linear attention."""
+    return _numbers(setting, layouts, setting.linear_layer)
+
+
+def linear_ranks(layouts: Layouts) -> Array:
+    """Those over which the heads of linear attention lie: they share a request's rows, and sum the output."""
+    return np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks)
+
+
+def linear_inputs(setting: Setting, layouts: Layouts) -> Array:
+    """Linear attention's queries, keys, values, gates and rates."""
+    return _named(setting, layouts, "linear_in")
+
+
+def linear_output(setting: Setting, layouts: Layouts) -> Array:
+    return _named(setting, layouts, "linear_out")
+
+
 def vocabulary(setting: Setting, layouts: Layouts) -> Array:
     """The embedding, or the LM head: rows over all ranks of an FFN."""
     return _numbers(setting, layouts, [embedding(setting.model)])
@@ -80,7 +109,8 @@ _EXPERT = ("experts.{}.gate_up", "experts.{}.down")
 
 def _named(setting: Setting, layouts: Layouts, *names: str) -> Array:
     """Those of these names in a layer that has any."""
-    layer = setting.dense_layer if any(weight.name in names for weight in setting.dense_layer) else setting.expert_layer
+    layers = (setting.dense_layer, setting.expert_layer, setting.linear_layer)
+    layer = next((layer for layer in layers if any(weight.name in names for weight in layer)), ())
     return _numbers(setting, layouts, (weight for weight in layer if weight.name in names))
 
 
@@ -105,6 +135,8 @@ def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
             return layouts.kv_heads(setting.heads)
         case Split.OUTPUT_HEADS:
             return layouts.merged_query_heads(setting.heads)
+        case Split.LINEAR_HEADS:
+            return np.ceil(dim.count / linear_ranks(layouts))
         case Split.FFN_COLUMNS | Split.VOCABULARY:
             return np.ceil(dim.count / layouts.ffn_ranks)
         case Split.SHARED_COLUMNS:

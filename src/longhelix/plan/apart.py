@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.perf.layouts import Array, Mask
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Array, Layouts, Mask
+from longhelix.perf.linear import request_bytes
 from longhelix.perf.step import step_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
@@ -160,6 +162,11 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
 
 
 def _transfer_seconds(use: Use) -> float:
-    """Of the longest prompt's KV, over the link of one GPU beyond a scale-up domain, as if it came from one to one."""
-    link = use.setting.system.scale_out
-    return link.latency_s + use.longest_prompt * use.setting.kv_token_bytes / link.bytes_per_s
+    """Of the longest prompt's KV, with the states of linear attention, over the link of one GPU beyond a scale-up
+    domain, as if it came from one to one."""
+    setting, link = use.setting, use.setting.system.scale_out
+    kept = use.longest_prompt * setting.kv_token_bytes
+    if setting.model.linear is not None:
+        states = request_bytes(Layouts.of([Layout()]), setting.model.linear)
+        kept += setting.model.num_linear_layers * float(states[0])
+    return link.latency_s + kept / link.bytes_per_s

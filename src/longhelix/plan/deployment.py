@@ -28,9 +28,10 @@ class Deployment:
     `other_tokens`.
 
     layout: as a plan's candidates have it: the degrees of `Layout`, and "placement", striped or local. weight_dtype,
-    kv_dtype: names of number formats. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a
-    prompt in one step; None: nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises
-    UserError for a layout that no engine could have, and for numbers out of range.
+    kv_dtype: names of number formats; expert_dtype: that of experts, where it is another one than that of all other
+    weights. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a prompt in one step; None:
+    nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises UserError for a layout that
+    no engine could have, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -43,9 +44,11 @@ class Deployment:
     chunk_tokens: int | None = None
     hop_b: bool = True
     other_tokens: int | None = None
+    expert_dtype: str | None = None
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
+        number_format(self.expert_dtype or self.weight_dtype, "expert_dtype")
         number_format(self.kv_dtype, "kv_dtype")
         one_of("device", self.device, ("cpu", "cuda"))
         one_of("placement", self.layout.get("placement"), ("striped", "local"))
@@ -214,6 +217,11 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
     missing = []
     if own_weights is not weights:
         missing.append(f"weights are planned in {weights.name}, {_weights_reason(weights)}: {own_weights.name} here")
+    if deployment.expert_dtype is not None:
+        missing.append(
+            f"experts are planned in {deployment.expert_dtype}, and the engine keeps all weights in one format: "
+            f"{own_weights.name} here"
+        )
     if own_kv is not kv:
         missing.append(f"the KV cache is planned in {kv.name}, {_kv_reason(kv, device)}: {own_kv.name} here")
     found: dict[str, int | str | bool] = {}

@@ -22,12 +22,16 @@ def write_page(
     weight_dtype: str,
     kv_dtype: str,
     ttl_s: float | None,
+    expert_dtype: str | None = None,
 ) -> None:
     """Write the page, which opens with `context` tokens, these dtypes and `ttl_s` seconds per token (None: a balance).
+
+    expert_dtype: of experts, with `weight_dtype` of all others; other choices on the page have one dtype for both.
 
     Raises UserError where plotly is missing, where the system has no arithmetic in a dtype, and where `path` cannot be
     written.
     """
-    data = page_data(model, model_name, system, Asked(max_gpus, float(context), weight_dtype, kv_dtype, ttl_s))
+    asked = Asked(max_gpus, float(context), weight_dtype, kv_dtype, ttl_s, expert_dtype)
+    data = page_data(model, model_name, system, asked)
     document = json.dumps(data.document, separators=(",", ":")).encode()
     page.write(path, _ASSETS, _SCRIPTS, {"document": document, "numbers": data.numbers.astype("<f4").tobytes()})

@@ -32,9 +32,15 @@ _COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
 _KEPT_BITS = 12
 _NO_TTL_S = 0.05
 _KINDS = {
-    "attention": ("attention", "RoPE and KV write", "merge"),
-    "exchange": ("exchange",),
-    "projections": ("norms", "QKV", "key absorption", "value projection", "output projection"),
+    "attention": (
+        *("attention", "RoPE and KV write", "merge"),
+        *("indexer", "top-k", "top-k of all", "linear attention"),
+    ),
+    "exchange": ("exchange", "candidates"),
+    "projections": (
+        *("norms", "QKV", "key absorption", "value projection", "output projection"),
+        *("indexer projections", "linear projections"),
+    ),
     "FFN": ("router", "shared experts", "experts", "dense FFN"),
     "collectives": ("all-reduce after attention", "gather before FFN", "all-reduce after FFN", "stage to stage"),
     "other": ("embedding", "head", "sampling", "host"),
@@ -43,13 +49,17 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set."""
+    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set.
+
+    expert_dtype: of experts, where all other weights are in `weight_dtype`; None: that as well.
+    """
 
     max_gpus: int
     context: float
     weight_dtype: str
     kv_dtype: str
     ttl_s: float | None
+    expert_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,8 @@ def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[t
     for weight_dtype in _dtypes(system, asked.weight_dtype):
         for kv_dtype in _dtypes(system, asked.kv_dtype):
             for context in _contexts(asked):
-                yield Setting(model, system, weight_dtype, kv_dtype), context
+                experts = asked.expert_dtype if weight_dtype == asked.weight_dtype else None
+                yield Setting(model, system, weight_dtype, kv_dtype, expert_dtype=experts), context
 
 
 def _round(every: Space) -> Space:

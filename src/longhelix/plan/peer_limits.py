@@ -61,6 +61,8 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
     weights = FORMATS[deployment.weight_dtype]
     if not weights.activation and weights.name not in makes:
         yield f"the checkpoint has to hold its weights in {weights.name} already: no option here turns them into it"
+    if deployment.expert_dtype is not None:
+        yield f"the checkpoint has to hold its experts in {deployment.expert_dtype} already, and its other weights not"
     moe = deployment.model.moe
     columns = None if moe is None else moe.expert_size // deployment.degrees.tpf
     if weights.name == "fp8" and columns is not None and columns % _FP8_BLOCK:

@@ -36,6 +36,7 @@ def as_json(
         "model_parameters": num_parameters(question.setting.model),
         "system": question.setting.system.name,
         "weight_dtype": question.setting.weight_dtype,
+        "expert_dtype": question.setting.experts_in,
         "kv_dtype": question.setting.kv_dtype,
         "context": question.context,
         "configurations": plan.configurations,
@@ -117,6 +118,7 @@ def best_deployment(plan: Plan) -> Deployment | None:
         best.chunk_tokens,
         best.strategy != "helix_exposed",
         None if question.demand is None else math.ceil(question.demand.held_tokens),
+        setting.expert_dtype,
     )
 
 

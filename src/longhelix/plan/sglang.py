@@ -64,7 +64,7 @@ _KV_WORDS = {
     "nvfp4": "nvfp4",
 }
 # Families for which the help of --enable-dp-attention says that it is there: DeepSeek-V2, Qwen 2 and 3 with experts.
-_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen2_moe", "qwen3_moe")
+_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
 def command(deployment: Deployment, model_name: str) -> Command:
@@ -139,6 +139,11 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
         yield (
             f"decode context parallelism of {model.architecture}: it stripes the latents of latent attention, and the "
             f"KV heads of Qwen3.5's models alone ({_DCP}, pull request 25090)"
+        )
+    if model.indexer is not None:
+        yield (
+            f"decode context parallelism of {model.architecture}, whose indexer chooses what attention reads: pull "
+            "request 39330, which would add it, is open"
         )
     if degrees.pp > 1:
         yield (

@@ -14,6 +14,7 @@ from longhelix.plan.space import Space
 
 _BLOCK = 16384
 MOST_BATCH = 65536
+DecodeSeconds = Callable[[Setting, Layouts, Array, float], Array]  # of a setting, layouts, batches and a context
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,32 @@ def batches(most: int = MOST_BATCH) -> Array:
     return np.array([size for size in sizes if size <= most], dtype=np.float64)
 
 
-def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array) -> Sweep:
-    """Cost every layout at every one of those batch sizes that its memory holds."""
-    return _sweep(setting, space, context, batch_sizes, space.layouts.ones, [])
+def sweep(
+    setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = decode_seconds
+) -> Sweep:
+    """Cost every layout at every one of those batch sizes that its memory holds; `seconds`: what a step takes."""
+    return _sweep(setting, space, context, batch_sizes, space.layouts.ones, [], seconds)
 
 
 def full_sweep(setting: Setting, space: Space, context: float, budgets_s: Sequence[float]) -> Sweep:
     """Cost every layout at the batch sizes that matter: what `units` says times each of `batches`, the most that its
     memory holds, and the most that keep each of these TTLs."""
-    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s])
+    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s], decode_seconds)
 
 
 def _sweep(
-    setting: Setting, space: Space, context: float, sizes: Array, units: Array, budgets_s: Sequence[float]
+    setting: Setting,
+    space: Space,
+    context: float,
+    sizes: Array,
+    units: Array,
+    budgets_s: Sequence[float],
+    seconds: DecodeSeconds,
 ) -> Sweep:
-    blocks = [_block(setting, space.layouts, index, context, sizes, units) for index in _blocks(len(space), len(sizes))]
+    blocks = [
+        _block(setting, space.layouts, index, context, sizes, units, seconds)
+        for index in _blocks(len(space), len(sizes))
+    ]
     blocks += [_fullest(setting, space.layouts, context, budget_s) for budget_s in budgets_s]
     alone = memory(setting, space.layouts, 1.0, context).total_bytes
     short_bytes = np.maximum(alone - setting.capacity_bytes(space.layouts), 0.0)
@@ -95,7 +107,13 @@ def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
 
 
 def _block(
-    setting: Setting, layouts: Layouts, index: NDArray[np.intp], context: float, sizes: Array, units: Array
+    setting: Setting,
+    layouts: Layouts,
+    index: NDArray[np.intp],
+    context: float,
+    sizes: Array,
+    units: Array,
+    seconds: DecodeSeconds,
 ) -> Points:
     """What fits of some layouts (down) with all batch sizes (across)."""
     block = layouts.take(index).as_column()
@@ -104,7 +122,7 @@ def _block(
     fits = needed <= setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
-    ttl_s = decode_seconds(setting, block, sizes[:, :held], context)
+    ttl_s = seconds(setting, block, sizes[:, :held], context)
     rows, columns = np.nonzero(fits[:, :held])
     return Points(
         index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]

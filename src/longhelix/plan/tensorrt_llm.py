@@ -62,7 +62,8 @@ _KV_WORDS = {
     "nvfp4": "nvfp4",
 }
 _FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2"
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2",
+    "deepseek_v32", "glm4_moe", "gpt_oss", "llama4", "qwen3_next",
 )  # fmt: skip
 _HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")
 _BLOCK_TOKENS = 32

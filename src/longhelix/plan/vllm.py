@@ -150,6 +150,11 @@ def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[s
             "decode context parallelism of a model with a sliding window: no document has it, and pull request 47181, "
             "which would add it, was closed"
         )
+    if model.linear is not None:
+        yield (
+            f"decode context parallelism of {model.architecture}: caches with states of linear attention beside KV are "
+            "refused with it (vLLM 0.20.2, by pull request 299 of flagos-ai/vllm-plugin-FL)"
+        )
     if model.mla is not None:
         return
     most = tensor_parallel // heads.num_kv_heads

@@ -286,6 +286,19 @@ def test_windows_with_decode_context_parallelism():
     assert not found("vLLM", window, tpa=8, tpf=8).cannot
 
 
+def test_indexers_and_linear_attention_with_kvp():
+    sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
+    grid = {"kvp": 8, "tpf": 8}
+    assert not found("vLLM", sparse, **grid).cannot
+    assert found("SGLang", sparse, **grid).cannot[0].startswith("decode context parallelism of deepseek_v32, whose")
+    (no_helix,) = found("TensorRT-LLM", sparse, **grid).cannot
+    assert no_helix.startswith("Helix of deepseek_v32")
+    assert not found("TensorRT-LLM", sparse, tpa=8, tpf=8).cannot
+    for engine in PREFIXES:
+        assert any("qwen3_next" in reason for reason in found(engine, linear, **grid).cannot)
+    assert not found("vLLM", linear, tpa=8, tpf=8).cannot
+
+
 def test_each_family_is_answered():
     for family in FAMILIES:
         source = R1 if FAMILIES[family].mla else MIXTRAL if FAMILIES[family].moe else LLAMA

@@ -18,7 +18,6 @@ SYSTEM = {
     "memory_bytes_per_s": constant(1e12, "measured"),
     "memory_bytes": constant(64e9),
     "reserve_bytes": constant(6e9),
-    "cache_bytes": constant(40e6),
     "memory_efficiency": constant(0.9),
     "compute_efficiency": constant(1),
     "attention_efficiency": constant(1),
@@ -29,7 +28,6 @@ SYSTEM = {
     "part_s": constant(1e-6),
     "swap_bytes_per_s": constant(5e10),
     "in_switch_reduction": constant(True),
-    "prefetch": constant(False),
     "shared": constant(False),
     "node_ranks": constant(8),
     "flops_per_s": {"bfloat16": constant(4e14), "float32": constant(2e13)},
@@ -67,7 +65,7 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 17 + 2 + 3 + 3
+    assert len(spec.sources) == 15 + 2 + 3 + 3
 
 
 OPTIONAL = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
@@ -178,3 +176,9 @@ def test_constants_are_replaced_by_name_and_keep_their_sources():
         **dict.fromkeys(("scale_up.latency_s", "flops_per_s.bfloat16", "step_s"), "fitted"),
     }
     assert changed_spec.replaced(spec.constants, "again") == spec
+
+
+def test_what_older_files_say_and_nothing_asks_for_is_passed_over():
+    older = SYSTEM | {"cache_bytes": constant(40e6), "prefetch": constant(False)}
+    assert HardwareSpec.from_mapping("mine", older) == HardwareSpec.from_mapping("mine", SYSTEM)
+    assert not {"cache_bytes", "prefetch"} & set(HardwareSpec.from_mapping("mine", older).sources)
