@@ -21,7 +21,8 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
     value, exchange = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_groups(layouts), hidden_bytes + layouts.zeros)
+    sharers = RankGroups(layouts.output_ranks, layouts.ones)
+    summed = collectives.all_reduce(setting.system, sharers, hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
         attention,
@@ -41,7 +42,7 @@ def _in_window(model: ModelSpec, layouts: Layouts, own: Work) -> Work:
     evenly as all KV. All requests that decode are as long, and the rows are one prompt's.
     """
     assert model.sliding_window is not None
-    share = np.where(layouts.local, 1.0, 1 / layouts.kvp)
+    share = 1 / layouts.kvp
     seen = share * model.sliding_window
     return own._replace(
         decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows * seen),
@@ -190,7 +191,7 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
-    groups = RankGroups(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
+    groups = RankGroups(layouts.kvp, layouts.tpa)
     rows_heads = own.rows * layouts.query_heads(setting.heads)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
@@ -214,7 +215,3 @@ def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostI
 def _merge(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     read = own.rows * layouts.query_heads(setting.heads) * (setting.output_size * ACTIVATION_BYTES + LSE_BYTES)
     return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
-
-
-def _sum_groups(layouts: Layouts) -> RankGroups:
-    return RankGroups(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)

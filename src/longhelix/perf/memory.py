@@ -46,10 +46,10 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests; of a layer
-    with a window no more tokens than that."""
+    """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
+    more tokens than that."""
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
-    requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
+    requests = np.ceil(batch / layouts.dp) / layouts.kvp
     layers, window = layouts.stage_layers(setting.model.num_layers), setting.model.sliding_window
     kept = np.asarray(requests * context * token_bytes * layers)
     if window is None:

@@ -20,7 +20,7 @@ def prefetched(setting: Setting, layouts: Layouts, layers: Sequence[CostItem], n
     paper that compares them says so (arXiv 2507.07120, evaluation); requests apart have no all-reduce.
     """
     system = setting.system
-    hides = ~layouts.whole_heads
+    hides = ~layouts.grouped & (layouts.ffn_replicas == 1)
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in layers if item.name in _NEXT}
 

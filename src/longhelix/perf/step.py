@@ -20,8 +20,8 @@ from longhelix.request import CANDIDATES, Number, Work
 def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
 
-    `work` is what one stage has at a time: with several stages, one micro-batch. Where requests are local and each KVP
-    rank has a copy of the FFN, an instance steps alone, with its share of the requests.
+    `work` is what one stage has at a time: with several stages, one micro-batch. Where groups of ranks share neither
+    requests nor the FFN, each steps alone, with its share of the requests.
     """
     layouts, work = _alone(layouts, work)
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
@@ -38,22 +38,21 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
 
 
 def _alone(layouts: Layouts, work: Work) -> tuple[Layouts, Work]:
-    """One instance and its own rows, where instances have nothing to do with each other; a chunk is one instance's."""
-    alone = layouts.local & (layouts.ffn_replicas > 1)
+    """One group and its own rows, where groups have nothing to do with each other; a chunk is one group's."""
+    alone = layouts.grouped & (layouts.ffn_replicas > 1)
     if not alone.any():
         return layouts, work
 
     def own(rows: Number) -> Array:
         rows = rows + layouts.zeros
-        shared: Array = np.where(alone, np.ceil(rows / layouts.kvp), rows)
+        shared: Array = np.where(alone, np.ceil(rows / layouts.dp), rows)
         return shared
 
-    ones, share = layouts.ones, np.where(alone, 1 / layouts.kvp, 1.0)  # KV is KVP times the fullest rank's
+    ones, share = layouts.ones, np.where(alone, 1 / layouts.dp, 1.0)  # KV is as many times the fullest rank's
     by_itself = replace(
         layouts,
-        kvp=np.where(alone, ones, layouts.kvp),
+        dp=np.where(alone, ones, layouts.dp),
         ffn_replicas=np.where(alone, ones, layouts.ffn_replicas),
-        local=layouts.local & ~alone,
     )
     return by_itself, work._replace(
         decode_rows=own(work.decode_rows),

@@ -40,7 +40,7 @@ def value_projection(setting: Setting, num_heads: Array) -> Array:
 
 
 def output_projection(setting: Setting, layouts: Layouts) -> Array:
-    """Wo: rows over all N ranks, or over TPA where a rank keeps all heads of its share."""
+    """Wo: rows over all ranks that share a request, or over TPA beside a copy of the FFN."""
     return _named(setting, layouts, "output")
 
 
@@ -62,7 +62,7 @@ def num_experts(setting: Setting, layouts: Layouts) -> Array:
 
 
 def shared_experts(setting: Setting, layouts: Layouts) -> Array:
-    """All shared experts, columns over all ranks of an FFN; a rank with requests of its own has them whole."""
+    """All shared experts, columns over all ranks of an FFN; whole on each where groups have requests of their own."""
     return _named(setting, layouts, "shared.gate_up", "shared.down")
 
 
@@ -108,7 +108,7 @@ def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
         case Split.FFN_COLUMNS | Split.VOCABULARY:
             return np.ceil(dim.count / layouts.ffn_ranks)
         case Split.SHARED_COLUMNS:
-            return np.ceil(dim.count / np.where(layouts.local, 1.0, layouts.ffn_ranks))
+            return np.ceil(dim.count / np.where(layouts.grouped, 1.0, layouts.ffn_ranks))
         case Split.EXPERT_COLUMNS:
             return np.ceil(dim.count / layouts.tpf)
         case Split.EXPERTS:

@@ -88,10 +88,10 @@ def apart(question: Question, space: Space) -> Apart | None:
     gpus = prefills * int(first.gpus[prefill]) + decodes * int(second.gpus[decode])
     tokens_per_s_per_gpu = served * demand.output_tokens / gpus
     return Apart(
-        prefill_layout=degrees(space, int(first.layout[prefill])),
+        prefill_layout=degrees(space.layouts, int(first.layout[prefill])),
         prefills=prefills,
         chunk_tokens=int(first.size[prefill]),
-        decode_layout=degrees(space, int(second.layout[decode])),
+        decode_layout=degrees(space.layouts, int(second.layout[decode])),
         decodes=decodes,
         batch=int(second.size[decode]),
         gpus=gpus,

@@ -26,8 +26,8 @@ _Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk size
 class Choice:
     """A configuration, and what it gives, all of it at the same time.
 
-    layout: the degrees of `Layout`, and where KV lies; `replicas` of it take `gpus` in all. batch: requests of one of
-    them that decode together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
+    layout: as a candidate has it; `replicas` of it take `gpus` in all. batch: requests of one of them that decode
+    together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
     ttl_s: the mean; ttl_p95_s: while a prompt runs beside; ttft_s: of the longest prompt. rate_per_s: of requests, None
     where nothing says how long they last. headroom_bytes: that stay free on the fullest GPU. cost_per_million_tokens:
     of answers, None without the price of a GPU. violates: the targets that it misses, in words.
@@ -277,7 +277,7 @@ class Chooser:
         tokens_per_s_per_gpu, gpu_hour = float(found.tokens_per_s_per_gpu[0]), self._question.gpu_hour
         return Choice(
             strategy=STRATEGIES[self._space.strategy[found.layout[0]]].name,
-            layout=degrees(self._space, int(found.layout[0])),
+            layout=degrees(layouts, 0),
             replicas=int(found.replicas[0]),
             gpus=int(found.gpus[0]),
             batch=int(found.batch[0]),

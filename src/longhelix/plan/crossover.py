@@ -52,7 +52,7 @@ def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover
                     batch,
                     float(ours[best]) if fits else None,
                     float(others.min()) if np.isfinite(others.min()) else None,
-                    int(degrees(searched, int(on_all[best]))["kvp"]) if fits else None,
+                    int(degrees(searched.layouts, int(on_all[best]))["kvp"]) if fits else None,
                 )
             )
     return found

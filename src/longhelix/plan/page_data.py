@@ -23,7 +23,7 @@ MOST_POINTS = 28
 MOST_DRAWN = 144
 _BATCHES_PER_OCTAVE, _OCTAVES = 2, 16
 _MOST_LAYOUTS = 4000
-_STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
+_STAGE = ("dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _EXACT = (*_STAGE, "pp", "strategy", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes", "activations_bytes")
 _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
@@ -219,7 +219,7 @@ def _balanced_ttl_s(table: _Table) -> float:
     """Where tokens/s/user times tokens/s/GPU is largest; any number where nothing fits."""
     if not table.matrix.shape[1]:
         return _NO_TTL_S
-    gpus = table.row("kvp") * table.row("tpa") * table.row("pp")
+    gpus = table.row("dp") * table.row("kvp") * table.row("tpa") * table.row("pp")
     return float(table.row("ttl_s")[np.argmax(table.row("batch") / gpus / table.row("ttl_s") ** 2)])
 
 
@@ -228,13 +228,13 @@ def _owners(model: ModelSpec, tables: Iterable[_Table]) -> dict[str, list[list[A
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
     stages = np.unique(np.hstack([table.matrix[: len(_STAGE)] for table in tables]).astype(int), axis=1)
-    stages = stages[:, stages[0] * stages[1] <= MOST_DRAWN]
+    stages = stages[:, stages[0] * stages[1] * stages[2] <= MOST_DRAWN]
     return {" ".join(map(str, stage)): _stage_owners(stage, heads, num_experts) for stage in stages.T.tolist()}
 
 
 def _stage_owners(stage: list[int], heads: HeadShape, num_experts: int) -> list[list[Any]]:
-    degrees: dict[str, Any] = dict(zip(_STAGE, stage, strict=True))
-    layout = Layout(**degrees)
+    dp, kvp, tpa, tpf, ep, ffn_replicas = stage
+    layout, group = Layout(dp * kvp, tpa, tpf, ep, ffn_replicas=ffn_replicas), Layout(kvp, tpa)
     return [
         [
             layout.kvp_rank(rank),
@@ -246,7 +246,7 @@ def _stage_owners(stage: list[int], heads: HeadShape, num_experts: int) -> list[
                 for owned in (
                     layout.kv_heads(heads, rank),
                     layout.query_heads(heads, rank),
-                    layout.merged_query_heads(heads, rank),
+                    group.merged_query_heads(heads, rank % group.num_ranks),
                     layout.experts(num_experts, rank),
                 )
             ),

@@ -78,7 +78,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
     index, column = divmod(flat, len(CHUNKS))
     return {
         "strategy": STRATEGIES[plan.sweep.space.strategy[index]].name,
-        "layout": degrees(plan.sweep.space, index),
+        "layout": degrees(plan.sweep.space.layouts, index),
         "gpus": int(found.gpus[index]),
         "chunk": CHUNKS[column],
         "ttft_s": float(found.ttft_s[index, column]),
@@ -89,7 +89,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
 def as_csv(plan: Plan) -> str:
     """Every strategy's frontier, a line each."""
     text = io.StringIO()
-    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
+    names = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
     writer = csv.writer(text, lineterminator="\n")
     measures = ("gpus", "batch", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "memory_bytes_per_gpu")
     writer.writerow(["strategy", *names, *measures])
@@ -218,7 +218,7 @@ def latency_table(plan: Plan) -> Table:
         layout, column = divmod(index, len(CHUNKS))
         table.add_row(
             _TITLES[STRATEGIES[plan.sweep.space.strategy[layout]].name],
-            in_words(degrees(plan.sweep.space, layout)),
+            in_words(degrees(plan.sweep.space.layouts, layout)),
             f"{int(plan.latencies.gpus[layout])}",
             f"{CHUNKS[column]}",
             f"{plan.latencies.ttft_s[layout, column]:.2f}",

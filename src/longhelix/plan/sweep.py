@@ -55,9 +55,9 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """Requests of which every stage, and every rank that has requests of its own, has one. Others take as long as the
-    next multiple of them; where requests are apart, their attention does, and the FFN a little less."""
-    return layouts.pp * np.where(layouts.local, layouts.kvp, 1.0)
+    """Requests of which every stage, and every group that has requests of its own, has one. Others take as long as the
+    next multiple of them; where groups have their own, the attention does, and the FFN a little less."""
+    return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:

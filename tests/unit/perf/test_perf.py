@@ -46,16 +46,16 @@ def configurations(draw):
     name = draw(st.sampled_from(sorted(MODELS)))
     model = MODELS[name]
     num_experts = model.moe.num_experts if model.moe else 1
+    local, dp, hop_b = draw(st.booleans()), draw(st.sampled_from([1, 1, 2, 4])), draw(st.booleans())
     layouts = []
     for _ in range(draw(st.integers(1, 4))):
         tpa = draw(st.sampled_from([1, 2, 4, 8]))
-        kvp = draw(st.sampled_from([1, 2, 3, 8, 64]))
+        kvp = dp * draw(st.sampled_from([1, 2, 3, 8, 16]))
         num_ranks = kvp * tpa
         ep = draw(st.sampled_from([ep for ep in (1, 2, 4, 8, 64) if num_ranks % ep == 0 and ep <= num_experts]))
         layouts.append(Layout(kvp, tpa, num_ranks // ep, ep, draw(st.sampled_from([1, 2, 5]))))
-    local, hop_b = draw(st.booleans()), draw(st.booleans())
     batch, context = draw(st.integers(1, 300)), draw(st.integers(1, 10**7))
-    return setting(name), Layouts.of(layouts, local=local, hop_b=hop_b), float(batch), float(context)
+    return setting(name), Layouts.of(layouts, dp=dp, local=local, hop_b=hop_b), float(batch), float(context)
 
 
 @given(configurations())
@@ -449,6 +449,55 @@ def test_requests_on_one_rank_count_as_often_as_there_are_ranks():
     assert (own.decode_rows[0], own.decode_kv_tokens[0], own.chunk_kv_tokens[0]) == (2, 2000, 108)
     even = Layouts.of([Layout(kvp=4)])
     assert even.decode(5.0, 1000.0) + even.chunk(8.0, 100.0) == Work.decode(5.0, 1000.0) + Work.chunk(8.0, 100.0)
+
+
+ATTENTION = ("QKV", "RoPE and KV write", "attention", "exchange", "merge", "output projection",
+             "all-reduce after attention")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(("dp", "kvp", "tpa"), [(2, 4, 1), (4, 2, 2), (3, 2, 2)])
+def test_a_group_attends_as_a_layout_of_its_ranks_alone(name, dp, kvp, tpa):
+    """With its share of the requests; experts compute and read what those of one group of all ranks do."""
+    if tpa > MODELS[name].num_kv_heads:
+        tpa = 1
+    how, ranks = setting(name), dp * kvp * tpa
+    groups = Layouts.of([Layout(dp * kvp, tpa, ranks)], dp=dp)
+    found, alone, one_group = (
+        {item.name: item for item in decode_items(how, layouts, batch, 1e5)}
+        for layouts, batch in (
+            (groups, 5.0 * dp),
+            (one(kvp=kvp, tpa=tpa), 5.0),
+            (one(kvp=dp * kvp, tpa=tpa, tpf=ranks), 5.0 * dp),
+        )
+    )
+    for item in ATTENTION:
+        for measure in ("seconds", "flops", "hbm_bytes", "net_bytes"):
+            assert getattr(found[item], measure) == getattr(alone[item], measure), (item, measure)
+    for item in {"dense FFN", "experts"} & found.keys():
+        assert (found[item].flops, found[item].hbm_bytes) == (one_group[item].flops, one_group[item].hbm_bytes)
+    held, alone_held = kv_bytes(how, groups, 5.0 * dp, 1e5)[0], kv_bytes(how, one(kvp=kvp, tpa=tpa), 5.0, 1e5)[0]
+    assert held == alone_held
+    assert kv_bytes(how, groups, 5.0 * dp - 1, 1e5)[0] == held  # one of the groups has five
+
+
+def test_rows_of_groups_go_to_experts_once_and_are_whole_again_after_them():
+    """Of 5 rows in each of 2 groups of 4 ranks every rank sends at most 2 to experts on 8 ranks, and gets them back."""
+    how = setting("deepseek-r1")
+    layouts = Layouts.of([Layout(8, 1, 1, 8)], dp=2)
+    items = {item.name: item for item in decode_items(how, layouts, 10.0, 1e5)}
+    row, moe, layers = 7168 * 2, how.model.moe, 58
+    sent = 2 * row * 8 * (1 - (1 - 1 / 8) ** moe.experts_per_token) * 7 / 8
+    # Dense layers gather 10 rows on all ranks, and scatter the sums.
+    dense = 3 * 10 * row / 2, 3 * (10 * row * 7 / 8 + 5 * row * 3 / 4)
+    assert items["gather before FFN"].net_bytes[0] == pytest.approx(layers * sent + dense[0])
+    assert items["all-reduce after FFN"].net_bytes[0] == pytest.approx(layers * (sent + 5 * row * 3 / 4) + dense[1])
+
+
+def test_groups_that_share_nothing_step_alone():
+    given, tied = setting(), Layout(8, 2, 2, ffn_replicas=8)
+    groups = Layouts.of([tied], dp=8, hop_b=False)
+    assert decode_seconds(given, groups, 16.0, 1e5)[0] == decode_seconds(given, one(tpa=2), 2.0, 1e5)[0]
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhelix import Layout, UserError
-from longhelix.perf.layouts import Layouts
+from longhelix import UserError
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds, step_seconds
 from longhelix.plan.answer import answer
+from longhelix.plan.candidate import as_layouts
 from longhelix.plan.choice import Chooser
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, service
-from longhelix.plan.space import STRATEGIES, space
+from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.plan.sweep import full_sweep, units
 from longhelix.presets import load_model, load_system
 
@@ -65,11 +65,11 @@ def test_others_than_multiples_of_a_unit_take_as_long_as_the_next():
     each = units(searched.layouts)
     assert each.max() == 8
     whole, more = (decode_seconds(R1, searched.layouts, batch, 1e5) for batch in (3 * each, 2 * each + 1))
-    local = searched.layouts.local
-    assert local.any()
-    np.testing.assert_array_equal(whole[~local], more[~local])
-    assert (more[local] <= whole[local]).all()
-    assert (more[local] > 0.9 * whole[local]).all()
+    grouped = searched.layouts.dp > 1
+    assert grouped.any()
+    np.testing.assert_array_equal(whole[~grouped], more[~grouped])
+    assert (more[grouped] <= whole[grouped]).all()
+    assert (more[grouped] > 0.9 * whole[grouped]).all()
 
 
 def test_shapes_are_those_of_clusters_and_engines():
@@ -152,8 +152,7 @@ def test_what_is_told_of_a_choice_is_so():
     """Against the steps themselves."""
     question = Question(R1, 1_000_000, 64, ttl_s=0.02, ttft_s=60.0, gpu_hour=2.5)
     best = answer(question).best
-    degrees = {name: best.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-    layouts = Layouts.of([Layout(**degrees)], local=best.layout["placement"] == "local", hop_b=best.strategy == "helix")
+    layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
     decodes = layouts.decode(np.ceil(best.batch / layouts.pp), 1e6)
     chunk = layouts.chunk(float(best.chunk_tokens), 1e6 - best.chunk_tokens)
     assert best.ttl_s == step_seconds(R1, layouts, decodes)[0]
@@ -288,10 +287,6 @@ def test_the_longest_request_is_served_in_time_though_there_are_none_of_it_on_av
     assert sum(kind.share for kind in demand.kinds) == 1
     question = Question(SMALL, demand.longest, 8, ttft_s=60.0, demand=demand)
     best = answer(question).best
-    layouts = Layouts.of(
-        [Layout(**{name: best.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")})],
-        local=best.layout["placement"] == "local",
-        hop_b=best.strategy == "helix",
-    )
+    layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
     alone = prefill(SMALL, layouts, 500_000.0, float(best.chunk_tokens)).seconds[0]
     assert alone < best.ttft_s <= 60
