@@ -18,7 +18,7 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
     if windowed:
         own = _in_window(setting.model, layouts, own)
     attention = _attention(setting, layouts, own)
-    value, exchange = _exchange(setting, layouts, own)
+    value, exchange, channels = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
     sharers = RankGroups(layouts.output_ranks, layouts.ones)
@@ -28,7 +28,7 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
         attention,
         *value,
         _exposed(layouts, own, _overlap(setting, attention, exchange), exchange),
-        _merge(setting, layouts, own),
+        _merge(setting, layouts, own, channels),
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
@@ -88,13 +88,18 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem
 
 
 def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
-    """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge."""
+    """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge.
+
+    Beside KV they read queries, and write outputs and LSEs; what passes between the two counts for nothing.
+    """
     model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
-    pair_flops = 2 * channels * num_query_heads
-    decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
-    chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
+    pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
+    decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
+    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * pair_flops)
+    chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
+    chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:
         chunk = _where(_is_direct(setting, own), _direct(setting, layouts, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
@@ -107,6 +112,11 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
         launched.fixed_s,
         np.where(decode.seconds >= chunk.seconds, decode.compute_bound, chunk.compute_bound),
     )
+
+
+def _row_head_bytes(channels: int) -> float:
+    """Of a row and head: a query and an output of so many channels together, and an LSE."""
+    return channels * ACTIVATION_BYTES + LSE_BYTES
 
 
 def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops: float | Array) -> CostItem:
@@ -129,9 +139,11 @@ def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     made = num_query_heads * (mla.nope_size + mla.value_size)
     made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
     flops = 2 * made_tokens * mla.kv_lora_rank * made
-    flops = flops + 2 * own.chunk_pairs * num_query_heads * (mla.nope_size + mla.rope_size + mla.value_size)
+    channels = mla.nope_size + mla.rope_size + mla.value_size
+    flops = flops + 2 * own.chunk_pairs * num_query_heads * channels
     token_bytes = setting.kv_head_bytes + 2 * made * ACTIVATION_BYTES
-    return _attend(setting, layouts, made_tokens * token_bytes, flops)
+    row_bytes = num_query_heads * _row_head_bytes(channels)
+    return _attend(setting, layouts, made_tokens * token_bytes + own.chunk_rows * row_bytes, flops)
 
 
 def _is_direct(setting: Setting, own: Work) -> Mask:
@@ -160,8 +172,9 @@ def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
     )
 
 
-def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent]:
-    """MLA's value projection, and the exchange: of latent outputs before it, or of values after it.
+def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent, Array]:
+    """MLA's value projection, the exchange, of latent outputs before it or of values after it, and how many channels a
+    head of these has.
 
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
     TPA share, after it the merged ones alone. Values, where a chunk attends directly.
@@ -169,7 +182,7 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostI
     held, merged = layouts.query_heads(setting.heads), layouts.merged_query_heads(setting.heads)
     values = _exchanged(setting, layouts, own, setting.output_size)
     if setting.model.mla is None:
-        return [], values
+        return [], values, layouts.zeros + setting.output_size
     before, after = (
         product(
             "value projection", setting, layouts, weights.value_projection(setting, heads), _absorbed_rows(setting, own)
@@ -182,6 +195,7 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostI
     return (
         [before.where(~late), after.where(late)],
         latents.where(late, values),
+        np.where(late, float(setting.model.mla.kv_lora_rank), float(setting.output_size)),
     )
 
 
@@ -212,6 +226,9 @@ def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostI
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
-def _merge(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
-    read = own.rows * layouts.query_heads(setting.heads) * (setting.output_size * ACTIVATION_BYTES + LSE_BYTES)
-    return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
+def _merge(setting: Setting, layouts: Layouts, own: Work, channels: Array) -> CostItem:
+    """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
+    held = layouts.query_heads(setting.heads)
+    read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
+    written = np.ceil(held / layouts.kvp) * channels * ACTIVATION_BYTES
+    return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)

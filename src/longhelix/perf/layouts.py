@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,8 @@ class Layouts:
     """Degrees of parallelism, all of one shape: (n,), or (n, 1) where a second dim has other choices, such as batches.
 
     dp: groups of KVP x TPA ranks that have requests of their own, and share the FFN (data-parallel attention where
-    kvp is 1). kvp: ranks that share a request's KV; tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers:
-    those of its fullest stage (0: stages are even). hop_b: the exchange overlaps attention.
+    kvp is 1). kvp: ranks that share a request's KV; tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers,
+    last_layers: those of its fullest and its last stage (0: stages are even). hop_b: the exchange overlaps attention.
     """
 
     dp: Array
@@ -30,6 +31,7 @@ class Layouts:
     pp: Array
     ffn_replicas: Array
     most_layers: Array
+    last_layers: Array
     hop_b: Mask
 
     @classmethod
@@ -41,9 +43,10 @@ class Layouts:
 
         kvp, tpa, tpf, ep, pp, ffn_replicas = map(degrees, ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
         groups = kvp if local else np.full(len(layouts), float(dp))
-        most_layers = np.array([max(layout.stage_layers or (0,)) for layout in layouts], dtype=np.float64)
+        stages = [layout.stage_layers or (0,) for layout in layouts]
+        most, last = (np.array(list(map(chosen, stages)), dtype=np.float64) for chosen in (max, itemgetter(-1)))
         overlapping = np.full(len(layouts), hop_b)
-        return cls(groups, kvp / groups, tpa, tpf, ep, pp, ffn_replicas, most_layers, overlapping)
+        return cls(groups, kvp / groups, tpa, tpf, ep, pp, ffn_replicas, most, last, overlapping)
 
     def __len__(self) -> int:
         return len(self.kvp)
@@ -101,6 +104,10 @@ class Layouts:
     def stage_layers(self, num_layers: int) -> Array:
         """Layers of the fullest stage (`Layout.layers`)."""
         return np.maximum(self.most_layers, np.ceil(num_layers / self.pp))
+
+    def last_stage_layers(self, num_layers: int) -> Array:
+        """Layers of the last stage; even shares put the larger ones first (`Layout.layers`)."""
+        return np.where(self.last_layers > 0, self.last_layers, np.floor(num_layers / self.pp))
 
     def kv_heads(self, heads: HeadShape) -> Array:
         """KV heads of the fullest rank (`Layout.kv_heads`)."""

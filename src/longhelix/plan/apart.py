@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Mask
-from longhelix.perf.step import step_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, prompts
@@ -148,13 +147,13 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if question.ttl_s is not None:
-            kept &= step_seconds(use.setting, layouts, use.decodes(layouts, batch)) <= question.ttl_s
+            kept &= use.step_seconds(layouts, batch) <= question.ttl_s
         return kept
 
     batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))
     index = np.flatnonzero(batch > 0)
     layouts, batch = layouts.take(index), batch[index]
-    ttl_s = step_seconds(use.setting, layouts, use.decodes(layouts, batch))
+    ttl_s = use.step_seconds(layouts, batch)
     assert use.demand is not None
     return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
 

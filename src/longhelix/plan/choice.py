@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts, Mask
-from longhelix.perf.step import step_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Service, Use, mixed_seconds, service
@@ -153,7 +152,7 @@ class Chooser:
         batch = self._largest(possible, chunk[possible], self._within_ttl)
         possible, batch = possible[batch > 0], batch[batch > 0]
         layouts = self._space.layouts.take(possible)
-        ttl_s = step_seconds(self._use.setting, layouts, self._use.decodes(layouts, batch))
+        ttl_s = self._use.step_seconds(layouts, batch)
         bound = np.full(len(index), np.inf)
         bound[possible] = self._worth(batch, batch / ttl_s, layouts.world_size)
         return bound

@@ -11,7 +11,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.perf.layouts import Array
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items
+from longhelix.perf.step import WAIT, decode_items
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import Points, Sweep, batches, layouts_of, sweep
@@ -37,7 +37,7 @@ _KINDS = {
     "projections": ("norms", "QKV", "key absorption", "value projection", "output projection"),
     "FFN": ("router", "shared experts", "experts", "dense FFN"),
     "collectives": ("all-reduce after attention", "gather before FFN", "all-reduce after FFN", "stage to stage"),
-    "other": ("embedding", "head", "sampling", "host"),
+    "other": ("embedding", "head", "sampling", "host", WAIT),
 }
 
 

@@ -9,7 +9,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import cycle_seconds, decode_seconds
 from longhelix.plan.demand import Demand, Kind
 from longhelix.request import NO_WORK, Work
 
@@ -84,12 +84,16 @@ class Use:
         """What one stage has of them at a time."""
         return layouts.decode(np.ceil(batch / layouts.pp), self.kv_tokens)
 
+    def step_seconds(self, layouts: Layouts, batch: Array) -> Array:
+        """Of a step in which each of `batch` requests decodes, and nothing else is done."""
+        return decode_seconds(self.setting, layouts, batch, self.kv_tokens)
+
 
 def mixed_seconds(use: Use, layouts: Layouts, batch: Array, chunk: float | Array) -> Array:
     """A step with the last chunk of the longest prompt, beside the decodes of `batch` requests."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
-    return step_seconds(use.setting, layouts, last + use.decodes(layouts, batch))
+    return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch))
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
     demand's rate there are as many instances as it takes, and each has its part of it.
     """
     decodes = use.decodes(layouts, batch)
-    alone_s, mixed_s = step_seconds(use.setting, layouts, decodes), mixed_seconds(use, layouts, batch, chunk)
+    alone_s, mixed_s = use.step_seconds(layouts, batch), mixed_seconds(use, layouts, batch, chunk)
     found = prompts(use, layouts, chunk, decodes)
     if use.demand is None:
         unknown = np.full(len(layouts), np.nan)

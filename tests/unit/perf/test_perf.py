@@ -154,7 +154,10 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
     items = {item.name: item for item in decode_items(how, layouts, 8.0, 1e5)}
     model = how.model
     kv = 8 * 1e5 / 4 * 2 * model.num_layers * model.num_kv_heads / 2 * model.head_size * 2
-    assert items["attention"].hbm_bytes[0] == kv
+    # Of 16 heads a query and a partial output in bfloat16, and an LSE; the merge reads outputs, and writes a quarter.
+    rows = model.num_layers * 8 * 16
+    assert items["attention"].hbm_bytes[0] == kv + rows * (2 * 128 * 2 + 4)
+    assert items["merge"].hbm_bytes[0] == rows * (128 * 2 + 4 + 128 * 2 / 4)
     products = ("QKV", "output projection", "dense FFN", "head")
     embedding = model.vocab_size / 8 * model.hidden_size * 2
     read = sum(items[name].hbm_bytes[0] for name in products)
@@ -209,10 +212,70 @@ def test_duplicated_kv_heads_stop_dividing_the_read():
     how = setting()
     read = [
         next(item for item in decode_items(how, one(tpa=tpa), 1.0, 1e6) if item.name == "attention").hbm_bytes[0]
+        - 126 * 128 / tpa * (2 * 128 * 2 + 4)
         for tpa in (4, 8, 16, 64)
     ]
     assert read[0] == 2 * read[1]
     assert read[1] == read[2] == read[3]
+
+
+@pytest.mark.parametrize(("rows", "channels", "context"), [(8.0, 576 + 512, 100.0), (512.0, 128 + 64 + 128, 0.0)])
+def test_latent_attention_reads_queries_and_writes_outputs_of_its_form(rows, channels, context):
+    """Decodes that are absorbed, and a chunk that attends directly: 2 bytes for each channel of a query and an output,
+    4 for an LSE, beside what is read of KV."""
+    how, layouts = setting("deepseek-r1"), one(kvp=2)
+
+    def read(work):
+        return next(item for item in step_items(how, layouts, work) if item.name == "attention").hbm_bytes[0]
+
+    empty = Work(decode_rows=rows) if context else Work(chunk_rows=rows)
+    assert read(empty) == 61 * rows * 128 * (channels * 2 + 4)
+
+
+@pytest.mark.parametrize("link", [1.0, 1e3])
+def test_what_is_merged_is_what_was_exchanged(link):
+    """Latents or values of R1: as many channels in the merge as travel; latents where links are fast."""
+    system = replace(GB200, scale_up=replace(GB200.scale_up, bytes_per_s=link * GB200.scale_up.bytes_per_s))
+    how, layouts = setting("deepseek-r1", system), one(kvp=4)
+    items = {item.name: item for item in decode_items(how, layouts, 64.0, 1e5)}
+    sent_bytes = items["exchange"].net_bytes[0] / 61 / 64 / 128 / (3 / 4)  # of a row and head
+    channels = (sent_bytes - 4) / 2
+    assert channels == pytest.approx(512 if link > 1 else 128)
+    assert items["merge"].hbm_bytes[0] == pytest.approx(61 * 64 * 128 * (sent_bytes + channels * 2 / 4))
+
+
+def stage_times(how, **degrees):
+    """Seconds of a layer, of the embedding, of the head, and of a stage's host and message: of one-row steps."""
+    items = {item.name: item.seconds[0] for item in decode_items(how, one(**degrees), 1.0, 1e4)}
+    pp, ends = degrees.get("pp", 1), ("embedding", "head", "sampling")
+    beside = items.get("stage to stage", 0.0) + items["host"]
+    layers = sum(seconds for name, seconds in items.items() if name not in (*ends, "stage to stage", "host"))
+    return layers, items["embedding"], items["head"] + items["sampling"], beside / pp
+
+
+@pytest.mark.parametrize(("pp", "most", "last"), [(2, 16, 16), (4, 8, 8), (3, 11, 10)])
+def test_the_head_counts_in_every_micro_batch(pp, most, last):
+    """As many micro-batches as stages: the last stage has its layers and the head for each of them."""
+    how = setting("llama-3-8b", H100, "bfloat16")
+    layer = stage_times(how)[0] / 32
+    _, embedding, head, beside = stage_times(how, pp=pp)
+    slowest = beside + max(most * layer + embedding, last * layer + head)
+    found = decode_seconds(how, one(pp=pp), float(pp), 1e4)[0]
+    assert found == pytest.approx(pp * slowest)
+    alone = decode_seconds(how, one(pp=pp), 1.0, 1e4)[0]
+    assert alone == pytest.approx(max(pp * (most * layer + beside) + embedding + head, slowest))
+    assert found > alone
+    # Where the last stage has fewer layers, the head waits for nobody: as long as all stages would take with most.
+    told = Layout(pp=pp, stage_layers=(most + 3, *[most] * (pp - 2), 32 - 3 - most * (pp - 1)))
+    uneven = decode_seconds(how, Layouts.of([told]), float(pp), 1e4)[0]
+    assert uneven == pytest.approx(pp * ((most + 3) * layer + beside) + embedding + head)
+
+
+def test_batches_below_the_number_of_stages_wait_less():
+    how = setting("llama-3-8b", H100, "bfloat16")
+    seconds = [decode_seconds(how, one(pp=4), float(batch), 1e4)[0] for batch in (1, 2, 3, 4)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[3]
 
 
 def test_figure_three_of_helix():
@@ -308,8 +371,10 @@ def test_kvp_divides_the_attention_of_decode_alone():
         {item.name: item for item in decode_items(how, one(kvp=kvp, tpa=8, tpf=8, ffn_replicas=kvp), 1.0, 1e7)}
         for kvp in (1, 4)
     ]
-    launched = tied[0]["attention"].fixed_s[0]
-    assert tied[0]["attention"].seconds[0] - launched == pytest.approx(4 * (tied[1]["attention"].seconds[0] - launched))
+    # Beside the queries and outputs of 4 heads, which all ranks have.
+    memory_bytes_per_s = H100.memory_bytes_per_s * H100.memory_efficiency
+    rest_s = tied[0]["attention"].fixed_s[0] + 32 * 4 * (2 * 128 * 2 + 4) / memory_bytes_per_s
+    assert tied[0]["attention"].seconds[0] - rest_s == pytest.approx(4 * (tied[1]["attention"].seconds[0] - rest_s))
     for name in ("QKV", "dense FFN", "all-reduce after FFN"):
         assert tied[0][name].seconds[0] == tied[1][name].seconds[0]
 
