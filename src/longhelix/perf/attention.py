@@ -9,14 +9,13 @@ from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.request import Work
-from longhelix.spec import ModelSpec
 
 
 def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:
     """One layer's cost items, in order; windowed: of a layer with the model's window."""
     own = layouts.of_rank(work)
     if windowed:
-        own = _in_window(setting.model, layouts, own)
+        own = _in_window(setting, layouts, own)
     attention = _attention(setting, layouts, own)
     value, exchange, channels = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
@@ -27,25 +26,27 @@ def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed:
         *_projections(setting, layouts, own),
         attention,
         *value,
-        _exposed(layouts, own, _overlap(setting, attention, exchange), exchange),
+        _exposed(setting, layouts, own, _overlap(setting, attention, exchange), exchange),
         _merge(setting, layouts, own, channels),
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def _in_window(model: ModelSpec, layouts: Layouts, own: Work) -> Work:
+def _in_window(setting: Setting, layouts: Layouts, own: Work) -> Work:
     """What a layer with a window attends to of a rank's work.
 
     A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
     themselves, T - 1 + window, and have T times as many pairs as a row sees on average. Windows lie over KVP ranks as
-    evenly as all KV. All requests that decode are as long, and the rows are one prompt's.
+    evenly as all KV. All requests that decode are as long, each reads for all its rows at once, and the rows of chunks
+    are one prompt's.
     """
+    model = setting.model
     assert model.sliding_window is not None
     share = 1 / layouts.kvp
     seen = share * model.sliding_window
     return own._replace(
-        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows * seen),
+        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows / setting.request_rows * seen),
         chunk_kv_tokens=np.minimum(own.chunk_kv_tokens, share * (own.chunk_rows - 1) + seen),
         chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * model.mean_window)),
     )
@@ -90,14 +91,15 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem
 def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge.
 
-    Beside KV they read queries, and write outputs and LSEs; what passes between the two counts for nothing.
+    A request's KV is read once for all its rows. Beside KV they read queries, and write outputs and LSEs; what passes
+    between the two counts for nothing.
     """
     model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
     token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
     pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
     decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
-    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * pair_flops)
+    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * setting.request_rows * pair_flops)
     chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
     chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:
@@ -219,9 +221,10 @@ def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
     return Overlap(attention.seconds, fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
 
 
-def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
+def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
     """What of the exchange is not hidden behind attention."""
-    together_s = np.where(layouts.hop_b, cut.overlapped_s(own.most_parts), cut.seconds(own.parts))
+    requests = own._replace(decode_rows=own.decode_rows / setting.request_rows)
+    together_s = np.where(layouts.hop_b, cut.overlapped_s(requests.most_parts), cut.seconds(own.parts))
     seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 

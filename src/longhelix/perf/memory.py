@@ -26,11 +26,11 @@ def memory(
     setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array, chunk: float | Array = 0.0
 ) -> Memory:
     """With `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows at a time."""
-    rows = np.ceil(batch / layouts.pp) + chunk
+    decode_rows = np.ceil(batch / layouts.pp) * setting.request_rows
     return Memory(
         weights_bytes=weights_bytes(setting, layouts),
         kv_bytes=kv_bytes(setting, layouts, batch, context),
-        activations_bytes=_activations_bytes(setting, layouts, rows, np.ceil(batch / layouts.pp)),
+        activations_bytes=_activations_bytes(setting, layouts, decode_rows + chunk, decode_rows),
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from longhelix.errors import UserError
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import most_in_runs
@@ -13,6 +14,7 @@ ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
 LOGIT_BYTES = 4.0
+MOST_DRAFTS = 64
 CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
 
 
@@ -21,8 +23,9 @@ class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
     attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
-    bits, as no kernel is known that attends in these. Raises UserError where the system has no arithmetic in one of the
-    dtypes.
+    bits, as no kernel is known that attends in these. draft_tokens: those of a decoding request that a step verifies,
+    each in a row of its own (speculative decoding); accepted_tokens: that such a step gives it on average, its own one
+    included. Raises UserError where the system has no arithmetic in one of the dtypes, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -30,10 +33,24 @@ class Setting:
     weight_dtype: str
     kv_dtype: str
     attention_dtype: str | None = None
+    draft_tokens: int = 0
+    accepted_tokens: float = 1.0
 
     def __post_init__(self) -> None:
         self.system.rate(self.weight_dtype)
         self.system.rate(self.attends_in)
+        if not 0 <= self.draft_tokens <= MOST_DRAFTS:
+            raise UserError(f"draft-tokens is {self.draft_tokens}: set it to a number from 0 to {MOST_DRAFTS}")
+        if not 1 <= self.accepted_tokens <= self.request_rows:
+            raise UserError(
+                f"accepted-tokens is {self.accepted_tokens:g}, and a step with {self.draft_tokens} draft tokens gives "
+                f"1 to {self.request_rows}: set accepted-tokens to one of these, or draft-tokens to more"
+            )
+
+    @property
+    def request_rows(self) -> int:
+        """Rows of a decoding request in a step: its last token's, and those of drafts."""
+        return 1 + self.draft_tokens
 
     @cached_property
     def attends_in(self) -> str:

@@ -25,9 +25,12 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
     """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
 
     `work` is what one stage has at a time: with several stages, one micro-batch. Where groups of ranks share neither
-    requests nor the FFN, each steps alone, with its share of the requests.
+    requests nor the FFN, each steps alone, with its share of the requests. A decoding request has all its rows.
     """
     layouts, work = _alone(layouts, work)
+    if setting.draft_tokens:
+        drafts = work.decode_rows * setting.draft_tokens
+        work = work._replace(decode_rows=work.decode_rows + drafts, sampled_rows=work.sampled_rows + drafts)
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
     layers = [_norms(setting, layouts, work).times(num_moe + num_dense)]
     layers += _attention(setting, layouts, work)
@@ -105,7 +108,7 @@ def cycle_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
 
 
 def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[CostItem]:
-    """One token for each of `batch` requests of `context` tokens.
+    """A step in which each of `batch` requests of `context` tokens decodes.
 
     With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
     as its micro-batch takes through all stages, and waits for the slowest.
@@ -116,6 +119,11 @@ def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, conte
 
 def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     return total_seconds(decode_items(setting, layouts, batch, context))
+
+
+def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    """From token to token of each request, on average: a step gives so many tokens as are accepted."""
+    return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
 
 
 def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:

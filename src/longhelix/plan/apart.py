@@ -147,13 +147,13 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if question.ttl_s is not None:
-            kept &= use.step_seconds(layouts, batch) <= question.ttl_s
+            kept &= use.token_seconds(layouts, batch) <= question.ttl_s
         return kept
 
     batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))
     index = np.flatnonzero(batch > 0)
     layouts, batch = layouts.take(index), batch[index]
-    ttl_s = use.step_seconds(layouts, batch)
+    ttl_s = use.token_seconds(layouts, batch)
     assert use.demand is not None
     return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
 

@@ -29,7 +29,8 @@ class Choice:
     together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
     ttl_s: the mean; ttl_p95_s: while a prompt runs beside; ttft_s: of the longest prompt. rate_per_s: of requests, None
     where nothing says how long they last. headroom_bytes: that stay free on the fullest GPU. cost_per_million_tokens:
-    of answers, None without the price of a GPU. violates: the targets that it misses, in words.
+    of answers, None without the price of a GPU. draft_tokens, accepted_tokens: of a request in each step, which its
+    times count on (`Setting`). violates: the targets that it misses, in words.
     """
 
     strategy: str
@@ -48,6 +49,8 @@ class Choice:
     memory_bytes_per_gpu: int
     headroom_bytes: int
     cost_per_million_tokens: float | None
+    draft_tokens: int
+    accepted_tokens: float
     violates: tuple[str, ...]
 
 
@@ -152,7 +155,7 @@ class Chooser:
         batch = self._largest(possible, chunk[possible], self._within_ttl)
         possible, batch = possible[batch > 0], batch[batch > 0]
         layouts = self._space.layouts.take(possible)
-        ttl_s = self._use.step_seconds(layouts, batch)
+        ttl_s = self._use.token_seconds(layouts, batch)
         bound = np.full(len(index), np.inf)
         bound[possible] = self._worth(batch, batch / ttl_s, layouts.world_size)
         return bound
@@ -295,6 +298,8 @@ class Chooser:
                 if gpu_hour is not None and tokens_per_s_per_gpu
                 else None
             ),
+            draft_tokens=self._use.setting.draft_tokens,
+            accepted_tokens=self._use.setting.accepted_tokens,
             violates=tuple(
                 f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
                 for name, unit, has, most in self._limits(found)

@@ -28,10 +28,11 @@ class Deployment:
     `other_tokens`.
 
     layout: as a plan's candidates have it: the degrees of `Layout` in each of "dp" groups of KVP ranks that have
-    requests of their own and share the FFN, and "placement", striped or local. weight_dtype,
-    kv_dtype: names of number formats. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a
-    prompt in one step; None: nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises
-    UserError for a layout that no engine could have, and for numbers out of range.
+    requests of their own and share the FFN, and "placement", striped or local. weight_dtype, kv_dtype: names of number
+    formats. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a prompt in one step; None:
+    nobody chose. hop_b: whether parts of a batch are exchanged while others attend. accepted_tokens: that speculative
+    decoding gives a request in a step. Raises UserError for a layout that no engine could have, and for numbers out of
+    range.
     """
 
     model: ModelSpec
@@ -44,6 +45,7 @@ class Deployment:
     chunk_tokens: int | None = None
     hop_b: bool = True
     other_tokens: int | None = None
+    accepted_tokens: float = 1.0
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
@@ -213,6 +215,12 @@ def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterabl
         yield (
             f"{deployment.groups} groups of {deployment.kvp} KVP ranks with requests of their own, which longhelix "
             f"plans and does not run: all {deployment.degrees.kvp} KVP ranks share every request here"
+        )
+    if deployment.accepted_tokens > 1:
+        yield (
+            f"the plan counts on {deployment.accepted_tokens:g} tokens of every step (speculative decoding), and "
+            f"longhelix decodes one: tokens take {deployment.accepted_tokens:g} times as long as planned, or a little "
+            f"less"
         )
     if deployment.model.architecture in PLANNED_FAMILIES:
         yield f"longhelix plans for {deployment.model.architecture} and does not run it"

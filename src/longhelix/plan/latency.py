@@ -69,4 +69,4 @@ def _mixed_seconds(question: Question, layouts: Layouts, chunk: float) -> Array:
     rows = min(chunk, float(question.context))
     chunk_work = layouts.chunk(rows, question.context - rows)
     decodes = layouts.decode(np.ceil((question.users - 1) / layouts.pp), float(question.context))
-    return cycle_seconds(question.setting, layouts, chunk_work + decodes)
+    return cycle_seconds(question.setting, layouts, chunk_work + decodes) / question.setting.accepted_tokens

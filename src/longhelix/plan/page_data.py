@@ -43,13 +43,16 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set."""
+    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set. Drafts are
+    those of `Setting`, in all that it shows."""
 
     max_gpus: int
     context: float
     weight_dtype: str
     kv_dtype: str
     ttl_s: float | None
+    draft_tokens: int = 0
+    accepted_tokens: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[t
     for weight_dtype in _dtypes(system, asked.weight_dtype):
         for kv_dtype in _dtypes(system, asked.kv_dtype):
             for context in _contexts(asked):
-                yield Setting(model, system, weight_dtype, kv_dtype), context
+                drafts = asked.draft_tokens, asked.accepted_tokens
+                yield Setting(model, system, weight_dtype, kv_dtype, None, *drafts), context
 
 
 def _round(every: Space) -> Space:
@@ -202,7 +206,9 @@ def _matrix(setting: Setting, space: Space, points: Points, context: float) -> t
     degrees = [getattr(layouts, name) for name in (*_STAGE, "pp")]
     exact = np.array([*degrees, space.strategy[points.layout], points.batch, points.ttl_s], dtype=np.float32)
     held = memory(setting, layouts, points.batch, context)
-    items = decode_items(setting, layouts, points.batch, context)
+    # Of a token: a step gives several where drafts are accepted.
+    share = 1 / setting.accepted_tokens
+    items = [item.times(share) for item in decode_items(setting, layouts, points.batch, context)]
     measured = [getattr(held, name) for name in _MEMORY]
     measured += [getattr(item, name) for name in _COSTS for item in items]
     return [item.name for item in items], np.vstack([exact, _rounded(np.array(measured))])

@@ -51,7 +51,7 @@ def neighbours(question: Question, best: Choice) -> list[Neighbour]:
             found.append(Neighbour(change, words, None, short))
             continue
         items = decode_items(question.setting, layouts, float(best.batch), float(question.context))
-        ttl_s = sum(float(item.seconds[0]) for item in items)
+        ttl_s = sum(float(item.seconds[0]) for item in items) / question.setting.accepted_tokens
         found.append(Neighbour(change, words, ttl_s, _difference(own_items, items)))
     return found
 

@@ -37,6 +37,8 @@ def as_json(
         "system": question.setting.system.name,
         "weight_dtype": question.setting.weight_dtype,
         "kv_dtype": question.setting.kv_dtype,
+        "draft_tokens": question.setting.draft_tokens,
+        "accepted_tokens": question.setting.accepted_tokens,
         "context": question.context,
         "configurations": plan.configurations,
         "seconds": seconds,
@@ -117,6 +119,7 @@ def best_deployment(plan: Plan) -> Deployment | None:
         best.chunk_tokens,
         best.strategy != "helix_exposed",
         None if question.demand is None else math.ceil(question.demand.held_tokens),
+        setting.accepted_tokens,
     )
 
 
@@ -271,6 +274,10 @@ def _said(plan: Plan, choice: Choice) -> str:
         f"{1e3 * choice.ttl_p95_s:.2f} ms beside a prompt",
         f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
     ]
+    if choice.draft_tokens:
+        said.append(
+            f"counted on {choice.accepted_tokens:g} tokens of a step that verifies {choice.draft_tokens} drafts"
+        )
     if choice.rate_per_s is not None:
         said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
     if choice.cost_per_million_tokens is not None:

@@ -7,6 +7,7 @@ from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Opt
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
+    draft_notes,
     mixed_formats,
     overlap_notes,
     position_notes,
@@ -155,6 +156,7 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from weight_notes(deployment, ("fp8",))
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
+    yield from draft_notes(deployment)
     if deployment.sharded:
         yield f"on GPUs before Blackwell it was tested with --attention-backend flashinfer ({_DCP})"
     if deployment.sharded and deployment.grouped:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds
+from longhelix.perf.step import token_seconds
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
@@ -104,7 +104,7 @@ def _block(
     fits = needed <= setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
-    ttl_s = decode_seconds(setting, block, sizes[:, :held], context)
+    ttl_s = token_seconds(setting, block, sizes[:, :held], context)
     rows, columns = np.nonzero(fits[:, :held])
     return Points(
         index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]
@@ -119,7 +119,7 @@ def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float
         kept: Mask = memory(setting, layouts, batch, context).total_bytes <= setting.capacity_bytes(layouts)
         if np.isfinite(budget_s):
             held = np.flatnonzero(kept)
-            kept[held] = decode_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
+            kept[held] = token_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
         return kept
 
     most, unit = largest(keeps, np.full(len(layouts), float(MOST_BATCH))), units(layouts)
@@ -127,7 +127,7 @@ def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float
     rows, index = np.nonzero(batch > 0)
     kept, batch = layouts.take(index), batch[rows, index]
     needed = memory(setting, kept, batch, context).total_bytes
-    return Points(index, batch, kept.world_size, decode_seconds(setting, kept, batch, context), needed)
+    return Points(index, batch, kept.world_size, token_seconds(setting, kept, batch, context), needed)
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:

@@ -7,6 +7,7 @@ from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Op
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
+    draft_notes,
     mixed_formats,
     overlap_notes,
     position_notes,
@@ -187,6 +188,7 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from weight_notes(deployment, ())
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
+    yield from draft_notes(deployment)
     if deployment.sharded:
         yield (
             "a generation server, on Blackwell GPUs: a context server, which takes the chunks of prompts, and "

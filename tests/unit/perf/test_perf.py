@@ -19,7 +19,7 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
 from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
+from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds, token_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
@@ -269,6 +269,43 @@ def test_the_head_counts_in_every_micro_batch(pp, most, last):
     told = Layout(pp=pp, stage_layers=(most + 3, *[most] * (pp - 2), 32 - 3 - most * (pp - 1)))
     uneven = decode_seconds(how, Layouts.of([told]), float(pp), 1e4)[0]
     assert uneven == pytest.approx(pp * ((most + 3) * layer + beside) + embedding + head)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-r1"])
+def test_drafts_are_rows_of_their_request(name):
+    """Three rows of each of 8 requests cost what 24 requests do, but for KV, which is read once for all of them."""
+    how, layouts = setting(name), one(kvp=4)
+    drafted = replace(how, draft_tokens=2, accepted_tokens=2.5)
+    found, more = (
+        {item.name: item for item in decode_items(each, layouts, batch, 1e5)}
+        for each, batch in ((drafted, 8.0), (how, 24.0))
+    )
+    kv_read = 16 * 1e5 / 4 * how.kv_token_bytes
+    for item in found:
+        assert found[item].flops[0] == pytest.approx(more[item].flops[0])
+        less = kv_read if item == "attention" else 0.0
+        assert found[item].hbm_bytes[0] == pytest.approx(more[item].hbm_bytes[0] - less), item
+        assert found[item].net_bytes[0] == pytest.approx(more[item].net_bytes[0]), item
+    assert token_seconds(drafted, layouts, 8.0, 1e5)[0] == decode_seconds(drafted, layouts, 8.0, 1e5)[0] / 2.5
+    assert kv_bytes(drafted, layouts, 8.0, 1e5) == kv_bytes(how, layouts, 8.0, 1e5)
+    held, wider = (memory(each, layouts, batch, 1e5) for each, batch in ((drafted, 8.0), (how, 24.0)))
+    assert held.activations_bytes[0] == wider.activations_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "words"),
+    [
+        (1, 2.5, "accepted-tokens is 2.5, and a step with 1 draft tokens gives 1 to 2: set accepted-tokens"),
+        (0, 1.8, "accepted-tokens is 1.8, and a step with 0 draft tokens gives 1 to 1"),
+        (3, 0.9, "accepted-tokens is 0.9"),
+        (3, float("nan"), "accepted-tokens is nan"),
+        (-1, 1.0, "draft-tokens is -1: set it to a number from 0 to 64"),
+        (65, 1.0, "draft-tokens is 65"),
+    ],
+)
+def test_drafts_that_no_step_gives(drafts, accepted, words):
+    with pytest.raises(UserError, match=words):
+        replace(setting(), draft_tokens=drafts, accepted_tokens=accepted)
 
 
 def test_batches_below_the_number_of_stages_wait_less():

@@ -58,6 +58,12 @@ def test_a_decode_row_reads_its_window_in_layers_that_have_one(degrees, rows, to
     assert item.flops[0] == tokens * PAIR_FLOPS
 
 
+def test_drafts_see_their_request_windows_once():
+    drafted = attention(decode_items(replace(setting(), draft_tokens=3), layouts(), 3.0, 1000.0))
+    assert drafted.hbm_bytes[0] == 3 * (1000 + 100) * TOKEN_BYTES + 2 * 12 * ROW_BYTES
+    assert drafted.flops[0] == 4 * 3 * (1000 + 100) * PAIR_FLOPS
+
+
 @pytest.mark.parametrize("context", [1.0, 60.0, 100.0])
 def test_what_a_window_does_not_hide_costs_what_it_costs_without(context):
     for formula in (decode_seconds, kv_bytes):

@@ -240,6 +240,11 @@ def test_groups_of_kvp_ranks_become_one_and_the_file_says_so(tmp_path):
     assert not any("groups" in sentence for sentence in runnable(deployment(kvp=4, tpf=4, placement="local")).missing)
 
 
+def test_tokens_that_only_drafts_give_are_said():
+    planned = replace(deployment(kvp=2, tpf=2), accepted_tokens=1.8)
+    assert any("counts on 1.8 tokens of every step" in sentence for sentence in runnable(planned).missing)
+
+
 def test_more_than_one_host():
     on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
     assert on_gpus.missing == ("ranks on several hosts do not run yet: all 16 GPUs have to be of one host",)

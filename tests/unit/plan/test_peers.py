@@ -232,6 +232,11 @@ def test_groups_of_kvp_ranks():
     )
 
 
+def test_drafts_have_to_be_set_up_as_well():
+    for command in commands(replace(deployment(LLAMA, tpa=8, tpf=8), accepted_tokens=1.8), "a/model"):
+        assert any("counts on 1.8 tokens of every step" in note for note in command.notes)
+
+
 def test_experts_by_columns_and_whole():
     both = {"kvp": 1, "tpa": 4, "tpf": 2, "ep": 2}
     assert found("vLLM", QWEN, **both).cannot[0].startswith("TPF 2 x EP 2: experts are shared by columns over all")
