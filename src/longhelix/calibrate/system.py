@@ -67,6 +67,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
         "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),
+        "cores": (host.cores(), "measured: the cores that this process may use"),
         "node_ranks": (preset.node_ranks, f"assumed: that of the preset {preset.name}"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],

@@ -74,12 +74,12 @@ def product(
 
 
 def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem]:
-    model, heads = setting.model, setting.heads
+    model = setting.model
     latent_queries = model.mla is not None and model.mla.q_lora_rank is not None
     qkv = product(
         "QKV", setting, layouts, weights.qkv(setting, layouts), own.rows, count=3.0 if latent_queries else 1.0
     )
-    channels = model.head_size * (layouts.query_heads(heads) + 2 * layouts.kv_heads(heads))
+    channels = model.head_size * (setting.query_heads(layouts) + 2 * setting.kv_heads(layouts))
     moved_bytes = 2 * own.rows * channels * ACTIVATION_BYTES
     write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
     if model.mla is None:
@@ -94,8 +94,8 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     A request's KV is read once for all its rows. Beside KV they read queries, and write outputs and LSEs; what passes
     between the two counts for nothing.
     """
-    model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
-    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
+    model, num_query_heads = setting.model, setting.query_heads(layouts)
+    token_bytes = setting.kv_heads(layouts) * setting.kv_head_bytes
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
     pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
     decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
@@ -136,7 +136,7 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
 
 def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
-    mla, num_query_heads = setting.model.mla, layouts.query_heads(setting.heads)
+    mla, num_query_heads = setting.model.mla, setting.query_heads(layouts)
     assert mla is not None
     made = num_query_heads * (mla.nope_size + mla.value_size)
     made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
@@ -181,7 +181,7 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostI
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
     TPA share, after it the merged ones alone. Values, where a chunk attends directly.
     """
-    held, merged = layouts.query_heads(setting.heads), layouts.merged_query_heads(setting.heads)
+    held, merged = setting.query_heads(layouts), setting.merged_query_heads(layouts)
     values = _exchanged(setting, layouts, own, setting.output_size)
     if setting.model.mla is None:
         return [], values, layouts.zeros + setting.output_size
@@ -208,7 +208,7 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     outputs at once.
     """
     groups = RankGroups(layouts.kvp, layouts.tpa)
-    rows_heads = own.rows * layouts.query_heads(setting.heads)
+    rows_heads = own.rows * setting.query_heads(layouts)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
     gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
@@ -231,7 +231,7 @@ def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchan
 
 def _merge(setting: Setting, layouts: Layouts, own: Work, channels: Array) -> CostItem:
     """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
-    held = layouts.query_heads(setting.heads)
+    held = setting.query_heads(layouts)
     read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
-    written = np.ceil(held / layouts.kvp) * channels * ACTIVATION_BYTES
+    written = setting.held(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
     return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)

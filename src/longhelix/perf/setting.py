@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
@@ -116,6 +118,29 @@ class Setting:
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
         return self.system.usable_bytes * self.share(layouts)
+
+    def held(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
+        """How much of something each rank is priced with: as much as the fullest has, for which the others wait.
+
+        Where ranks share a machine and there are more than its cores, they take turns: the mean, or as much of the
+        fullest as it takes while others have their turns, if that is more.
+        """
+        if not self.system.shared:
+            return fullest
+        return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
+
+    def kv_heads(self, layouts: Layouts) -> Array:
+        """KV heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.kv_heads(self.heads), np.maximum(self.heads.num_kv_heads / layouts.tpa, 1.0))
+
+    def query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.query_heads(self.heads), self.heads.num_query_heads / layouts.tpa)
+
+    def merged_query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank in the output projection, as `held` has it."""
+        fullest = layouts.merged_query_heads(self.heads)
+        return self.held(layouts, fullest, self.heads.num_query_heads / layouts.output_ranks)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

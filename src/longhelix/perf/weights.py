@@ -1,4 +1,6 @@
-"""Numbers in the matrices of a layer on the fullest rank of each layout; the products' costs and the memory follow.
+"""Numbers in the matrices of a layer on the fullest rank of each layout (`Setting.held`).
+
+Products' costs and memory follow from them.
 
 Read off the table of weights. Vectors, norms and biases, count for nothing.
 """
@@ -30,7 +32,7 @@ def qkv(setting: Setting, layouts: Layouts) -> Array:
 def key_absorption(setting: Setting, layouts: Layouts) -> Array:
     """MLA: the half of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
     mla = setting.model.mla
-    return layouts.query_heads(setting.heads) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
+    return setting.query_heads(layouts) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
 
 
 def value_projection(setting: Setting, num_heads: Array) -> Array:
@@ -58,7 +60,7 @@ def num_experts(setting: Setting, layouts: Layouts) -> Array:
     """Experts of the fullest rank."""
     moe = setting.model.moe
     assert moe is not None
-    return np.ceil(moe.num_experts / layouts.ep)
+    return _pieces(moe.num_experts, layouts.ep, setting, layouts)
 
 
 def shared_experts(setting: Setting, layouts: Layouts) -> Array:
@@ -95,21 +97,26 @@ def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) 
 
 
 def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
-    """Those of a dim that the fullest rank has; whole numbers, and so are all sums of products of them, exactly."""
+    """Those of a dim that a rank has; the fullest one's are whole numbers, and so are all sums of products of them,
+    exactly."""
     match dim.split:
         case Split.WHOLE:
             return float(dim.count)
         case Split.QUERY_HEADS:
-            return layouts.query_heads(setting.heads)
+            return setting.query_heads(layouts)
         case Split.KV_HEADS:
-            return layouts.kv_heads(setting.heads)
+            return setting.kv_heads(layouts)
         case Split.OUTPUT_HEADS:
-            return layouts.merged_query_heads(setting.heads)
+            return setting.merged_query_heads(layouts)
         case Split.FFN_COLUMNS | Split.VOCABULARY:
-            return np.ceil(dim.count / layouts.ffn_ranks)
+            return _pieces(dim.count, layouts.ffn_ranks, setting, layouts)
         case Split.SHARED_COLUMNS:
-            return np.ceil(dim.count / np.where(layouts.grouped, 1.0, layouts.ffn_ranks))
+            return _pieces(dim.count, np.where(layouts.grouped, 1.0, layouts.ffn_ranks), setting, layouts)
         case Split.EXPERT_COLUMNS:
-            return np.ceil(dim.count / layouts.tpf)
+            return _pieces(dim.count, layouts.tpf, setting, layouts)
         case Split.EXPERTS:
-            return np.ceil(dim.count / layouts.ep)
+            return _pieces(dim.count, layouts.ep, setting, layouts)
+
+
+def _pieces(count: int, ranks: Array, setting: Setting, layouts: Layouts) -> Array:
+    return setting.held(layouts, np.ceil(count / ranks), count / ranks)

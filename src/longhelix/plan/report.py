@@ -275,9 +275,7 @@ def _said(plan: Plan, choice: Choice) -> str:
         f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
     ]
     if choice.draft_tokens:
-        said.append(
-            f"counted on {choice.accepted_tokens:g} tokens of a step that verifies {choice.draft_tokens} drafts"
-        )
+        said.append(f"counted on {choice.accepted_tokens:g} tokens of a step, draft tokens in it {choice.draft_tokens}")
     if choice.rate_per_s is not None:
         said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
     if choice.cost_per_million_tokens is not None:

@@ -34,7 +34,8 @@ class HardwareSpec:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
     swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk.
     prefetch: while an all-reduce runs, the next product's weights are read into the cache.
-    shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
+    shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic; cores: of that
+    machine, and where there are more ranks, these take turns.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
     """
 
@@ -59,6 +60,7 @@ class HardwareSpec:
     swap_bytes_per_s: float
     prefetch: bool
     shared: bool
+    cores: int
     sources: Mapping[str, str] = field(compare=False, repr=False)
 
     @property
@@ -181,8 +183,14 @@ _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) a
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
 # What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be
-# filled, and a server of one rank rules no number of ranks out.
-_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
+# filled, a server of one rank rules no number of ranks out, and of so many cores no ranks take turns.
+_ASSUMED: Mapping[str, float] = {
+    "part_s": 0.0,
+    "swap_bytes_per_s": 1e9,
+    "reserve_bytes": 0.0,
+    "node_ranks": 1,
+    "cores": 2**20,
+}
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,
@@ -202,6 +210,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "in_switch_reduction": _FLAG,
     "prefetch": _FLAG,
     "shared": _FLAG,
+    "cores": _RANKS,
     "node_ranks": _RANKS,
     "scale_up.latency_s": _TIME,
     "scale_up.bytes_per_s": _RATE,

@@ -244,6 +244,39 @@ def test_what_is_merged_is_what_was_exchanged(link):
     assert items["merge"].hbm_bytes[0] == pytest.approx(61 * 64 * 128 * (sent_bytes + channels * 2 / 4))
 
 
+@pytest.mark.parametrize(
+    ("cores", "kv_heads", "columns"),
+    [
+        (4, 2, 384),  # each rank has a core: the one with two of the three KV heads is the last
+        (3, 1.5, 384),  # 4/3 turns: as much as 3/4 of the fullest, or all together
+        (2, 1.5, 384),
+        (1, 1.5, 384),
+    ],
+)
+def test_ranks_that_take_turns_cost_what_all_of_them_do(cores, kv_heads, columns):
+    """KVP 2 x TPA 2 of 9 query and 3 KV heads, on a machine of so many cores."""
+    system = load_system("cpu").replaced({"cores": cores}, "made up")
+    how, layouts = Setting(load_model("builtin"), system, "bfloat16", "bfloat16"), one(kvp=2, tpa=2)
+    model = how.model
+    items = {item.name: item for item in decode_items(how, layouts, 1.0, 1e4)}
+    layers, queries = model.num_layers, 3 * kv_heads
+    read = kv_heads * 1e4 / 2 * 2 * 64 * 2 + queries * (2 * 64 * 2 + 4)
+    assert items["attention"].hbm_bytes[0] == pytest.approx(layers * read)
+    assert items["QKV"].hbm_bytes[0] == layers * 576 * (queries + 2 * kv_heads) * 64 * 2
+    assert items["dense FFN"].hbm_bytes[0] == layers * 3 * 576 * columns * 2
+    share_s = layers * read / (system.memory_bytes_per_s * system.memory_efficiency / 4)
+    assert items["attention"].seconds[0] == pytest.approx(share_s + items["attention"].fixed_s[0])
+
+
+def test_uneven_columns_of_ranks_that_take_turns():
+    """49,152 rows of the vocabulary over 5 ranks: 9,831 on the fullest, or 9,830.4 each where they share two cores."""
+    for cores, rows in ((5, 9831), (2, 9830.4)):
+        system = load_system("cpu").replaced({"cores": cores}, "made up")
+        how = Setting(load_model("builtin"), system, "bfloat16", "bfloat16")
+        head = next(item for item in decode_items(how, one(kvp=5), 1.0, 1e4) if item.name == "head")
+        assert head.hbm_bytes[0] == pytest.approx(rows * 576 * 2, rel=1e-9)
+
+
 def stage_times(how, **degrees):
     """Seconds of a layer, of the embedding, of the head, and of a stage's host and message: of one-row steps."""
     items = {item.name: item.seconds[0] for item in decode_items(how, one(**degrees), 1.0, 1e4)}
