@@ -59,7 +59,7 @@ def _before_fits(machine: Row) -> dict[str, Row]:
         "compute_efficiency": (0.8, "guess"),
         "attention_efficiency": (0.8, "guess"),
         "kernel_s": (machine["kernel_s"], f"measured: a tape of {TINY_KERNELS} tiny products"),
-        "collective_s": (5e-6, "guess"),
+        "collective_s": (preset.collective_s, f"assumed: that of the preset {preset.name}"),
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
         "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),

@@ -11,7 +11,8 @@ from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import Points, batches, sweep
 
 CONTEXT = 1e6
-HELIX = ("helix_exposed", "helix")  # the paper has no groups beside KVP
+HELIX = ("helix_exposed", "helix")
+_NOT_COMPARED = ("helix_dp",)  # the paper has no groups beside KVP
 MAX_GPUS = 64
 _NAMES = tuple(strategy.name for strategy in STRATEGIES)
 _MOST_BATCH = 4096
@@ -58,9 +59,11 @@ def best(points: Points) -> Points:
 def frontiers(setting: Setting, *, powers_of_two: bool) -> Frontiers:
     """Every layout of up to MAX_GPUS GPUs at CONTEXT tokens; GPUs and batch sizes all, or powers of two alone."""
     chosen, sizes = space(setting.model, MAX_GPUS), batches(_MOST_BATCH)
+    keep = ~np.isin(np.array(_NAMES)[chosen.strategy], _NOT_COMPARED)
     if powers_of_two:
-        keep = np.log2(chosen.layouts.world_size) % 1 == 0
-        chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+        keep &= np.log2(chosen.layouts.world_size) % 1 == 0
+    chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+    if powers_of_two:
         sizes = 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1)
     found = sweep(setting, chosen, CONTEXT, sizes)
     return Frontiers(found.points, np.array(_NAMES)[chosen.strategy[found.points.layout]], found.configurations)
