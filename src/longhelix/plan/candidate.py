@@ -8,6 +8,8 @@ from longhelix.perf.layouts import Layouts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import Points
 
+_DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -48,8 +50,7 @@ def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
 
     Groups of one KVP rank are told as `Layout` has them: as KVP ranks whose requests are local.
     """
-    names = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
-    found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in names}
+    found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in _DEGREES}
     local = found["dp"] != 1 and found["kvp"] == 1
     if local:
         found |= {"dp": 1, "kvp": found["dp"]}
@@ -58,8 +59,8 @@ def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
 
 def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
     """What `degrees` is of."""
-    dp, kvp, *others = (int(layout[name]) for name in ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
-    one = Layout(dp * kvp, *others)
+    dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (int(layout[name]) for name in _DEGREES)
+    one = Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
     return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
 
 

@@ -84,8 +84,8 @@ class Deployment:
         missing = [name for name in _DEGREES if name not in self.layout]
         if missing:
             raise UserError(f"the layout has no {missing[0]}: give a number for each of {', '.join(_DEGREES)}")
-        dp, kvp, *others = (whole(name, self.layout[name], 1, MOST_TOKENS) for name in _DEGREES)
-        return Layout(dp * kvp, *others)
+        dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (whole(name, self.layout[name], 1, MOST_TOKENS) for name in _DEGREES)
+        return Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
 
     @cached_property
     def heads(self) -> HeadShape:

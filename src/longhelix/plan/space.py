@@ -60,7 +60,8 @@ def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Spac
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     dp, kvp, tpa, tpf, ep, ffn_replicas, pp, hop_b, strategy = columns
-    layouts = Layouts(dp, kvp, tpa, tpf, ep, pp, ffn_replicas, *np.zeros((2, len(pp))), hop_b.astype(np.bool_))
+    even = np.zeros_like(pp)
+    layouts = Layouts(dp, kvp, tpa, tpf, ep, pp, ffn_replicas, even, even, hop_b.astype(np.bool_))
     return Space(layouts, strategy.astype(np.intp))
 
 
