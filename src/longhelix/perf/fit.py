@@ -91,7 +91,7 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
     Groups of one size tell the sum of collective_s and of the latencies alone: from these the latency is fitted, with
     collective_s as it was.
     """
-    names = COLLECTIVE_CONSTANTS
+    names: Sequence[str] = COLLECTIVE_CONSTANTS
     if len({each.ranks for each in measured}) == 1:
         names = names[1:]
         system = system.replaced(

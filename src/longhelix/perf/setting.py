@@ -17,7 +17,8 @@ ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
 LOGIT_BYTES = 4.0
 MOST_DRAFTS = 64
-CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
+CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
+CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefetch import prefetched
-from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
+from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, CANDIDATES_SUM_BYTES, LOGIT_BYTES, Setting
 from longhelix.request import CANDIDATES, Number, Work
 
 WAIT = "wait for the slowest stage"
@@ -174,7 +174,8 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The head over the vocabulary, and each rank's candidates gathered on one that samples."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES / layouts.ffn_ranks
-    candidate_bytes = work.sampled_rows * CANDIDATES * CANDIDATE_BYTES * layouts.ffn_ranks
+    row_bytes = CANDIDATES * CANDIDATE_BYTES + CANDIDATES_SUM_BYTES
+    candidate_bytes = work.sampled_rows * row_bytes * layouts.ffn_ranks
     gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), candidate_bytes)
     wanted = logit_bytes > 0
     return [

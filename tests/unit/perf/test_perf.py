@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix import Layout, UserError
+from longhelix.kernels.candidates import Candidates
 from longhelix.layout import HeadShape
 from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
@@ -23,7 +24,7 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items, step_s
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
-from longhelix.request import Work
+from longhelix.request import CANDIDATES, Work
 from longhelix.spec.weights import num_active_parameters, num_parameters
 
 pytestmark = pytest.mark.unit
@@ -242,6 +243,13 @@ def test_what_is_merged_is_what_was_exchanged(link):
     channels = (sent_bytes - 4) / 2
     assert channels == pytest.approx(512 if link > 1 else 128)
     assert items["merge"].hbm_bytes[0] == pytest.approx(61 * 64 * 128 * (sent_bytes + channels * 2 / 4))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_candidates_are_gathered_as_the_engine_has_them_in_memory(rows):
+    """On each of 8 ranks those of the other seven."""
+    items = {item.name: item for item in decode_items(setting(), one(kvp=8), float(rows), 1e4)}
+    assert items["sampling"].net_bytes[0] == pytest.approx(7 * 8 * Candidates.size(rows, CANDIDATES))
 
 
 @pytest.mark.parametrize(
