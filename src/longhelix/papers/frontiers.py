@@ -8,10 +8,12 @@ from longhelix.perf.layouts import Array
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.plan.pareto import Gain, at_least, frontier, gain
-from longhelix.plan.space import HELIX, STRATEGIES, Space, space
+from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import DecodeSeconds, Points, batches, sweep
 
 CONTEXT = 1e6
+HELIX = ("helix_exposed", "helix")
+_NOT_COMPARED = ("helix_dp",)  # the paper has no groups beside KVP
 MAX_GPUS = 64
 _NAMES = tuple(strategy.name for strategy in STRATEGIES)
 _MOST_BATCH = 4096
@@ -61,9 +63,11 @@ def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds =
     seconds: what a decode step takes.
     """
     chosen, sizes = space(setting.model, MAX_GPUS), batches(_MOST_BATCH)
+    keep = ~np.isin(np.array(_NAMES)[chosen.strategy], _NOT_COMPARED)
     if powers_of_two:
-        keep = np.log2(chosen.layouts.world_size) % 1 == 0
-        chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+        keep &= np.log2(chosen.layouts.world_size) % 1 == 0
+    chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+    if powers_of_two:
         sizes = 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1)
     found = sweep(setting, chosen, CONTEXT, sizes, seconds)
     return Frontiers(found.points, np.array(_NAMES)[chosen.strategy[found.points.layout]], found.configurations)

@@ -6,7 +6,7 @@ from typing import Any
 from longhelix.layout import HeadShape, Layout
 from longhelix.papers.charts import Chart, Curve, Panel
 from longhelix.papers.claims import Claim, Reproduction, Table, constants
-from longhelix.papers.frontiers import Headline, frontiers, headline, normalised
+from longhelix.papers.frontiers import HELIX, Headline, frontiers, headline, normalised
 from longhelix.papers.layout_drawings import HeadsDrawing, PhasesDrawing
 from longhelix.papers.measured import measured
 from longhelix.papers.pipelines import Bars, Pipeline, one_by_one, overlapped
@@ -15,7 +15,7 @@ from longhelix.papers.roofline import figure_1
 from longhelix.papers.sensitivity import on_system
 from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
-from longhelix.plan.space import HELIX, STRATEGIES
+from longhelix.plan.space import STRATEGIES
 from longhelix.plan.sweep import Points
 from longhelix.spec import ModelSpec
 

@@ -30,7 +30,7 @@ def prefetched(
     paper that compares them says so (arXiv 2507.07120, evaluation); requests apart have no all-reduce.
     """
     system = setting.system
-    hides = ~layouts.whole_heads
+    hides = ~layouts.grouped & (layouts.ffn_replicas == 1)
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model

@@ -11,7 +11,7 @@ from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefill import first_token_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import cycle_seconds
 from longhelix.request import NO_WORK, Work
 
 ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
@@ -37,7 +37,7 @@ def adaptive_prefill(
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
     works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
-    steps_s = step_seconds(setting, layouts, works + beside)  # by chunk, prefix and layout
+    steps_s = cycle_seconds(setting, layouts, works + beside)  # by chunk, prefix and layout
     # The largest that fits, or the first.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
     chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]

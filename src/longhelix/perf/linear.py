@@ -16,8 +16,8 @@ _KERNELS = 3.0  # the convolution, the delta rule, the gated norm
 def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, work: Work) -> list[CostItem]:
     """One layer's cost items, in order.
 
-    Heads lie over all ranks that sum the output projection: over KVP x TPA ranks, which have all rows, or over TPA
-    where a KVP rank has requests or an FFN of its own. A decode row reads and writes its request's state, a prompt's
+    Heads lie over the ranks that sum the output projection: the KVP x TPA of a group, which have all of its rows, or
+    TPA where a KVP rank has an FFN of its own. A decode row reads and writes its request's state, a prompt's
     chunk one state.
     """
     own = layouts.of_rank(work)
@@ -26,7 +26,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     states = own.decode_rows + np.minimum(own.chunk_rows, 1.0)
     moved = keys * 2 * linear.key_size + values * 3 * linear.value_size  # queries, keys; values, gates, outputs
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    groups = RankGroups(weights.linear_ranks(layouts), layouts.ones)
+    groups = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, groups, hidden_bytes + layouts.zeros)
     return [
         _product("linear projections", setting, layouts, inputs, own.rows, count=2.0),
@@ -46,7 +46,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
 
 def held_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]:
     """Key and value heads of the fullest rank; where there are more ranks than heads, several have the same."""
-    ranks = weights.linear_ranks(layouts)
+    ranks = layouts.output_ranks
     return np.ceil(linear.num_key_heads / ranks), np.ceil(linear.num_value_heads / ranks)
 
 

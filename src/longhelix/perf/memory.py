@@ -27,11 +27,11 @@ def memory(
     setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array, chunk: float | Array = 0.0
 ) -> Memory:
     """With `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows at a time."""
-    rows = np.ceil(batch / layouts.pp) + chunk
+    decode_rows = np.ceil(batch / layouts.pp) * setting.request_rows
     return Memory(
         weights_bytes=weights_bytes(setting, layouts),
         kv_bytes=kv_bytes(setting, layouts, batch, context),
-        activations_bytes=_activations_bytes(setting, layouts, rows, np.ceil(batch / layouts.pp)),
+        activations_bytes=_activations_bytes(setting, layouts, decode_rows + chunk, decode_rows),
     )
 
 
@@ -53,21 +53,20 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers, and the states of those with linear attention: of every request, or of the rank's own."""
+    """KV of a stage's layers, and the states of those with linear attention, of every request of the rank's group."""
     kept, linear = token_bytes(setting, layouts, batch, context), setting.model.linear
     if linear is None:
         return kept
     layers = layouts.stage_layers(setting.model.num_layers)
     num_linear = layers - setting.most_full_layers[layers.astype(np.intp)]
-    requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch)
-    return np.asarray(kept + requests * request_bytes(layouts, linear) * num_linear)
+    return np.asarray(kept + np.ceil(batch / layouts.dp) * request_bytes(layouts, linear) * num_linear)
 
 
 def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests; of a layer
-    with a window no more tokens than that, of one with linear attention none."""
+    """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
+    more tokens than that, of one with linear attention none."""
     one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes
-    requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
+    requests = np.ceil(batch / layouts.dp) / layouts.kvp
     layers, window = layouts.stage_layers(setting.model.num_layers), setting.model.sliding_window
     if setting.model.linear is not None:
         layers = setting.most_full_layers[layers.astype(np.intp)]

@@ -6,7 +6,7 @@ import numpy as np
 
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import cycle_seconds, step_seconds
 from longhelix.request import NO_WORK, Work
 
 # Chunk times are piecewise linear in the prefix: a sum over thousands of chunks is taken at so many of them.
@@ -37,12 +37,12 @@ def prefill(
 
     With PP stages a chunk enters the first stage as soon as the one before has left it (sequence pipeline parallelism,
     arXiv 2409.17264, section 4.3): of n chunks that take t_i in each of p stages the last is through after
-    sum(t_i) + (p - 1) max(t_i). The sum is taken at `nodes` of them.
+    sum(t_i) + (p - 1) max(t_i), where t_i is the slowest stage's. The sum is taken at `nodes` of them.
     """
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks
     before = prefix + rows * (np.multiply.outer((np.arange(nodes) + 0.5) / nodes, np.atleast_1d(chunks)) - 0.5)
-    paths_s = step_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before) + beside)
+    paths_s = cycle_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before) + beside)
     # One by one, so that a layout's time does not depend on how many others there are.
     busy_s: Array = sum(paths_s, layouts.zeros) * chunks / nodes / layouts.pp
     longest_s: Array = paths_s.max(axis=0)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from longhelix.errors import UserError
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
@@ -15,7 +17,9 @@ ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
 STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 34489)
 LOGIT_BYTES = 4.0
-CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
+MOST_DRAFTS = 64
+CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
+CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,9 @@ class Setting:
 
     attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
     bits, as no kernel is known that attends in these. expert_dtype: that of the weights of experts; None: that of all
-    others. Raises UserError where the system has no arithmetic in one of the dtypes.
+    others. draft_tokens: those of a decoding request that a step verifies, each in a row of its own (speculative
+    decoding); accepted_tokens: that such a step gives it on average, its own one included. Raises UserError where the
+    system has no arithmetic in one of the dtypes, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -33,12 +39,21 @@ class Setting:
     kv_dtype: str
     attention_dtype: str | None = None
     expert_dtype: str | None = None
+    draft_tokens: int = 0
+    accepted_tokens: float = 1.0
 
     def __post_init__(self) -> None:
         self._check(self.weight_dtype, "weights are", "--weight-dtype")
         self._check(self.experts_in, "experts are", "--expert-dtype")
         attends = "--kv-dtype" if self.attention_dtype is None else "--attention-dtype"
         self._check(self.attends_in, "attention computes", attends)
+        if not 0 <= self.draft_tokens <= MOST_DRAFTS:
+            raise UserError(f"draft-tokens is {self.draft_tokens}: set it to a number from 0 to {MOST_DRAFTS}")
+        if not 1 <= self.accepted_tokens <= self.request_rows:
+            raise UserError(
+                f"accepted-tokens is {self.accepted_tokens:g}, and a step with {self.draft_tokens} draft tokens gives "
+                f"1 to {self.request_rows}: set accepted-tokens to one of these, or draft-tokens to more"
+            )
 
     def _check(self, dtype: str, used: str, option: str) -> None:
         if not self.system.computes_in(dtype):
@@ -52,6 +67,11 @@ class Setting:
     def experts_in(self) -> str:
         """The dtype of the experts' weights."""
         return self.weight_dtype if self.expert_dtype is None else self.expert_dtype
+
+    @property
+    def request_rows(self) -> int:
+        """Rows of a decoding request in a step: its last token's, and those of drafts."""
+        return 1 + self.draft_tokens
 
     @cached_property
     def attends_in(self) -> str:
@@ -146,6 +166,29 @@ class Setting:
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
         return self.system.usable_bytes * self.share(layouts)
+
+    def held(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
+        """How much of something each rank is priced with: as much as the fullest has, for which the others wait.
+
+        Where ranks share a machine and there are more than its cores, they take turns: the mean, or as much of the
+        fullest as it takes while others have their turns, if that is more.
+        """
+        if not self.system.shared:
+            return fullest
+        return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
+
+    def kv_heads(self, layouts: Layouts) -> Array:
+        """KV heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.kv_heads(self.heads), np.maximum(self.heads.num_kv_heads / layouts.tpa, 1.0))
+
+    def query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.query_heads(self.heads), self.heads.num_query_heads / layouts.tpa)
+
+    def merged_query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank in the output projection, as `held` has it."""
+        fullest = layouts.merged_query_heads(self.heads)
+        return self.held(layouts, fullest, self.heads.num_query_heads / layouts.output_ranks)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

@@ -24,7 +24,7 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
     pairs, keys = own.decode_kv_tokens + own.chunk_pairs, own.decode_kv_tokens + own.chunk_kv_tokens
     candidates = _at_most(indexer.chosen_tokens, own.decode_rows, own.decode_kv_tokens)
     candidates = candidates + _at_most(indexer.chosen_tokens, own.chunk_rows, own.chunk_pairs)
-    groups = RankGroups(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
+    groups = RankGroups(layouts.kvp, layouts.tpa)
     gathered_bytes = groups.size * candidates * _CANDIDATE_BYTES
     gathered = collectives.all_gather(setting.system, groups, gathered_bytes)
     return [
@@ -55,7 +55,7 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
 def chosen(layouts: Layouts, indexer: Indexer, own: Work) -> Work:
     """What a rank attends to after the choice: chosen tokens lie over KVP ranks as evenly as all, and every row of a
     prompt reads its own."""
-    share = np.where(layouts.local, 1.0, 1 / layouts.kvp) * indexer.chosen_tokens
+    share = indexer.chosen_tokens / layouts.kvp
     pairs = _at_most(share, own.chunk_rows, own.chunk_pairs)
     return own._replace(
         decode_kv_tokens=_at_most(share, own.decode_rows, own.decode_kv_tokens),

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from longhelix.layout import Layout
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.linear import request_bytes
-from longhelix.perf.step import step_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, prompts
@@ -90,10 +89,10 @@ def apart(question: Question, space: Space) -> Apart | None:
     gpus = prefills * int(first.gpus[prefill]) + decodes * int(second.gpus[decode])
     tokens_per_s_per_gpu = served * demand.output_tokens / gpus
     return Apart(
-        prefill_layout=degrees(space, int(first.layout[prefill])),
+        prefill_layout=degrees(space.layouts, int(first.layout[prefill])),
         prefills=prefills,
         chunk_tokens=int(first.size[prefill]),
-        decode_layout=degrees(space, int(second.layout[decode])),
+        decode_layout=degrees(space.layouts, int(second.layout[decode])),
         decodes=decodes,
         batch=int(second.size[decode]),
         gpus=gpus,
@@ -150,13 +149,13 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if question.ttl_s is not None:
-            kept &= step_seconds(use.setting, layouts, use.decodes(layouts, batch)) <= question.ttl_s
+            kept &= use.token_seconds(layouts, batch) <= question.ttl_s
         return kept
 
     batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))
     index = np.flatnonzero(batch > 0)
     layouts, batch = layouts.take(index), batch[index]
-    ttl_s = step_seconds(use.setting, layouts, use.decodes(layouts, batch))
+    ttl_s = use.token_seconds(layouts, batch)
     assert use.demand is not None
     return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
 

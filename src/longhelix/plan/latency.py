@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import cycle_seconds
 from longhelix.plan.question import Question
 from longhelix.plan.space import Space
 
@@ -69,4 +69,4 @@ def _mixed_seconds(question: Question, layouts: Layouts, chunk: float) -> Array:
     rows = min(chunk, float(question.context))
     chunk_work = layouts.chunk(rows, question.context - rows)
     decodes = layouts.decode(np.ceil((question.users - 1) / layouts.pp), float(question.context))
-    return step_seconds(question.setting, layouts, chunk_work + decodes)
+    return cycle_seconds(question.setting, layouts, chunk_work + decodes) / question.setting.accepted_tokens

@@ -23,15 +23,19 @@ def write_page(
     kv_dtype: str,
     ttl_s: float | None,
     expert_dtype: str | None = None,
+    draft_tokens: int = 0,
+    accepted_tokens: float = 1.0,
 ) -> None:
     """Write the page, which opens with `context` tokens, these dtypes and `ttl_s` seconds per token (None: a balance).
+    Steps verify `draft_tokens` of each request, and give it `accepted_tokens` (`Setting`).
 
     expert_dtype: of experts, with `weight_dtype` of all others; other choices on the page have one dtype for both.
 
     Raises UserError where plotly is missing, where the system has no arithmetic in a dtype, and where `path` cannot be
     written.
     """
-    asked = Asked(max_gpus, float(context), weight_dtype, kv_dtype, ttl_s, expert_dtype)
+    drafts = draft_tokens, accepted_tokens
+    asked = Asked(max_gpus, float(context), weight_dtype, kv_dtype, ttl_s, expert_dtype, *drafts)
     data = page_data(model, model_name, system, asked)
     document = json.dumps(data.document, separators=(",", ":")).encode()
     page.write(path, _ASSETS, _SCRIPTS, {"document": document, "numbers": data.numbers.astype("<f4").tobytes()})

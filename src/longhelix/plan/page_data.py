@@ -11,7 +11,7 @@ from longhelix.layout import HeadShape, Layout
 from longhelix.perf.layouts import Array
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items
+from longhelix.perf.step import WAIT, decode_items
 from longhelix.plan.pareto import frontier
 from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import Points, Sweep, batches, layouts_of, sweep
@@ -23,7 +23,7 @@ MOST_POINTS = 28
 MOST_DRAWN = 144
 _BATCHES_PER_OCTAVE, _OCTAVES = 2, 16
 _MOST_LAYOUTS = 4000
-_STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
+_STAGE = ("dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _EXACT = (*_STAGE, "pp", "strategy", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes", "activations_bytes")
 _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
@@ -43,13 +43,14 @@ _KINDS = {
     ),
     "FFN": ("router", "shared experts", "experts", "dense FFN"),
     "collectives": ("all-reduce after attention", "gather before FFN", "all-reduce after FFN", "stage to stage"),
-    "other": ("embedding", "head", "sampling", "host"),
+    "other": ("embedding", "head", "sampling", "host", WAIT),
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set.
+    """What the page opens with: at most `max_gpus`, `context` tokens, and seconds per token, if any are set. Drafts are
+    those of `Setting`, in all that it shows.
 
     expert_dtype: of experts, where all other weights are in `weight_dtype`; None: that as well.
     """
@@ -60,6 +61,8 @@ class Asked:
     kv_dtype: str
     ttl_s: float | None
     expert_dtype: str | None = None
+    draft_tokens: int = 0
+    accepted_tokens: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ def _choices(model: ModelSpec, system: HardwareSpec, asked: Asked) -> Iterator[t
         for kv_dtype in _dtypes(system, asked.kv_dtype):
             for context in _contexts(asked):
                 experts = asked.expert_dtype if weight_dtype == asked.weight_dtype else None
-                yield Setting(model, system, weight_dtype, kv_dtype, expert_dtype=experts), context
+                drafts = asked.draft_tokens, asked.accepted_tokens
+                yield Setting(model, system, weight_dtype, kv_dtype, None, experts, *drafts), context
 
 
 def _round(every: Space) -> Space:
@@ -213,7 +217,9 @@ def _matrix(setting: Setting, space: Space, points: Points, context: float) -> t
     degrees = [getattr(layouts, name) for name in (*_STAGE, "pp")]
     exact = np.array([*degrees, space.strategy[points.layout], points.batch, points.ttl_s], dtype=np.float32)
     held = memory(setting, layouts, points.batch, context)
-    items = decode_items(setting, layouts, points.batch, context)
+    # Of a token: a step gives several where drafts are accepted.
+    share = 1 / setting.accepted_tokens
+    items = [item.times(share) for item in decode_items(setting, layouts, points.batch, context)]
     measured = [getattr(held, name) for name in _MEMORY]
     measured += [getattr(item, name) for name in _COSTS for item in items]
     return [item.name for item in items], np.vstack([exact, _rounded(np.array(measured))])
@@ -230,7 +236,7 @@ def _balanced_ttl_s(table: _Table) -> float:
     """Where tokens/s/user times tokens/s/GPU is largest; any number where nothing fits."""
     if not table.matrix.shape[1]:
         return _NO_TTL_S
-    gpus = table.row("kvp") * table.row("tpa") * table.row("pp")
+    gpus = table.row("dp") * table.row("kvp") * table.row("tpa") * table.row("pp")
     return float(table.row("ttl_s")[np.argmax(table.row("batch") / gpus / table.row("ttl_s") ** 2)])
 
 
@@ -239,13 +245,13 @@ def _owners(model: ModelSpec, tables: Iterable[_Table]) -> dict[str, list[list[A
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
     stages = np.unique(np.hstack([table.matrix[: len(_STAGE)] for table in tables]).astype(int), axis=1)
-    stages = stages[:, stages[0] * stages[1] <= MOST_DRAWN]
+    stages = stages[:, stages[0] * stages[1] * stages[2] <= MOST_DRAWN]
     return {" ".join(map(str, stage)): _stage_owners(stage, heads, num_experts) for stage in stages.T.tolist()}
 
 
 def _stage_owners(stage: list[int], heads: HeadShape, num_experts: int) -> list[list[Any]]:
-    degrees: dict[str, Any] = dict(zip(_STAGE, stage, strict=True))
-    layout = Layout(**degrees)
+    dp, kvp, tpa, tpf, ep, ffn_replicas = stage
+    layout, group = Layout(dp * kvp, tpa, tpf, ep, ffn_replicas=ffn_replicas), Layout(kvp, tpa)
     return [
         [
             layout.kvp_rank(rank),
@@ -257,7 +263,7 @@ def _stage_owners(stage: list[int], heads: HeadShape, num_experts: int) -> list[
                 for owned in (
                     layout.kv_heads(heads, rank),
                     layout.query_heads(heads, rank),
-                    layout.merged_query_heads(heads, rank),
+                    group.merged_query_heads(heads, rank % group.num_ranks),
                     layout.experts(num_experts, rank),
                 )
             ),

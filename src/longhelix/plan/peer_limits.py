@@ -81,6 +81,14 @@ def position_notes(deployment: Deployment) -> Iterator[str]:
         )
 
 
+def draft_notes(deployment: Deployment) -> Iterator[str]:
+    if deployment.accepted_tokens > 1:
+        yield (
+            f"the plan counts on {deployment.accepted_tokens:g} tokens of every step: speculative decoding has to be "
+            f"set up as well, with a draft model that gives as many"
+        )
+
+
 def overlap_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.sharded and deployment.hop_b:
         yield (

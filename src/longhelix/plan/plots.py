@@ -14,6 +14,7 @@ _STYLES = {
     "tied": ("#cc79a7", "X"),
     "helix_exposed": ("#56b4e9", "o"),
     "helix": ("#0072b2", "o"),
+    "helix_dp": ("#3d3d3d", "v"),
 }
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds
+from longhelix.perf.step import token_seconds
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
@@ -56,9 +56,9 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """Requests of which every stage, and every rank that has requests of its own, has one. Others take as long as the
-    next multiple of them; where requests are apart, their attention does, and the FFN a little less."""
-    return layouts.pp * np.where(layouts.local, layouts.kvp, 1.0)
+    """Requests of which every stage, and every group that has requests of its own, has one. Others take as long as the
+    next multiple of them; where groups have their own, the attention does, and the FFN a little less."""
+    return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:
@@ -70,7 +70,7 @@ def batches(most: int = MOST_BATCH) -> Array:
 
 
 def sweep(
-    setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = decode_seconds
+    setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = token_seconds
 ) -> Sweep:
     """Cost every layout at every one of those batch sizes that its memory holds; `seconds`: what a step takes."""
     return _sweep(setting, space, context, batch_sizes, space.layouts.ones, [], seconds)
@@ -79,7 +79,7 @@ def sweep(
 def full_sweep(setting: Setting, space: Space, context: float, budgets_s: Sequence[float]) -> Sweep:
     """Cost every layout at the batch sizes that matter: what `units` says times each of `batches`, the most that its
     memory holds, and the most that keep each of these TTLs."""
-    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s], decode_seconds)
+    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s], token_seconds)
 
 
 def _sweep(
@@ -137,7 +137,7 @@ def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float
         kept: Mask = memory(setting, layouts, batch, context).total_bytes <= setting.capacity_bytes(layouts)
         if np.isfinite(budget_s):
             held = np.flatnonzero(kept)
-            kept[held] = decode_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
+            kept[held] = token_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
         return kept
 
     most, unit = largest(keeps, np.full(len(layouts), float(MOST_BATCH))), units(layouts)
@@ -145,7 +145,7 @@ def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float
     rows, index = np.nonzero(batch > 0)
     kept, batch = layouts.take(index), batch[rows, index]
     needed = memory(setting, kept, batch, context).total_bytes
-    return Points(index, batch, kept.world_size, decode_seconds(setting, kept, batch, context), needed)
+    return Points(index, batch, kept.world_size, token_seconds(setting, kept, batch, context), needed)
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:

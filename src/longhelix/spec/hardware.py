@@ -33,7 +33,8 @@ class HardwareSpec:
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
     swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk. shared: ranks are processes of
-    one machine, so each of N has 1/N of its bandwidth and arithmetic.
+    one machine, so each of N has 1/N of its bandwidth and arithmetic; cores: of that machine, and where there are more
+    ranks, these take turns.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
     """
 
@@ -56,6 +57,7 @@ class HardwareSpec:
     part_s: float
     swap_bytes_per_s: float
     shared: bool
+    cores: int
     sources: Mapping[str, str] = field(compare=False, repr=False)
 
     @property
@@ -188,8 +190,14 @@ _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) a
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
 # What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be
-# filled, and a server of one rank rules no number of ranks out.
-_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
+# filled, a server of one rank rules no number of ranks out, and of so many cores no ranks take turns.
+_ASSUMED: Mapping[str, float] = {
+    "part_s": 0.0,
+    "swap_bytes_per_s": 1e9,
+    "reserve_bytes": 0.0,
+    "node_ranks": 1,
+    "cores": 2**20,
+}
 
 # What older files say, and nothing asks for.
 _GONE = ("cache_bytes", "prefetch")
@@ -210,6 +218,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "swap_bytes_per_s": _RATE,
     "in_switch_reduction": _FLAG,
     "shared": _FLAG,
+    "cores": _RANKS,
     "node_ranks": _RANKS,
     "scale_up.latency_s": _TIME,
     "scale_up.bytes_per_s": _RATE,

@@ -27,6 +27,7 @@ TOY = ModelSpec("deepseek_v32", 3, 64, 4, 1, 20, 32, 100, 4096, 1e-5, RopeSpec()
 DENSE = replace(TOY, architecture="deepseek_v3", indexer=None)
 KEY_BYTES = 10 + 4  # FP8, and one scale
 LATENT_BYTES = (16 + 8) * 2
+ROW_BYTES = (16 + 8 + 16) * 2 + 4  # of one head: its query, its output, its LSE
 LATENT_FLOPS = 2 * 4 * (16 + 8 + 16)  # of a pair, absorbed, of four heads
 INDEX_FLOPS = 2 * 5 * 10
 
@@ -54,9 +55,10 @@ def test_decodes_score_every_token_and_attend_to_the_chosen_ones(degrees, reques
     assert items["indexer"].flops[0] == 3 * scored * INDEX_FLOPS
     assert items["indexer"].hbm_bytes[0] == pytest.approx(3 * scored * (KEY_BYTES + 4))
     assert items["top-k"].hbm_bytes[0] == 3 * scored * 4
-    heads = 2 if degrees.get("tpa") else 1
-    assert items["attention"].hbm_bytes[0] == 3 * chosen * LATENT_BYTES
-    assert items["attention"].flops[0] == 3 * chosen * LATENT_FLOPS / heads
+    sharers = degrees.get("tpa", 1)
+    rows_bytes = requests * 4 / sharers * ROW_BYTES
+    assert items["attention"].hbm_bytes[0] == 3 * (chosen * LATENT_BYTES + rows_bytes)
+    assert items["attention"].flops[0] == 3 * chosen * LATENT_FLOPS / sharers
 
 
 @pytest.mark.parametrize("context", [1.0, 60.0, 100.0])
@@ -72,7 +74,7 @@ def test_every_row_of_a_prompt_gathers_its_own_tokens():
     items = by_name(step_items(setting(), layouts(kvp=4), layouts(kvp=4).chunk(10.0, 500.0)))
     assert items["indexer"].flops[0] == pytest.approx(3 * (10 * 500 + 55) * INDEX_FLOPS / 4)
     assert items["indexer"].hbm_bytes[0] == pytest.approx(3 * (510 * KEY_BYTES + 5055 * 4) / 4)
-    assert items["attention"].hbm_bytes[0] == 3 * 10 * 100 * LATENT_BYTES / 4
+    assert items["attention"].hbm_bytes[0] == 3 * 10 * (100 * LATENT_BYTES / 4 + 4 * ROW_BYTES)
     assert items["attention"].flops[0] == 3 * 10 * 100 * LATENT_FLOPS / 4
     many = layouts().chunk(1000.0, 10_000.0)
     assert by_name(step_items(setting(), layouts(), many))["attention"].flops[0] == 3 * 1000 * 100 * LATENT_FLOPS

@@ -139,7 +139,7 @@ def test_experts_are_alone_where_no_attention_is_converted(plain, alone):
 
 
 def test_who_runs_it_is_told():
-    layout = {"kvp": 1, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
+    layout = {"dp": 1, "kvp": 1, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
     mixed = Deployment(GPT_OSS, layout, "bfloat16", "bfloat16", "cuda", 4096, 1, expert_dtype="mxfp4")
     plain = replace(mixed, expert_dtype=None)
     assert any("experts are planned in mxfp4" in sentence for sentence in runnable(mixed).missing)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.unit
 TOY = ModelSpec("qwen3_next", 4, 64, 4, 2, 16, 32, 100, 4096, 1e-5, RopeSpec(), "bfloat16",
                 moe=MoE(8, 2, 24), full_layers=(3,), linear=LinearAttention(2, 4, 12, 14, kernel_size=3))  # fmt: skip
 TOKEN_BYTES = 2 * 2 * 16 * 2
+ROW_BYTES = 4 * ((16 + 16) * 2 + 4)  # of four heads: queries, outputs, LSEs
 STATE = 12 * 14  # numbers of a value head
 INPUTS = 64 * (2 * 2 * 12 + 2 * 4 * 14 + 2 * 4)  # queries, keys; values, gates; two rates
 OUTPUT = 64 * 4 * 14
@@ -102,7 +103,7 @@ def test_the_whole_of_a_layer_is_held_and_multiplied():
 
 def test_attention_is_that_of_the_other_layers_alone():
     item = by_name(decode_items(setting(), layouts(), 3.0, 1000.0))["attention"]
-    assert item.hbm_bytes[0] == 3 * 1000 * TOKEN_BYTES
+    assert item.hbm_bytes[0] == 3 * (1000 * TOKEN_BYTES + ROW_BYTES)
     assert setting().kv_token_bytes == TOKEN_BYTES
     assert TOY.kv_elements_per_token == 2 * 2 * 16
 
@@ -110,7 +111,9 @@ def test_attention_is_that_of_the_other_layers_alone():
 def test_the_stage_with_most_full_layers_decides():
     model = replace(TOY, num_layers=8, full_layers=(3, 7))
     item = by_name(decode_items(setting(model), layouts(pp=2), 2.0, 1000.0))["attention"]
-    assert item.hbm_bytes[0] == 2 * 1000 * TOKEN_BYTES  # two stages, one request and one such layer in each
+    assert item.hbm_bytes[0] == 2 * (
+        1000 * TOKEN_BYTES + ROW_BYTES
+    )  # two stages, one request and one such layer in each
     held = kv_bytes(setting(model), layouts(pp=4), 2.0, 1000.0)[0]
     assert held == 2 * (1000 * TOKEN_BYTES + request_bytes(2, 4))
 

@@ -16,7 +16,7 @@ from longhelix.perf.step import decode_items, decode_seconds
 from longhelix.plan import plots, terminal
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_DRAWN, MOST_POINTS, Asked, gpu_caps, kind_of, page_data
-from longhelix.plan.space import STRATEGIES, space
+from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.presets import load_model, load_system, model_names
 
@@ -65,9 +65,8 @@ def test_a_points_numbers_are_the_performance_models(data, tables, choice):
         for point in points[::7]:
             row = {name: numbers[point] for name, numbers in tables[key].items()}
             assert row["strategy"] == strategy
-            degrees = {name: int(row[name]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-            name = NAMES[strategy]
-            layouts = Layouts.of([Layout(**degrees)], local=name in ("dp_ep", "dp_tp"), hop_b=name == "helix")
+            dp, kvp, *others = (int(row[name]) for name in ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
+            layouts = Layouts.of([Layout(dp * kvp, *others)], dp=dp, hop_b=NAMES[strategy] in OVERLAPPED)
             batch = float(row["batch"])
             assert row["ttl_s"] == pytest.approx(decode_seconds(setting, layouts, batch, context)[0], rel=1e-6)
             assert row["kv_bytes"] == pytest.approx(memory(setting, layouts, batch, context).kv_bytes[0], rel=2e-4)
@@ -81,7 +80,7 @@ def test_what_is_asked_for_keeps_the_best_at_every_speed(data, tables):
     points = sweep(Setting(LLAMA, GB200, "fp4", "fp8"), space(LLAMA, 16), 1e6, batches()).points
     table, lines = tables["1000000 fp4 fp8"], data.document["tables"]["1000000 fp4 fp8"]["frontiers"][-1]
     kept = [point for line in lines for point in line]
-    gpu = table["batch"] / table["ttl_s"] / (table["kvp"] * table["tpa"] * table["pp"])
+    gpu = table["batch"] / table["ttl_s"] / (table["dp"] * table["kvp"] * table["tpa"] * table["pp"])
     for ttl_s in np.geomspace(points.ttl_s.min() * 1.001, points.ttl_s.max(), 20):
         best = points.gpu_tokens_per_s[points.ttl_s <= ttl_s].max()
         assert max(gpu[point] for point in kept if table["ttl_s"][point] <= ttl_s) == pytest.approx(best, rel=1e-5)
@@ -98,7 +97,7 @@ def test_other_frontiers_are_thinned_and_end_where_they_did(data, tables):
 
 def test_a_cap_is_kept(data, tables):
     for key, table in data.document["tables"].items():
-        gpus = tables[key]["kvp"] * tables[key]["tpa"] * tables[key]["pp"]
+        gpus = tables[key]["dp"] * tables[key]["kvp"] * tables[key]["tpa"] * tables[key]["pp"]
         for cap, lines in zip(data.document["gpu_caps"], table["frontiers"], strict=True):
             assert all(gpus[point] <= cap for line in lines for point in line)
             assert (table["short_bytes"][data.document["gpu_caps"].index(cap)] > 0) == (not any(lines))
@@ -118,12 +117,23 @@ def test_every_part_has_a_kind(name):
 
 
 def test_owners_are_the_layouts(data):
-    owners = data.document["owners"]["2 8 16 1 1"]
+    owners = data.document["owners"]["1 2 8 16 1 1"]
     assert len(owners) == 16
     assert dict(zip(data.document["owner_rows"], owners[9], strict=True)) == {
         "kvp_rank": 1, "tpa_rank": 1, "tpf_rank": 9, "ep_rank": 0, "kv_heads": [1, 1], "query_heads": [16, 31],
         "merged_query_heads": [24, 31], "experts": [0, 0],
     }  # fmt: skip
+
+
+def test_ranks_of_a_group_merge_heads_among_themselves(data):
+    """Groups of 2 KVP x 2 TPA ranks: a rank merges half of the 64 heads of its TPA share, in every group the same."""
+    owners = [
+        dict(zip(data.document["owner_rows"], owned, strict=True)) for owned in data.document["owners"]["2 2 2 8 1 1"]
+    ]
+    merged = [owned["merged_query_heads"] for owned in owners]
+    assert merged == [[0, 31], [64, 95], [32, 63], [96, 127]] * 2
+    assert [owned["kvp_rank"] for owned in owners] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [owned["tpf_rank"] for owned in owners] == list(range(8))
 
 
 def test_without_a_target_the_page_opens_at_a_balance(tables):

@@ -239,7 +239,7 @@ def test_what_google_does_not_publish_of_a_tpu_is_said_to_be_assumed():
     system = load_system("tpu-v5p")
     assumed = {name for name, source in system.sources.items() if source.startswith("assumed")}
     assert assumed == {
-        *("reserve_bytes", "memory_efficiency", "compute_efficiency", "attention_efficiency"),
+        *("cores", "reserve_bytes", "memory_efficiency", "compute_efficiency", "attention_efficiency"),
         *("kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s", "swap_bytes_per_s"),
         *("scale_up.latency_s", "scale_out.latency_s"),
     }

@@ -21,7 +21,7 @@ function value(table, row, point) {
 }
 
 function gpusOf(table, point) {
-  return value(table, "kvp", point) * value(table, "tpa", point) * value(table, "pp", point);
+  return ["dp", "kvp", "tpa", "pp"].reduce((product, degree) => product * value(table, degree, point), 1);
 }
 
 // What the frontiers are drawn over: tokens/s for each user, and for each GPU.
@@ -39,7 +39,7 @@ function configuration(table, point) {
     ...item,
     ...Object.fromEntries(plan.item_rows.map((row) => [row, value(table, `${row} ${item.name}`, point)])),
   }));
-  const stage = ["kvp", "tpa", "tpf", "ep", "ffn_replicas"].map((degree) => found[degree]).join(" ");
+  const stage = ["dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas"].map((degree) => found[degree]).join(" ");
   // Stages that are too large to draw have no owners.
   found.ranks = (plan.owners[stage] ?? []).map((owners) =>
     Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));

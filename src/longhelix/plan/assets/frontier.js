@@ -2,6 +2,7 @@
 
 const SYMBOLS = {
   tp: "square", dp_ep: "diamond", dp_tp: "triangle-up", tied: "x", helix_exposed: "circle", helix: "circle",
+  helix_dp: "triangle-down",
 };
 const CROWDED = 60;
 const LEAST_DECADES = 0.7;

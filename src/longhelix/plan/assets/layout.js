@@ -1,6 +1,5 @@
 // Who owns what: the GPUs of one stage twice, as attention and as FFN see them, and one GPU in words.
 
-const LOCAL = ["dp_ep", "dp_tp"];
 const MOST_COLUMNS = 16;
 
 // Near a square, and of whole rows of TPA ranks where they are short enough.
@@ -26,6 +25,11 @@ function cell(rank, outer, outers, outerName, inner, inners, innerName) {
   return made;
 }
 
+function attentionWords({ dp, kvp, tpa }) {
+  const groups = dp > 1 ? `DP ${dp} × ` : "";
+  return groups + (kvp > 1 || dp === 1 ? `KVP ${kvp} × ` : "") + `TPA ${tpa}`;
+}
+
 function drawGrid(id, columns, cells) {
   const grid = document.getElementById(id);
   grid.style.gridTemplateColumns = `repeat(${columns}, 1fr)`;
@@ -35,15 +39,14 @@ function drawGrid(id, columns, cells) {
 }
 
 function sequenceOf(layout, rank) {
-  const { kvp, strategy } = layout.chosen;
-  if (LOCAL.includes(strategy.name)) {
-    return `all ${tokens(layout.context)} tokens of one request in ${whole(kvp)}`;
-  }
-  if (kvp === 1) return `all ${tokens(layout.context)} tokens of every request`;
-  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`;
+  const { dp, kvp, strategy } = layout.chosen;
+  const requests = dp > 1 ? `one request in ${whole(dp)}` : "every request";
+  if (kvp === 1) return `all ${tokens(layout.context)} tokens of ${requests}`;
+  const first = rank.kvp_rank % kvp;
+  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens` + (dp > 1 ? ` of ${requests}` : "");
   return strategy.name === "tied"
-    ? `span ${rank.kvp_rank} of ${kvp}: ${share}`
-    : `blocks ${rank.kvp_rank}, ${rank.kvp_rank + kvp}, … of 16 tokens: ${share}`;
+    ? `span ${first} of ${kvp}: ${share}`
+    : `blocks ${first}, ${first + kvp}, … of 16 tokens: ${share}`;
 }
 
 function ffnOf(layout, rank) {
@@ -62,7 +65,7 @@ function showGpu(number) {
     return;
   }
   drawn.shown = number;
-  const exchanges = drawn.chosen.kvp > 1 && !LOCAL.includes(drawn.chosen.strategy.name);
+  const exchanges = drawn.chosen.kvp > 1;
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
   const entries = [
     ["KV", `${held}, ${sequenceOf(drawn, rank)}`],
@@ -90,16 +93,16 @@ function moveGpu(event) {
 for (const grid of document.querySelectorAll(".grid")) grid.addEventListener("keydown", moveGpu);
 
 function drawLayout(chosen, context) {
-  const { kvp, tpa, tpf, ep, pp, ranks, ffn_replicas: copies } = chosen;
+  const { dp, kvp, tpa, tpf, ep, pp, ranks, ffn_replicas: copies } = chosen;
   drawn = { chosen, context, shown: 0 };
   const stages = pp > 1 ? `: one of ${pp} stages, ${Math.ceil(plan.num_layers / pp)} of ${plan.num_layers} layers` : "";
-  document.getElementById("layout-title").textContent = `${plural(kvp * tpa, "GPU")} in two roles${stages}`;
-  document.getElementById("attention-caption").textContent = `Attention: KVP ${kvp} × TPA ${tpa}`;
+  document.getElementById("layout-title").textContent = `${plural(dp * kvp * tpa, "GPU")} in two roles${stages}`;
+  document.getElementById("attention-caption").textContent = `Attention: ${attentionWords(chosen)}`;
   document.getElementById("ffn-caption").textContent =
     `FFN: TPF ${tpf} × EP ${ep}` + (copies > 1 ? `, ${copies} copies` : "");
-  const columns = columnsOf(kvp * tpa, tpa);
+  const columns = columnsOf(dp * kvp * tpa, tpa);
   drawGrid("attention-grid", columns, ranks.map((rank, number) =>
-    cell(number, rank.kvp_rank, kvp, "K", rank.tpa_rank, tpa, "T")));
+    cell(number, rank.kvp_rank, dp * kvp, "K", rank.tpa_rank, tpa, "T")));
   drawGrid("ffn-grid", columns, ranks.map((rank, number) =>
     cell(number, rank.ep_rank, ep, "E", rank.tpf_rank, tpf, "F")));
   showGpu(0);

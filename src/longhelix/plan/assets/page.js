@@ -48,8 +48,8 @@ function strategyRow(state, { strategy, point }, shown) {
 }
 
 function layoutWords(found) {
-  const { kvp, tpa, tpf, ep, pp, ffn_replicas: copies } = found;
-  return [`KVP ${kvp} × TPA ${tpa}`, `TPF ${tpf} × EP ${ep}${copies > 1 ? ` × ${copies} copies` : ""}`,
+  const { tpf, ep, pp, ffn_replicas: copies } = found;
+  return [attentionWords(found), `TPF ${tpf} × EP ${ep}${copies > 1 ? ` × ${copies} copies` : ""}`,
     ...(pp > 1 ? [`PP ${pp}`] : [])].join(", ");
 }
 
