@@ -4,12 +4,12 @@ import hashlib
 import os
 import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +18,14 @@ import msgspec
 from longhelix.errors import EngineError, RequestError, UserError
 from longhelix.guide import Guide, TokenTable
 from longhelix.workers.guide_checking import Checked, framed, read
+from longhelix.workers.process import signal_name
 
 _START_S = 120.0
 _ANSWER_S = 60.0  # the process counts its own time; this is for one that does not get any
 _KNOWN = 4096  # guides
+_TRIES = 2  # to compile a guide while others end the process
+# Signals with which others end it, such as a system that is short of memory; its limits have others.
+_OF_OTHERS = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
 class GuideChecker:
@@ -66,18 +70,26 @@ class GuideChecker:
             self._end()
 
     def _asked(self, guide: Guide) -> Checked:
+        """Raises RequestError if nothing is found, which is not the guide's doing."""
+        ended_by = 0
+        for _ in range(_TRIES):
+            self._check_open()
+            try:
+                process = self._started()
+                found = _exchange(process, msgspec.msgpack.encode(guide), _ANSWER_S)
+            except BaseException:
+                self._end()
+                raise
+            if found is not None:
+                return found
+            ended_by = -self._end()
+            if ended_by not in _OF_OTHERS:
+                self._check_open()
+                return Checked(
+                    "the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large"
+                )
         self._check_open()
-        try:
-            process = self._started()
-            found = _exchange(process, msgspec.msgpack.encode(guide), _ANSWER_S)
-        except BaseException:
-            self._end()
-            raise
-        if found is not None:
-            return found
-        self._end()
-        self._check_open()
-        return Checked("the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large")
+        raise RequestError(f"guides cannot be checked: {signal_name(ended_by)} ends the process that compiles them")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -104,12 +116,15 @@ class GuideChecker:
         if self._closed:
             raise EngineError("the engine has ended: make a new one")
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._kill()
-            with suppress(OSError):  # of what it was not given any more
-                self._process.communicate()
-            self._process = None
+    def _end(self) -> int:
+        """End the process, if there is one, and return its exit status, minus the signal's number if one ended it."""
+        if self._process is None:
+            return 0
+        self._kill()
+        self._process.communicate()
+        status = self._process.wait()
+        self._process = None
+        return status
 
 
 def _digest(guide: Guide) -> bytes:

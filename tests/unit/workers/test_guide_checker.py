@@ -129,6 +129,28 @@ def test_a_process_that_reads_nothing_keeps_nobody_waiting(monkeypatch):
     assert re.search(r"nothing was found within 0.1 s; .* had a core for \d+\.\d s .* waited \d+\.\d s", refused[0])
 
 
+def test_whoever_ends_the_process_refuses_no_guide(checker, monkeypatch):
+    """While it has nothing to do, and while it compiles."""
+    checker.check(Guide("json"))
+    checker._process.kill()
+    checker.check(Guide("regex", "after an end"))
+    exchange, left = guide_checker._exchange, [1]
+
+    def ended(process, message, timeout_s):
+        if timeout_s == guide_checker._ANSWER_S and left[0]:
+            left[0] -= 1
+            process.kill()
+        return exchange(process, message, timeout_s)
+
+    monkeypatch.setattr(guide_checker, "_exchange", ended)
+    checker.check(Guide("regex", "beside an end"))
+    left[0] = 2
+    with pytest.raises(RequestError, match="SIGKILL ends the process"):
+        checker.check(Guide("regex", "beside two ends"))
+    assert not checker.knows(Guide("regex", "beside two ends"))
+    checker.check(Guide("regex", "beside two ends"))
+
+
 def test_an_end_beside_a_start_is_that_of_the_new_process(monkeypatch):
     """Which `close` cannot know yet."""
     checker = GuideChecker(lambda: TABLE)
