@@ -29,5 +29,5 @@ client() {
 client openai "openai==3.57.0"
 client schemathesis "schemathesis>=4,<5"
 client guidellm "guidellm==0.8.1"
-client lm-eval "lm-eval[api]==0.4.13"
+client lm-eval "lm-eval[api,hf]==0.4.13" # api alone lacks the tokenizer
 client aiperf "aiperf==0.13.0"

@@ -3,8 +3,8 @@
 python benchmarks/clients/run.py DIRECTORY [--only openai guidellm ...] [--cases 100] [--out benchmarks/clients.md]
 
 DIRECTORY: the environments that install.sh has made; clients that it lacks are passed over. The model is the built-in
-one, and its tokenizer a folder that transformers writes. The exit status is 1 where a client failed, or found what it
-should not.
+one; clients that need its tokenizer, or its weights to compare with, get a folder that transformers writes. The exit
+status is 1 where a client failed, or found what it should not.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,13 @@ from longhelix.models.model_files import open_checkpoint
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 PROMPT_TOKENS, NEW_TOKENS, STREAMS, REQUESTS = 64, 16, 4, 20
-LIMIT_S = 1800
+LIMIT_S, END_S = 1800, 90
+NEAR = 0.02  # of log-likelihoods, natural
+SERVED = {"model": "builtin", "kvp": "2", "max-model-len": "2048"}
+CHANGED = {
+    "schemathesis": {"max-model-len": "64"},  # what it leaves out of a body may be as long
+    "lm-eval": {"dtype": "float32"},
+}
 QUESTIONS = [
     ("The capital of France is", ["Paris", "Oslo", "Lima"], 0),
     ("Two and two are", ["nine", "four", "none"], 1),
@@ -56,12 +63,12 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, i
 
 @dataclass
 class Client:
-    """One to drive. python: of its environment; folder: for what it writes; tokenizer: a folder."""
+    """One to drive. python: of its environment; folder: for what it writes; model: the folder of the model."""
 
     python: Path
     url: str
     folder: Path
-    tokenizer: Path
+    model: Path
     cases: int
 
     def run(self, program: str | Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> str:
@@ -79,7 +86,8 @@ class Client:
             check=False,
         )
         if done.returncode not in allowed:
-            raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+            print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+            raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}")
         return done.stdout
 
 
@@ -112,7 +120,7 @@ def guidellm(client: Client) -> tuple[bool, str]:
         "guidellm", "run", "--backend", f"kind=openai_http,target={client.url}",
         "--profile", f"kind=concurrent,streams={STREAMS}", "--constraint", f"kind=max_requests,count={REQUESTS}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={NEW_TOKENS}",
-        "--tokenizer", f"kind=hf_auto,model={client.tokenizer}", "--output", f"kind=json,path={out}",
+        "--tokenizer", f"kind=hf_auto,model={client.model}", "--output", f"kind=json,path={out}",
         "--disable-console-interactive",
     )  # fmt: skip
     (found,) = json.loads(out.read_text())["benchmarks"]
@@ -131,7 +139,7 @@ def guidellm(client: Client) -> tuple[bool, str]:
 def aiperf(client: Client) -> tuple[bool, str]:
     client.run(
         "aiperf", "profile", "--model", "builtin", "--url", client.url, "--endpoint-type", "chat", "--streaming",
-        "--tokenizer", client.tokenizer, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
+        "--tokenizer", client.model, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
         "--output-tokens-mean", NEW_TOKENS, "--concurrency", STREAMS, "--request-count", REQUESTS,
         "--no-gpu-telemetry", "--ui", "none", "--artifact-dir", client.folder / "aiperf",
     )  # fmt: skip
@@ -145,50 +153,116 @@ def aiperf(client: Client) -> tuple[bool, str]:
 
 
 def lm_eval(client: Client) -> tuple[bool, str]:
-    """Log-likelihoods by echo, and texts."""
+    """Log-likelihoods by echo, and greedy texts, beside those that transformers finds of the same weights."""
     file = client.folder / "questions.jsonl"
     rows = ({"question": question, "choices": choices, "answer": answer} for question, choices, answer in QUESTIONS)
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     for name, more in (("chosen", CHOOSE), ("written", WRITE)):
         (client.folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file, more=more))
-    out = client.folder / "lm_eval"
+    served = (
+        f"model=builtin,base_url={client.url}/v1/completions,num_concurrent={STREAMS},tokenizer={client.model},"
+        "max_length=2000"
+    )
+    own = _scored(client, "local-completions", served)
+    other = _scored(client, "hf", f"pretrained={client.model},dtype=float32", "--device", "cpu")
+    apart = max(abs(mine - its) for mine, its in zip(own.logprobs, other.logprobs, strict=True))
+    same = sum(mine == its for mine, its in zip(own.texts, other.texts, strict=True))
+    scores = [own.chosen, own.written] == [other.chosen, other.written]
+    return scores and apart <= NEAR and same == len(QUESTIONS), (
+        f"{own.chosen:.0%} of {len(QUESTIONS)} chosen rightly and {own.written:.0%} written exactly; transformers "
+        f"{other.chosen:.0%} and {other.written:.0%}, {same} of {len(QUESTIONS)} texts the same, log-likelihoods of "
+        f"{len(own.logprobs)} answers at most {apart:.1g} apart"
+    )
+
+
+@dataclass
+class Scored:
+    """What lm-eval found: shares of questions answered rightly, and what they follow from."""
+
+    chosen: float
+    written: float
+    logprobs: list[float]
+    texts: list[str]
+
+
+def _scored(client: Client, kind: str, model: str, *more: str) -> Scored:
+    out = client.folder / kind
     client.run(
-        "lm_eval", "--model", "local-completions", "--model_args",
-        f"model=builtin,base_url={client.url}/v1/completions,num_concurrent={STREAMS},tokenizer={client.tokenizer},"
-        "max_length=2000",
-        "--tasks", "chosen,written", "--include_path", client.folder, "--output_path", out,
+        "lm_eval", "--model", kind, "--model_args", model, *more, "--tasks", "chosen,written",
+        "--include_path", client.folder, "--output_path", out, "--log_samples",
     )  # fmt: skip
     results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
-    right, written = results["chosen"]["acc,none"], results["written"]["exact_match,none"]
-    return right >= 0.5, f"{right:.0%} of {len(QUESTIONS)} chosen rightly, {written:.0%} written exactly"
+
+    def answers(task: str) -> list[Any]:
+        lines = next(out.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
+        found = sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
+        return [answer for sample in found for answer in sample["filtered_resps"]]
+
+    return Scored(
+        results["chosen"]["acc,none"],
+        results["written"]["exact_match,none"],
+        [float(logprob) for logprob, _ in answers("chosen")],
+        answers("written"),
+    )
 
 
 CLIENTS = {"openai": openai, "schemathesis": schemathesis, "guidellm": guidellm, "aiperf": aiperf, "lm-eval": lm_eval}
 
 
 @contextmanager
-def served(*options: str) -> Iterator[str]:
-    """The address of a server, which ends with it."""
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *options]
+def served(options: dict[str, str]) -> Iterator[str]:
+    """The address of a server, which ends with it. Raises RuntimeError where none starts."""
+    command = [sys.executable, "-m", "longhelix", "serve", "--port", "0", *flags(options)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
     try:
-        assert server.stderr is not None
-        yield next(found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+        url = next((found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line))), None)
+        if url is None:
+            raise RuntimeError(f"the server ended with status {server.wait()}")
+        # A pipe that nobody reads fills with a line for each refusal.
+        threading.Thread(target=server.stderr.read, daemon=True).start()
+        yield url
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=90)
+        try:
+            server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            raise
 
 
-def write_tokenizer(folder: Path) -> None:
-    from transformers import AutoTokenizer
+def flags(options: dict[str, str]) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def write_model(folder: Path) -> None:
+    """The built-in model as transformers has it, with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(str(open_checkpoint("builtin").path))
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).save_pretrained(folder)
 
 
 def version(python: Path, package: str) -> str:
     program = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def head(cases: int) -> list[str]:
+    """Under which conditions, and the head of the table."""
+    changed = (f"{name} with `{' '.join(flags(options))}`" for name, options in CHANGED.items())
+    return [
+        str(environment(time.strftime("%Y-%m-%d"))),
+        "",
+        f"`longhelix serve {' '.join(flags(SERVED))}`; {', '.join(changed)}. schemathesis makes {cases} cases for each "
+        f"operation; guidellm and aiperf have {STREAMS} streams, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new "
+        "ones.",
+        "",
+        "| client | | what it saw | s |",
+        "|---|---|---|--:|",
+    ]
 
 
 def main() -> int:
@@ -198,24 +272,23 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100, help="that schemathesis makes for each operation")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    lines = [environment(time.strftime("%Y-%m-%d")), "", "| client | | what it saw | s |", "|---|---|---|--:|"]
+    lines = head(given.cases)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(folder, "tokenizer")
-        write_tokenizer(tokenizer)
+        model = Path(folder, "model")
+        write_model(model)
         for name in given.only:
             python = (given.directory / name / "bin" / "python").absolute()
             if not python.exists():
                 lines.append(f"| {name} | not installed | | |")
                 continue
             begun_s = time.monotonic()
-            # What schemathesis leaves out may be as long as the context.
-            options = ["--max-model-len", "256" if name == "schemathesis" else "2048", "--kvp", "2"]
-            with served(*options, "--contexts-dir", str(Path(folder, "contexts"))) as url:
+            contexts = {"contexts-dir": str(Path(folder, "contexts"))}
+            with served(SERVED | CHANGED.get(name, {}) | contexts) as url:
                 room = Path(folder, name)
                 room.mkdir()
                 try:
-                    good, said = CLIENTS[name](Client(python, url, room, tokenizer, given.cases))
+                    good, said = CLIENTS[name](Client(python, url, room, model, given.cases))
                 except Exception as error:
                     good, said = False, f"{type(error).__name__}: {error}"
             wrong += not good
