@@ -63,13 +63,25 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, i
 
 @dataclass
 class Client:
-    """One to drive. python: of its environment; folder: for what it writes; model: the folder of the model."""
+    """One to drive. python: of its environment; folder: for what it writes; models: that has what they have in
+    common."""
 
     python: Path
     url: str
     folder: Path
-    model: Path
+    models: Path
     cases: int
+
+    @property
+    def tokenizer(self) -> Path:
+        """The built-in model's, as a folder."""
+        from transformers import AutoTokenizer
+
+        folder = self.models / "tokenizer"
+        if not folder.exists():
+            path = Path(str(open_checkpoint("builtin").path))
+            AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+        return folder
 
     def run(self, program: str | Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> str:
         """What it prints. Raises RuntimeError with its end where it fails."""
@@ -120,7 +132,7 @@ def guidellm(client: Client) -> tuple[bool, str]:
         "guidellm", "run", "--backend", f"kind=openai_http,target={client.url}",
         "--profile", f"kind=concurrent,streams={STREAMS}", "--constraint", f"kind=max_requests,count={REQUESTS}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={NEW_TOKENS}",
-        "--tokenizer", f"kind=hf_auto,model={client.model}", "--output", f"kind=json,path={out}",
+        "--tokenizer", f"kind=hf_auto,model={client.tokenizer}", "--output", f"kind=json,path={out}",
         "--disable-console-interactive",
     )  # fmt: skip
     (found,) = json.loads(out.read_text())["benchmarks"]
@@ -139,7 +151,7 @@ def guidellm(client: Client) -> tuple[bool, str]:
 def aiperf(client: Client) -> tuple[bool, str]:
     client.run(
         "aiperf", "profile", "--model", "builtin", "--url", client.url, "--endpoint-type", "chat", "--streaming",
-        "--tokenizer", client.model, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
+        "--tokenizer", client.tokenizer, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
         "--output-tokens-mean", NEW_TOKENS, "--concurrency", STREAMS, "--request-count", REQUESTS,
         "--no-gpu-telemetry", "--ui", "none", "--artifact-dir", client.folder / "aiperf",
     )  # fmt: skip
@@ -160,11 +172,13 @@ def lm_eval(client: Client) -> tuple[bool, str]:
     for name, more in (("chosen", CHOOSE), ("written", WRITE)):
         (client.folder / f"{name}.yaml").write_text(TASK.format(name=name, file=file, more=more))
     served = (
-        f"model=builtin,base_url={client.url}/v1/completions,num_concurrent={STREAMS},tokenizer={client.model},"
+        f"model=builtin,base_url={client.url}/v1/completions,num_concurrent={STREAMS},tokenizer={client.tokenizer},"
         "max_length=2000"
     )
     own = _scored(client, "local-completions", served)
-    other = _scored(client, "hf", f"pretrained={client.model},dtype=float32", "--device", "cpu")
+    gguf = Path(str(open_checkpoint("builtin").path))
+    by_transformers = f"pretrained={gguf.parent},gguf_file={gguf.name},tokenizer={client.tokenizer},dtype=float32"
+    other = _scored(client, "hf", by_transformers, "--device", "cpu")
     apart = max(abs(mine - its) for mine, its in zip(own.logprobs, other.logprobs, strict=True))
     same = sum(mine == its for mine, its in zip(own.texts, other.texts, strict=True))
     scores = [own.chosen, own.written] == [other.chosen, other.written]
@@ -235,16 +249,6 @@ def flags(options: dict[str, str]) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name}", value)]
 
 
-def write_model(folder: Path) -> None:
-    """The built-in model as transformers has it, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(str(open_checkpoint("builtin").path))
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
-    AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).save_pretrained(folder)
-
-
 def version(python: Path, package: str) -> str:
     program = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
@@ -275,8 +279,8 @@ def main() -> int:
     lines = head(given.cases)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, "model")
-        write_model(model)
+        models = Path(folder, "models")
+        models.mkdir()
         for name in given.only:
             python = (given.directory / name / "bin" / "python").absolute()
             if not python.exists():
@@ -288,7 +292,7 @@ def main() -> int:
                 room = Path(folder, name)
                 room.mkdir()
                 try:
-                    good, said = CLIENTS[name](Client(python, url, room, model, given.cases))
+                    good, said = CLIENTS[name](Client(python, url, room, models, given.cases))
                 except Exception as error:
                     good, said = False, f"{type(error).__name__}: {error}"
             wrong += not good
