@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,19 @@ from longhelix.bench.environment import environment
 from longhelix.models.model_files import open_checkpoint
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+VARIABLES = {
+    "OPENAI_API_KEY": "none",
+    "COLUMNS": "200",
+    "MODEL": "builtin",
+    "SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("schemathesis_hooks.py").resolve()),
+}
 PROMPT_TOKENS, NEW_TOKENS, STREAMS, REQUESTS = 64, 16, 4, 20
 LIMIT_S, END_S = 1800, 90
+OF_ROWS = ("load_average", "commit")  # conditions that are others for each client
 NEAR = 0.02  # of log-likelihoods, natural
 SERVED = {"model": "builtin", "kvp": "2", "max-model-len": "2048"}
 CHANGED = {
-    "schemathesis": {"kvp": "1", "max-model-len": "32"},  # where it gives no limit, answers are as long as may be
+    "schemathesis": {"kvp": "1", "max-model-len": "64"},  # where it gives no limit, answers are as long as may be
     "lm-eval": {"dtype": "float32"},
 }
 QUESTIONS = [
@@ -83,15 +90,21 @@ class Client:
             AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
         return folder
 
-    def run(self, program: str | Path, *arguments: object, allowed: tuple[int, ...] = (0,)) -> str:
-        """What it prints. Raises RuntimeError with its end where it fails."""
+    def run(
+        self,
+        program: str | Path,
+        *arguments: object,
+        allowed: tuple[int, ...] = (0,),
+        more: Mapping[str, str] = OFFLINE,
+    ) -> str:
+        """What it prints. more: of the environment. Raises RuntimeError with its end where it fails."""
         of_package = isinstance(program, str)
         command = [self.python.with_name(program)] if isinstance(program, str) else [self.python, program]
         paths = os.environ["PATH"] if not of_package else f"{self.python.parent}:{os.environ['PATH']}"
         done = subprocess.run(
             [*map(str, command), *map(str, arguments)],
             cwd=self.folder,
-            env=os.environ | OFFLINE | {"PATH": paths, "OPENAI_API_KEY": "none", "COLUMNS": "200"},
+            env=os.environ | VARIABLES | more | {"PATH": paths},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -112,10 +125,10 @@ def openai(client: Client) -> tuple[bool, str]:
 
 
 def schemathesis(client: Client) -> tuple[bool, str]:
-    """5xx and undocumented statuses are wrong; the rest is told."""
+    """5xx and undocumented statuses are wrong; the rest is told. /live is left out, which does not end."""
     said = client.run(
         "st", "run", f"{client.url}/openapi.json", "--checks", "all", "-n", client.cases, "--seed", 1,
-        "--request-timeout", 300, "--continue-on-failure", "--no-color", allowed=(0, 1),
+        "--exclude-path", "/live", "--request-timeout", 300, "--continue-on-failure", "--no-color", allowed=(0, 1),
     )  # fmt: skip
     (client.folder / "schemathesis.txt").write_text(said)
     cases = re.findall(r"(\d+) generated", said)
@@ -123,7 +136,10 @@ def schemathesis(client: Client) -> tuple[bool, str]:
     operations = re.findall(r"Tested: (\d+)", said)
     wrong = [kind for kind, _ in kinds if re.search("Server error|Undocumented|Response violates|rejected by", kind)]
     told = "; ".join(f"{kind}: {count}" for kind, count in kinds) or "nothing found"
-    return bool(cases) and not wrong, f"{'+'.join(cases)} cases of {'+'.join(operations)} operations; {told}"
+    return (
+        bool(cases) and not wrong,
+        f"{'+'.join(cases)} cases, {client.cases} drawn at the most, of {'+'.join(operations)} operations; {told}",
+    )
 
 
 def guidellm(client: Client) -> tuple[bool, str]:
@@ -149,11 +165,12 @@ def guidellm(client: Client) -> tuple[bool, str]:
 
 
 def aiperf(client: Client) -> tuple[bool, str]:
+    """It fetches nothing where its tokenizer is a folder, and does not start where it is told that it may not."""
     client.run(
         "aiperf", "profile", "--model", "builtin", "--url", client.url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", client.tokenizer, "--synthetic-input-tokens-mean", PROMPT_TOKENS,
         "--output-tokens-mean", NEW_TOKENS, "--concurrency", STREAMS, "--request-count", REQUESTS,
-        "--no-gpu-telemetry", "--ui", "none", "--artifact-dir", client.folder / "aiperf",
+        "--no-gpu-telemetry", "--ui", "none", "--artifact-dir", client.folder / "aiperf", more={},
     )  # fmt: skip
     found: dict[str, Any] = json.loads(next((client.folder / "aiperf").rglob("profile_export_aiperf.json")).read_text())
     done = found["request_count"]["avg"]
@@ -254,19 +271,41 @@ def version(python: Path, package: str) -> str:
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def head(cases: int) -> list[str]:
+def head() -> list[str]:
     """Under which conditions, and the head of the table."""
+    conditions = environment(time.strftime("%Y-%m-%d"))
+    always = {name: value for name, value in conditions.items() if name not in OF_ROWS}
     changed = (f"{name} with `{' '.join(flags(options))}`" for name, options in CHANGED.items())
     return [
-        str(environment(time.strftime("%Y-%m-%d"))),
+        str(always),
         "",
-        f"`longhelix serve {' '.join(flags(SERVED))}`; {', '.join(changed)}. schemathesis makes {cases} cases for each "
-        f"operation; guidellm and aiperf have {STREAMS} streams, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new "
-        "ones.",
+        f"`longhelix serve {' '.join(flags(SERVED))}`; {', '.join(changed)}. guidellm and aiperf have {STREAMS} "
+        f"streams, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones.",
         "",
-        "| client | | what it saw | s |",
-        "|---|---|---|--:|",
+        "| client | | what it saw | s | load before | commit |",
+        "|---|---|---|--:|--:|---|",
     ]
+
+
+def row(directory: Path, name: str, folder: Path, cases: int) -> tuple[bool, str]:
+    """Whether a client works, and its row. folder: that clients share."""
+    python = (directory / name / "bin" / "python").absolute()
+    if not python.exists():
+        return True, f"| {name} | not installed | | | | |"
+    conditions, begun_s = environment(""), time.monotonic()
+    contexts = {"contexts-dir": str(folder / "contexts")}
+    with served(SERVED | CHANGED.get(name, {}) | contexts) as url:
+        room = folder / name
+        room.mkdir()
+        try:
+            good, said = CLIENTS[name](Client(python, url, room, folder, cases))
+        except Exception as error:
+            good, said = False, f"{type(error).__name__}: {error}"
+    told = said.replace("|", "/").replace("\n", " ")
+    return good, (
+        f"| {name} {version(python, name)} | {'good' if good else 'WRONG'} | {told} "
+        f"| {time.monotonic() - begun_s:.0f} | {conditions['load_average'][0]} | {conditions['commit']} |"
+    )
 
 
 def main() -> int:
@@ -274,38 +313,19 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
     parser.add_argument("--cases", type=int, default=100, help="that schemathesis makes for each operation")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="the rows of other clients stay there")
     given = parser.parse_args()
-    lines = head(given.cases)
-    wrong = 0
+    lines, wrong = head(), 0
+    before = given.out.read_text().splitlines() if given.out is not None and given.out.exists() else []
+    rows = {name: line for name in CLIENTS for line in before if line.startswith(f"| {name} ")}
     with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder, "models")
-        models.mkdir()
         for name in given.only:
-            python = (given.directory / name / "bin" / "python").absolute()
-            if not python.exists():
-                lines.append(f"| {name} | not installed | | |")
-                continue
-            begun_s = time.monotonic()
-            contexts = {"contexts-dir": str(Path(folder, "contexts"))}
-            with served(SERVED | CHANGED.get(name, {}) | contexts) as url:
-                room = Path(folder, name)
-                room.mkdir()
-                try:
-                    good, said = CLIENTS[name](Client(python, url, room, models, given.cases))
-                except Exception as error:
-                    good, said = False, f"{type(error).__name__}: {error}"
+            good, rows[name] = row(given.directory, name, Path(folder), given.cases)
             wrong += not good
-            told = said.replace("|", "/").replace("\n", " ")
-            lines.append(
-                f"| {name} {version(python, name)} | {'good' if good else 'WRONG'} | {told} "
-                f"| {time.monotonic() - begun_s:.0f} |"
-            )
-            print(lines[-1], flush=True)
-    report = "\n".join(lines) + "\n"
-    print(report)
-    if given.out is not None:
-        given.out.write_text(report)
+            print(rows[name], flush=True)
+            if given.out is not None:
+                table = [rows[each] for each in CLIENTS if each in rows]
+                given.out.write_text("\n".join([*lines, *table]) + "\n")
     return 1 if wrong else 0
 
 
