@@ -1,7 +1,9 @@
 """The order in which requests are served: by priority, then by what their clients have had, then by the policy."""
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Mapping
 
+from longhelix.scheduler.pace import Pace
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.sequence import Job, Sequence
@@ -9,6 +11,7 @@ from longhelix.scheduler.shares import Shares
 
 Key = tuple[float, ...]
 _POLICY = 2  # where the policy's part of a key begins
+_MOST_TRIED = 8  # of those that are sooner done
 
 
 class Order:
@@ -18,23 +21,35 @@ class Order:
         self.policy = policy
         self.shares = shares
         self.times = times
+        self.pace = Pace()
 
     def waiting(self, job: Job, now_s: float) -> Key:
         """Of one that waits."""
         return self._key(job, job.prefill_s, now_s)
 
     def prompts(self, sequences: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        """Those whose prompts are being computed. The one that is soonest done goes first where all before it give
-        way; not before higher priorities, or clients that have had less."""
-        ordered = sorted((self._key(seq.job, self.left_s(seq), now_s), seq) for seq in sequences)
+        """Those whose prompts are being computed. Of those that share a KVP rank's part of a step, one that is sooner
+        done than the first goes before it where all between them give way; not before higher priorities, or clients
+        that have had less."""
+        left_s = {seq: self.left_s(seq) for seq in sequences}
+        ordered = sorted((self._key(seq.job, left_s[seq], now_s), seq) for seq in left_s)
+        homes: dict[int | None, list[tuple[Key, Sequence]]] = {}
+        for key, seq in ordered:
+            homes.setdefault(seq.home, []).append((key, seq))
+        first = [self._first(of_home, left_s, now_s) for of_home in homes.values()]
+        return [*first, *(seq for _, seq in ordered if seq not in first)]
+
+    def _first(self, ordered: list[tuple[Key, Sequence]], left_s: Mapping[Sequence, float], now_s: float) -> Sequence:
         peers = [seq for key, seq in ordered if key[:_POLICY] == ordered[0][0][:_POLICY]]
-        left_s = [self.left_s(seq) for seq in peers]
-        soonest = left_s.index(min(left_s))
-        job, done_s = peers[soonest].job, left_s[soonest]
-        before = zip(peers[:soonest], left_s[:soonest], strict=True)
-        if all(self.policy.gives_way(seq.job, seq_s, job, done_s, now_s) for seq, seq_s in before):
-            ordered.insert(0, ordered.pop(soonest))
-        return [seq for _, seq in ordered]
+        sooner = [place for place, seq in enumerate(peers) if left_s[seq] < left_s[peers[0]]]
+        for place in heapq.nsmallest(_MOST_TRIED, sooner, key=lambda place: (left_s[peers[place]], place)):
+            if all(self._gives_way(seq, peers[place], left_s, now_s) for seq in peers[:place]):
+                return peers[place]
+        return peers[0]
+
+    def _gives_way(self, seq: Sequence, other: Sequence, left_s: Mapping[Sequence, float], now_s: float) -> bool:
+        left, other_left = self.pace.factor * left_s[seq], self.pace.factor * left_s[other]
+        return self.policy.gives_way(seq.job, left, other.job, other_left, now_s)
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""

@@ -387,7 +387,9 @@ class Scheduler:
         token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
         scored = _scored_rows(seq, num_tokens) if seq.is_scored else None
         seq.length += num_tokens
-        self._shares.charge(client, self._times.between(start, seq.length, seq.placement.alone_tokens))
+        alone_s = self._times.between(start, seq.length, seq.placement.alone_tokens)
+        self._shares.charge(client, alone_s)
+        self._order.pace.add(self._next_step_id + 1, alone_s)
         ends = not seq.prompt_left
         if ends:
             del self._prompts[seq.id]
@@ -406,6 +408,7 @@ class Scheduler:
         self._turns.ended(Turn(step.microbatch, step.instances))
         if step.chunks:
             self._step_s = result.taken_s
+            self._order.pace.ended(step.id, result.taken_s)
         for widened in step.widened:
             seq = self._running.get(widened.id) or self._preempted.get(widened.id)
             if widened.moves and seq is not None:

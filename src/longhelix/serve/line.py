@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from longhelix.serve.refusals import OverloadedError
@@ -24,7 +25,9 @@ class Line:
         if self._length >= self._most:
             raise OverloadedError(f"{self._most} requests with {self._what} wait already: try again later")
         self._length += 1
+        wanted = [partial(do, *given)]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, do, *given)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: wanted.pop()())
         finally:
+            wanted.clear()  # who has gone leaves nothing in the line, which may be long
             self._length -= 1

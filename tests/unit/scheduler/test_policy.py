@@ -246,3 +246,49 @@ def test_an_slo_that_is_no_time_is_refused(wrong):
 def test_settings_out_of_range_are_refused(setting, wrong):
     with pytest.raises(UserError, match="set it to"):
         config(**{setting: wrong})
+
+
+@pytest.mark.parametrize("ttft_slo_s", [None, 1, 4])
+def test_short_prompts_that_come_beside_equal_ones_do_not_make_them_take_turns(ttft_slo_s):
+    """Eight of 0.5 s at once, and one of 10 ms every 0.37 s, which can wait. First come, first served, the eight wait
+    2.25 s and what shorts take; in turns, more than 4."""
+    prompts = [request(id, 500, ttft_slo_s=ttft_slo_s) for id in range(8)]
+    shorts = [request(8 + index, 10, arrival_s=0.37 * index) for index in range(12)]
+    first_s = served([*prompts, *shorts], policy="lars", chunk_tokens=50)
+    assert sum(first_s[id] for id in range(8)) / 8 < 2.6
+    assert max(first_s[one.id] - one.arrival_s for one in shorts) < 1.1
+
+
+def test_equal_prompts_of_each_rank_end_one_by_one():
+    """Whole requests on each of two KVP ranks, which compute chunks of 50 tokens side by side."""
+    prompts = [request(id, 500, ttft_slo_s=1) for id in range(16)]
+    first_s = {
+        policy: served(prompts, policy=policy, chunk_tokens=100, kvp=2, placement="local")
+        for policy in ("fcfs", "lars")
+    }
+    assert sum(first_s["lars"].values()) == pytest.approx(sum(first_s["fcfs"].values()), rel=0.01)
+
+
+class BesideDecodes(ByRow):
+    """Each step with decodes takes 20 ms more."""
+
+    def seconds(self, work):
+        return super().seconds(work) + (0.02 if work.decode_rows else 0)
+
+
+@pytest.mark.parametrize(("long_slo_s", "other_tokens"), [(40, 9000), (30, 5000), (26, 1000)])
+def test_a_prompt_gives_way_by_what_prefills_take_beside_decodes(long_slo_s, other_tokens):
+    """10 s alone take longer in steps of 50 ms with decodes, and both are in time if the long one goes first."""
+    decode = request(0, 10, new_tokens=90_000, ttft_slo_s=1)
+    long = request(1, 10_000, arrival_s=0.1, ttft_slo_s=long_slo_s)
+    other = request(2, other_tokens, arrival_s=0.1 if long_slo_s > 26 else 1.0, ttft_slo_s=200)
+    clock, first_s = Clock(BesideDecodes()), {}
+    scheduler = Scheduler(config(policy="lars", adaptive=True, chunk_tokens=8192, tbt_target_s=0.05), clock.cost)
+    loop, left = Loop(scheduler, clock, lambda: clock.now_s), [decode, long, other]
+    while len(first_s) < 3:
+        while left and left[0].arrival_s <= clock.now_s:
+            loop.add(left.pop(0))
+        stepped = loop.step()
+        for event in () if stepped is None else stepped[1]:
+            first_s.setdefault(event.request_id, clock.now_s)
+    assert all(first_s[one.id] <= one.arrival_s + one.service.ttft_slo_s for one in (long, other))
