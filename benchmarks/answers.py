@@ -72,7 +72,7 @@ def simulated(question: Question, best: Choice, requests: int) -> Simulated:
         layout,
         block_tokens=config.block_tokens,
         rows=config.max_running + config.chunk_tokens,
-        asked_tokens=None,
+        requests=config.max_running,
     )
     server = Server(setting, layout, replace(config, num_blocks=held), hop_b=best.strategy in OVERLAPPED)
     (kind,) = demand.kinds

@@ -68,7 +68,9 @@ class Study:
         setting = Setting(load_model(MODEL), load_system(SYSTEM), "bfloat16", "bfloat16")
         config = SchedulerConfig(
             kvp=LAYOUT.kvp,
-            num_blocks=num_blocks(setting, LAYOUT, block_tokens=16, rows=MOST_CHUNK_TOKENS + MAX_RUNNING),
+            num_blocks=num_blocks(
+                setting, LAYOUT, block_tokens=16, rows=MOST_CHUNK_TOKENS + MAX_RUNNING, requests=MAX_RUNNING
+            ),
             max_model_len=MOST_TOKENS,
             chunk_tokens=MOST_CHUNK_TOKENS,
             adaptive=True,

@@ -167,6 +167,7 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
         layout,
         block_tokens=config.block_tokens,
         rows=config.max_running + config.chunk_tokens,
+        requests=config.max_running,
         asked_tokens=options.kv_cache_tokens,
     )
     return Server(setting, layout, replace(config, num_blocks=held), hop_b)

@@ -14,12 +14,12 @@ from longhelix.request import Work
 
 def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:
     """One layer's cost items, in order; windowed: of a layer with the model's window."""
-    own = layouts.of_rank(work)
+    own = layouts.of_rank(work, setting.request_rows)
     if windowed:
         own = _in_window(setting, layouts, own)
     choice, indexer = list[CostItem](), setting.model.indexer
     if indexer is not None:
-        choice, own = index_items(setting, layouts, indexer, own), chosen(layouts, indexer, own)
+        choice, own = index_items(setting, layouts, indexer, own), chosen(setting, layouts, indexer, own)
     attention = _attention(setting, layouts, own)
     value, exchange, channels = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
@@ -59,7 +59,7 @@ def _in_window(setting: Setting, layouts: Layouts, own: Work) -> Work:
 
 def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
     """What one layer attends and exchanges, to be cut into parts."""
-    own = layouts.of_rank(work)
+    own = layouts.of_rank(work, setting.request_rows)
     return _overlap(setting, _attention(setting, layouts, own), _exchange(setting, layouts, own)[1])
 
 
@@ -104,7 +104,8 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
     pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
     decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
-    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * setting.request_rows * pair_flops)
+    reads = 1 if model.indexer is not None else setting.request_rows  # of chosen tokens each row has its own
+    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * reads * pair_flops)
     chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
     chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:

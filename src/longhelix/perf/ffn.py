@@ -29,7 +29,7 @@ def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """
     moe = setting.model.moe
     assert moe is not None
-    own = layouts.of_rank(work)
+    own = layouts.of_rank(work, setting.request_rows)
     router = weights.router(setting, layouts)
     items = [
         kernels(
@@ -91,7 +91,7 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
     gathered = collectives.all_gather(system, RankGroups(layouts.dp, layouts.group_ranks), hidden_bytes)
     scattered = collectives.all_gather(system, RankGroups(layouts.num_ranks, ones), hidden_bytes)
-    regathered = collectives.all_gather(system, RankGroups(layouts.group_ranks, ones), hidden_bytes / layouts.dp)
+    regathered = _regathered(setting, layouts, layouts.of_rank(work, setting.request_rows))
     summed = collectives.all_reduce(system, RankGroups(layouts.ffn_ranks, ones), hidden_bytes)
     after = (scattered + regathered).where(layouts.grouped, summed)
     return gathered, after

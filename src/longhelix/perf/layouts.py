@@ -132,12 +132,13 @@ class Layouts:
         work = Work.chunk(rows, prefix)
         return work._replace(chunk_kv_tokens=self.dp * work.chunk_kv_tokens, chunk_pairs=self.dp * work.chunk_pairs)
 
-    def of_rank(self, work: Work) -> Work:
-        """The fullest rank's part of the attention: every group has evenly many rows, every rank of it a share of
-        their KV."""
+    def of_rank(self, work: Work, request_rows: int = 1) -> Work:
+        """The fullest rank's part of the attention: every group has evenly many requests, each with `request_rows` rows
+        that decode, and every rank of it a share of their KV."""
         decodes, share = work.decode_rows + self.zeros, 1 / (self.dp * self.kvp)
+        requests = np.ceil(decodes / (request_rows * self.dp))
         return work._replace(
-            decode_rows=np.where(self.grouped, np.ceil(decodes / self.dp), decodes),
+            decode_rows=np.where(self.grouped, request_rows * requests, decodes),
             decode_kv_tokens=work.decode_kv_tokens * share,
             chunk_kv_tokens=work.chunk_kv_tokens * share,
             chunk_pairs=work.chunk_pairs * share,

@@ -20,7 +20,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     TPA where a KVP rank has an FFN of its own. A decode row reads and writes its request's state, a prompt's
     chunk one state.
     """
-    own = layouts.of_rank(work)
+    own = layouts.of_rank(work, setting.request_rows)
     keys, values = held_heads(layouts, linear)
     inputs, outputs = weights.linear_inputs(setting, layouts), weights.linear_output(setting, layouts)
     states = own.decode_rows + np.minimum(own.chunk_rows, 1.0)

@@ -90,5 +90,5 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
     if model.linear is not None:
         keys, values = held_heads(layouts, model.linear)
         widest = np.maximum(widest, 2 * (keys * model.linear.key_size + values * model.linear.value_size))
-    logits_bytes = sampled_rows * model.vocab_size * LOGIT_BYTES
+    logits_bytes = sampled_rows * np.ceil(model.vocab_size / layouts.ffn_ranks) * LOGIT_BYTES
     return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)

@@ -18,6 +18,7 @@ LSE_BYTES = 4.0
 STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 34489)
 LOGIT_BYTES = 4.0
 MOST_DRAFTS = 64
+_ALL_TOKENS = 2**60
 CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
 CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
@@ -125,7 +126,7 @@ class Setting:
         tokens than a window holds."""
         model = self.model
         if model.indexer is not None:
-            all_tokens = replace(model.indexer, chosen_tokens=model.max_positions)
+            all_tokens = replace(model.indexer, chosen_tokens=_ALL_TOKENS)
             return replace(self, model=replace(model, indexer=all_tokens))
         if model.sliding_window is None:
             return self

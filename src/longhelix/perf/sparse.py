@@ -21,8 +21,9 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
     share a request, they gather the best of all with their scores, and choose again (vLLM pull request 46076).
     """
     elements = weights.indexer(setting, layouts)
-    pairs, keys = own.decode_kv_tokens + own.chunk_pairs, own.decode_kv_tokens + own.chunk_kv_tokens
-    candidates = _at_most(indexer.chosen_tokens, own.decode_rows, own.decode_kv_tokens)
+    decode_pairs = own.decode_kv_tokens * setting.request_rows
+    pairs, keys = decode_pairs + own.chunk_pairs, own.decode_kv_tokens + own.chunk_kv_tokens
+    candidates = _at_most(indexer.chosen_tokens, own.decode_rows, decode_pairs)
     candidates = candidates + _at_most(indexer.chosen_tokens, own.chunk_rows, own.chunk_pairs)
     groups = RankGroups(layouts.kvp, layouts.tpa)
     gathered_bytes = groups.size * candidates * _CANDIDATE_BYTES
@@ -52,13 +53,13 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
     ]
 
 
-def chosen(layouts: Layouts, indexer: Indexer, own: Work) -> Work:
-    """What a rank attends to after the choice: chosen tokens lie over KVP ranks as evenly as all, and every row of a
-    prompt reads its own."""
+def chosen(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work) -> Work:
+    """What a rank attends to after the choice: chosen tokens lie over KVP ranks as evenly as all, and every row reads
+    its own."""
     share = indexer.chosen_tokens / layouts.kvp
     pairs = _at_most(share, own.chunk_rows, own.chunk_pairs)
     return own._replace(
-        decode_kv_tokens=_at_most(share, own.decode_rows, own.decode_kv_tokens),
+        decode_kv_tokens=_at_most(share, own.decode_rows, own.decode_kv_tokens * setting.request_rows),
         chunk_kv_tokens=pairs,
         chunk_pairs=pairs,
     )

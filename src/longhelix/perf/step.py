@@ -152,7 +152,9 @@ def _attention(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
-    moved_bytes = 2 * 3 * layouts.of_rank(work).rows * setting.model.hidden_size * ACTIVATION_BYTES
+    moved_bytes = (
+        2 * 3 * layouts.of_rank(work, setting.request_rows).rows * setting.model.hidden_size * ACTIVATION_BYTES
+    )
     return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=2.0)
 
 
@@ -166,8 +168,9 @@ def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
 
 
 def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
-    """Hidden states from stage to stage, and the token back to the first."""
-    hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
+    """Hidden states of a rank's group from stage to stage, and the token back to the first."""
+    rows = layouts.of_rank(work, setting.request_rows).rows
+    hidden_bytes = rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
     sent = collectives.send(setting.system, layouts.num_ranks, hidden_bytes)
     item = sends("stage to stage", sent.seconds, sent.net_bytes, sent.fixed_s)
     return item.times(layouts.pp).where(layouts.pp > 1)

@@ -65,7 +65,7 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
         yield f"the checkpoint has to hold its experts in {deployment.expert_dtype} already, and its other weights not"
     moe = deployment.model.moe
     columns = None if moe is None else moe.expert_size // deployment.degrees.tpf
-    if weights.name == "fp8" and columns is not None and columns % _FP8_BLOCK:
+    if (deployment.expert_dtype or weights.name) == "fp8" and columns is not None and columns % _FP8_BLOCK:
         yield (
             f"a checkpoint whose FP8 weights have a scale for each {_FP8_BLOCK} columns does not load: here are "
             f"{columns} columns of an expert on a rank"

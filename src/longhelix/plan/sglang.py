@@ -99,7 +99,7 @@ def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
         "--dcp-size": deployment.kvp if sharded else None,
         "--dcp-comm-backend": "a2a" if sharded else None,
         "--dtype": activation_dtype(deployment),
-        "--quantization": "fp8" if deployment.weight_dtype == "fp8" else None,
+        "--quantization": "fp8" if deployment.weight_dtype == "fp8" and deployment.expert_dtype is None else None,
         "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
         "--context-length": deployment.context,
         # Both are of all groups together, which share them evenly (python/sglang/srt/arg_groups/hooks/parallel_hook.py

@@ -104,7 +104,7 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
         "--decode-context-parallel-size": deployment.kvp if sharded else None,
         "--dcp-comm-backend": "a2a" if sharded else None,
         "--dtype": activation_dtype(deployment),
-        "--quantization": "fp8" if deployment.weight_dtype == "fp8" else None,
+        "--quantization": "fp8" if deployment.weight_dtype == "fp8" and deployment.expert_dtype is None else None,
         "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
         "--max-model-len": deployment.context,
         "--max-num-batched-tokens": batched_tokens,

@@ -3,24 +3,26 @@
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.memory import kv_bytes, memory
+from longhelix.perf.memory import kv_bytes, memory, token_bytes
 from longhelix.perf.setting import Setting
 
 
 def num_blocks(
-    setting: Setting, layout: Layout, *, block_tokens: int, rows: int, asked_tokens: int | None = None
+    setting: Setting, layout: Layout, *, block_tokens: int, rows: int, requests: int, asked_tokens: int | None = None
 ) -> int:
     """KV blocks of each KVP rank: room for `asked_tokens` over all of them, else what the fullest rank's memory leaves
-    beside its weights and what a step of `rows` rows needs, as in `longhelix estimate`.
+    beside its weights, the states that linear attention keeps of `requests`, and what a step of `rows` rows needs, as
+    in `longhelix estimate`.
 
     Raises UserError where the weights leave no room for one block, or memory does not hold what is asked for.
     """
     layouts = Layouts.of([layout])
     held = memory(setting, layouts, 0.0, 0.0, float(rows)).total_bytes
+    held = held + kv_bytes(setting, layouts, float(requests), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
     # A request of one token for each KVP rank leaves one token on each.
-    token_bytes = float(kv_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
-    affordable = int(free_bytes / token_bytes) // block_tokens
+    one_bytes = float(token_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
+    affordable = int(free_bytes / one_bytes) // block_tokens
     if affordable < 1:
         raise UserError(
             f"the weights and one step take all of a GPU's {float(setting.capacity_bytes(layouts)[0]) / 1e9:.1f} GB, "
