@@ -1,6 +1,5 @@
 // Who owns what: the GPUs of one stage twice, as attention and as FFN see them, and one GPU in words.
 
-const LOCAL = ["dp_ep", "dp_tp"];
 const MOST_COLUMNS = 16;
 
 // Near a square, and of whole rows of TPA ranks where they are short enough.
@@ -35,13 +34,13 @@ function drawGrid(id, columns, cells) {
 }
 
 function sequenceOf(layout, rank) {
-  const { kvp, strategy } = layout.chosen;
-  if (LOCAL.includes(strategy.name)) {
+  const { kvp, placement, ffn_replicas: copies } = layout.chosen;
+  if (placement === "local") {
     return `all ${tokens(layout.context)} tokens of one request in ${whole(kvp)}`;
   }
   if (kvp === 1) return `all ${tokens(layout.context)} tokens of every request`;
   const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`;
-  return strategy.name === "tied"
+  return copies > 1
     ? `span ${rank.kvp_rank} of ${kvp}: ${share}`
     : `blocks ${rank.kvp_rank}, ${rank.kvp_rank + kvp}, … of 16 tokens: ${share}`;
 }
@@ -62,7 +61,7 @@ function showGpu(number) {
     return;
   }
   drawn.shown = number;
-  const exchanges = drawn.chosen.kvp > 1 && !LOCAL.includes(drawn.chosen.strategy.name);
+  const exchanges = drawn.chosen.kvp > 1 && drawn.chosen.placement !== "local";
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
   const entries = [
     ["KV", `${held}, ${sequenceOf(drawn, rank)}`],
@@ -89,17 +88,19 @@ function moveGpu(event) {
 
 for (const grid of document.querySelectorAll(".grid")) grid.addEventListener("keydown", moveGpu);
 
-function drawLayout(chosen, context) {
-  const { kvp, tpa, tpf, ep, pp, ranks, ffn_replicas: copies } = chosen;
-  drawn = { chosen, context, shown: 0 };
+function drawLayout({ layout }, context) {
+  const { kvp, tpa, tpf, ep, pp, ffn_replicas: copies, placement } = layout;
+  const ranks = ranksOf(layout);
+  const outer = placement === "local" ? "DP" : "KVP";
+  drawn = { chosen: { ...layout, ranks }, context, shown: 0 };
   const stages = pp > 1 ? `: one of ${pp} stages, ${Math.ceil(plan.num_layers / pp)} of ${plan.num_layers} layers` : "";
   document.getElementById("layout-title").textContent = `${plural(kvp * tpa, "GPU")} in two roles${stages}`;
-  document.getElementById("attention-caption").textContent = `Attention: KVP ${kvp} × TPA ${tpa}`;
+  document.getElementById("attention-caption").textContent = `Attention: ${outer} ${kvp} × TPA ${tpa}`;
   document.getElementById("ffn-caption").textContent =
     `FFN: TPF ${tpf} × EP ${ep}` + (copies > 1 ? `, ${copies} copies` : "");
   const columns = columnsOf(kvp * tpa, tpa);
   drawGrid("attention-grid", columns, ranks.map((rank, number) =>
-    cell(number, rank.kvp_rank, kvp, "K", rank.tpa_rank, tpa, "T")));
+    cell(number, rank.kvp_rank, kvp, outer[0], rank.tpa_rank, tpa, "T")));
   drawGrid("ffn-grid", columns, ranks.map((rank, number) =>
     cell(number, rank.ep_rank, ep, "E", rank.tpf_rank, tpf, "F")));
   showGpu(0);
