@@ -4,10 +4,12 @@
 const FRAME = { left: 52, right: 14, top: 22, bottom: 40 };
 const LEAST_DECADES = 0.7;
 const NEAR = 28;
+const LETTER = 7;
 const SHAPES = {
   circle: (x, y, r) => ["circle", { cx: x, cy: y, r }],
   square: (x, y, r) => ["rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r }],
-  diamond: (x, y, r) => ["path", { d: `M${x - 1.3 * r},${y} L${x},${y - 1.3 * r} L${x + 1.3 * r},${y} L${x},${y + 1.3 * r}Z` }],
+  diamond: (x, y, r) => ["rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r,
+    transform: `rotate(45 ${x} ${y})` }],
   triangle: (x, y, r) => ["path", { d: `M${x - 1.2 * r},${y + r} L${x},${y - 1.2 * r} L${x + 1.2 * r},${y + r}Z` }],
   cross: (x, y, r) => ["path", { d: `M${x - r},${y - r} L${x + r},${y + r} M${x - r},${y + r} L${x + r},${y - r}` }],
 };
@@ -55,14 +57,14 @@ function ticksOf(x, y, { width, height }, [xTitle, yTitle]) {
 // The target as a line with its name over the frame, or an arrow at the side where it lies outside.
 function targetMark(target, x, { width, height }, yTitle) {
   const [least, most] = [FRAME.left, width - FRAME.right];
-  const at = x.at(target.x);
-  const inside = at >= least && at <= most;
-  const words = inside ? target.words : at < least ? `← ${target.words}` : `${target.words} →`;
-  const room = 6.5 * yTitle.length;
-  const place = Math.min(Math.max(at, room + 4), most);
-  const anchor = place > most - 7 * words.length ? "end" : "start";
+  const left = x.at(target.x);
+  const inside = left >= least && left <= most;
+  const words = inside ? target.words : left < least ? `← ${target.words}` : `${target.words} →`;
+  const room = LETTER * yTitle.length;
+  const place = Math.min(Math.max(left, room + 4), most);
+  const anchor = place > most - LETTER * words.length ? "end" : "start";
   return [
-    ...(inside ? [svg("line", { class: "target", x1: at, x2: at, y1: FRAME.top - 6, y2: height - FRAME.bottom })] : []),
+    ...(inside ? [svg("line", { class: "target", x1: left, x2: left, y1: FRAME.top - 6, y2: height - FRAME.bottom })] : []),
     svg("text", { class: "target-name", x: place, y: 13, "text-anchor": anchor }, words),
   ];
 }
@@ -85,8 +87,8 @@ function drawChart(holder, { lines, titles, target, chosen }) {
     group.dataset.name = name;
     return { name, group, placed };
   });
-  const rings = chosen && points.length ? [svg("circle", { class: "ring", cx: x.at(chosen.x), cy: y.at(chosen.y), r: 9 })]
-    : [];
+  const rings = chosen && points.length
+    ? [svg("circle", { class: "ring", cx: x.at(chosen.x), cy: y.at(chosen.y), r: 9 })] : [];
   const marks = target && points.length ? targetMark(target, x, size, titles[1]) : [];
   holder.replaceChildren(svg("svg", { viewBox: `0 0 ${size.width} ${size.height}`, "aria-hidden": "true" },
     ...(points.length ? ticksOf(x, y, size, titles) : []), ...marks, ...drawn.map(({ group }) => group), ...rings));

@@ -80,8 +80,10 @@ function gpuAt(points, user) {
 
 // Helix beside every other strategy: at the target, and where it gains most.
 function gains(state) {
-  const lines = state.strategies.map((strategy) => ({ ...lineOf(state, strategy), helix: strategy.name.startsWith("helix") }));
-  const [ours, others] = [true, false].map((helix) => lines.filter((line) => line.helix === helix && line.points.length));
+  const lines = state.strategies
+    .map((strategy) => ({ ...lineOf(state, strategy), helix: strategy.name.startsWith("helix") }))
+    .filter((line) => line.points.length);
+  const [ours, others] = [true, false].map((helix) => lines.filter((line) => line.helix === helix));
   if (!ours.length || !others.length) return null;
   const best = (group, user) => Math.max(...group.map(({ points }) => gpuAt(points, user)));
   const pair = (user) => ({ user, ours: best(ours, user), others: best(others, user) });
@@ -108,13 +110,13 @@ function gainsAsAnswered(state) {
 }
 
 function targetWords({ ours, others }, ttl) {
-  const at = `At ${time(ttl)} per token`;
+  const target = `At ${time(ttl)} per token`;
   if (ours && others) {
-    return [`${(ours / others).toFixed(2)}×`, `${at}, Helix against the best other strategy: ${digits(ours)} tokens/s `
-      + `per GPU against ${digits(others)}`];
+    return [`${(ours / others).toFixed(2)}×`, `${target}, Helix against the best other strategy: ${digits(ours)} `
+      + `tokens/s per GPU against ${digits(others)}`];
   }
-  return ["–", `${at} ${ours ? `Helix alone gets there, with ${digits(ours)} tokens/s per GPU` : others
-    ? "Helix does not get there, and others do" : "no strategy gets there"}`];
+  if (ours) return ["–", `${target} Helix alone gets there, with ${digits(ours)} tokens/s per GPU`];
+  return ["–", `${target} ${others ? "Helix does not get there, and others do" : "no strategy gets there"}`];
 }
 
 function drawHeadline(state) {

@@ -15,12 +15,12 @@ function people(users) {
 
 const COLUMNS = [
   ["Tokens/s per user", (found) => digits(found.user)],
-  ["per GPU", (found) => digits(found.gpu)],
+  ["Tokens/s per GPU", (found) => digits(found.gpu)],
   ["ms beside a prompt", (found) => orNone(found.ttlBeside, (ttl) => digits(1e3 * ttl)), "ttlBeside"],
   ["TTFT, s", (found) => orNone(found.ttft, digits), "ttft"],
   ["Users", (found) => people(found.users)],
   ["Requests/s", (found) => orNone(found.rate, digits)],
-  ["Cost of 1M", (found) => orNone(found.cost, digits)],
+  ["Cost of 1M tokens", (found) => orNone(found.cost, digits)],
   ["GPUs", (found) => whole(found.gpus), "gpus"],
 ];
 

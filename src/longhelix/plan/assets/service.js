@@ -98,9 +98,9 @@ function bests(state) {
   const found = state.strategies.map(() => []);
   const { layout } = state.table.point;
   state.table.configuration.point.forEach((point, index) => {
-    const at = plan.layouts[layout[point]];
-    const strategy = state.strategies.indexOf(plan.strategies[at.strategy]);
-    if (strategy >= 0 && at.gpus <= state.cap) found[strategy].push(served(state.table, index, state));
+    const held = plan.layouts[layout[point]];
+    const strategy = state.strategies.indexOf(plan.strategies[held.strategy]);
+    if (strategy >= 0 && held.gpus <= state.cap) found[strategy].push(served(state.table, index, state));
   });
   return found.map((configurations) => first(configurations, state));
 }
