@@ -63,13 +63,12 @@ function targetMark(target, x, { width, height }, yTitle) {
   const room = LETTER * yTitle.length;
   const place = Math.min(Math.max(left, room + 4), most);
   const anchor = place > most - LETTER * words.length ? "end" : "start";
-  return [
-    ...(inside ? [svg("line", { class: "target", x1: left, x2: left, y1: FRAME.top - 6, y2: height - FRAME.bottom })] : []),
-    svg("text", { class: "target-name", x: place, y: 13, "text-anchor": anchor }, words),
-  ];
+  const name = svg("text", { class: "target-name", x: place, y: 13, "text-anchor": anchor }, words);
+  const ends = { x1: left, x2: left, y1: FRAME.top - 6, y2: height - FRAME.bottom };
+  return inside ? [svg("line", { class: "target", ...ends }), name] : [name];
 }
 
-// lines: { name, color, shape, dashed, points: [{ x, y, key, words }] }. Returns where each point lies, by line.
+// lines: [{ name, color, shape, dashed, points: [{ x, y, key, words }] }]. Returns where each point lies, by line.
 function drawChart(holder, { lines, titles, target, chosen }) {
   const size = { width: Math.max(holder.clientWidth, 200), height: Math.max(holder.clientHeight, 160) };
   const points = lines.flatMap((line) => line.points);

@@ -17,7 +17,8 @@ async function answerOf(file) {
 function targetsOf({ targets, max_gpus: gpus }) {
   return [
     targets.ttl_s && `${time(targets.ttl_s)} per token`, targets.ttft_s && `TTFT ${time(targets.ttft_s)}`,
-    targets.users > 1 && plural(targets.users, "user"), targets.rate_per_s && `${digits(targets.rate_per_s)} requests/s`,
+    targets.users > 1 && plural(targets.users, "user"),
+    targets.rate_per_s && `${digits(targets.rate_per_s)} requests/s`,
     targets.fewest_gpus && "fewest GPUs", `up to ${plural(gpus, "GPU")}`,
   ].filter(Boolean).join(", ");
 }

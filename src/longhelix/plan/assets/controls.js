@@ -26,7 +26,8 @@ function complaint(found) {
   const wrong = Object.keys(NUMBERS).find((id) => Number.isNaN(found[id]));
   if (wrong) {
     const { words, whole: isWhole } = NUMBERS[wrong];
-    return [wrong, `Set ${words} to ${isWhole ? "a whole number of 1 or more" : "a number above 0"}, or leave it empty.`];
+    const allowed = isWhole ? "a whole number of 1 or more" : "a number above 0";
+    return [wrong, `Set ${words} to ${allowed}, or leave it empty.`];
   }
   if (found.rate !== null && found.users !== null) {
     return ["users", "How many users there are follows from the rate: leave one of the two empty."];
@@ -51,7 +52,8 @@ function stateSet() {
   return {
     ...found, users: found.users ?? 1, length, dtypes, capIndex, cap: plan.gpu_caps[capIndex],
     tokens: plan.lengths[length], fewest: at("fewest").checked, table: tableOf(length, dtypes),
-    strategies: plan.strategies.filter(({ name }) => name !== leftOut),
+    strategies: plan.strategies.filter((strategy, index) =>
+      strategy.name !== leftOut && plan.layouts.some((layout) => layout.strategy === index)),
   };
 }
 

@@ -89,8 +89,9 @@ function gains(state) {
   const pair = (user) => ({ user, ours: best(ours, user), others: best(others, user) });
   const fastest = (group) => Math.max(...group.map(({ points }) => points.at(-1).x));
   const reached = Math.min(fastest(ours), fastest(others));
-  const everywhere = lines.flatMap(({ points }) => points.map(({ x }) => x)).filter((user) => user <= reached).map(pair);
-  const largest = everywhere.reduce((most, each) => (each.ours / each.others > most.ours / most.others ? each : most));
+  const users = lines.flatMap(({ points }) => points.map(({ x }) => x)).filter((user) => user <= reached);
+  const largest = users.map(pair)
+    .reduce((most, each) => (each.ours / each.others > most.ours / most.others ? each : most));
   return {
     largest: { gain: largest.ours / largest.others, user: largest.user }, speed: fastest(ours) / fastest(others),
     target: state.ttl === null ? null : pair(1 / state.ttl),
@@ -126,7 +127,8 @@ function drawHeadline(state) {
   const largest = `${digits(found.largest.gain)}× at ${digits(found.largest.user)} tokens/s per user, and `
     + `${digits(found.speed)}× the tokens/s per user at best`;
   const [gain, words] = found.target ? targetWords(found.target, state.ttl)
-    : [`${digits(found.largest.gain)}×`, "Helix's largest gain in tokens/s per GPU; set a target to see the gain there"];
+    : [`${digits(found.largest.gain)}×`,
+      "Helix's largest gain in tokens/s per GPU; set a target to see the gain there"];
   at("headline").replaceChildren(element("strong", { id: "gain" }, gain), element("span", {}, words),
     element("small", { id: "largest" }, `Largest gain: ${largest}. Decodes alone, as papers compare them.`));
 }
