@@ -34,6 +34,7 @@ _MORE_DTYPES = 2
 MOST_POINTS, MOST_ASKED_POINTS = 12, 24
 MOST_DRAWN = 144
 _COARSE, _FINE = 1, 4  # batches per octave
+_QUICK_CHUNKS = (128.0, 8192.0)
 _QUICK_OCTAVES = 2  # between batches of layouts that are there for their prefill
 _SOME_CHUNKS = CHUNKS[1::3]
 _MOST_LAYOUTS = 1000
@@ -92,62 +93,32 @@ def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
     answer: of the plan as JSON what another page compares with its own.
     """
     question, every = plan.question, plan.sweep.space
-    caps = gpu_caps(question.max_gpus)
     settings, questions = _settings(question.setting), _questions(question)
-    quick = _quickest(plan)
-    tables = [
-        _asked_table(plan, caps, quick)
-        if setting is question.setting and each is question
-        else _table(_use(setting, each), _around(_use(setting, each), every, caps, quick), every, _SOME_CHUNKS)
-        for setting in settings
-        for each in questions
-    ]
+    tables = _tables(plan, settings, questions)
     used = np.unique(np.concatenate([table.kept.points.layout for table in tables]))
-    demand = question.demand
     document = {
         "model": model_name,
         "system": question.setting.system.name,
-        "capacity_bytes": question.setting.system.usable_bytes,
-        "shares_capacity": question.setting.system.shared,
-        "num_layers": question.setting.model.num_layers,
-        "num_experts": question.setting.model.moe.num_experts if question.setting.model.moe else 1,
-        "latent": question.setting.model.mla is not None,
-        "looked_at": sum(table.kept.configurations for table in tables),
-        "lengths": [each.context for each in questions],
-        "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
-        "gpu_caps": caps,
-        "strategies": [vars(strategy) for strategy in STRATEGIES],
-        "output_tokens": None if demand is None else demand.output_tokens,
-        "asked": {
-            "length": questions.index(question),
-            "ttl_s": question.ttl_s,
-            "ttft_s": question.ttft_s,
-            "users": question.users,
-            "rate_per_s": question.rate_per_s,
-            "gpu_hour": question.gpu_hour,
-            "fewest_gpus": question.fewest_gpus,
-        },
+        **_model(question.setting),
+        **_choices(settings, questions),
+        "asked": _asked(question, questions),
         "answer": answer,
-        "point_rows": [*_POINT, *_MEMORY],
-        "item_rows": _COSTS,
-        "items": [{"name": name, "kind": kind_of(name)} for name in tables[0].item_names],
-        "configuration_rows": [*_CONFIGURATION, *(() if demand is None else _PROMPTS)],
+        "looked_at": sum(table.kept.configurations for table in tables),
+        "output_tokens": None if question.demand is None else question.demand.output_tokens,
+        "strategies": [vars(strategy) for strategy in STRATEGIES],
         "layouts": [_layout(every, int(index)) for index in used],
         "owner_rows": _OWNERS,
         "owners": _owners(question.setting.model, every, used),
-        "tables": [
-            {
-                "points": table.points.shape[1],
-                "configurations": table.configurations.shape[1],
-                "frontiers": table.kept.lines,
-                "short_bytes": table.kept.short_bytes,
-            }
-            for table in tables
-        ],
+        "point_rows": [*_POINT, *_MEMORY],
+        "item_rows": _COSTS,
+        "items": [{"name": name, "kind": kind_of(name)} for name in tables[0].item_names],
+        "configuration_rows": [*_CONFIGURATION, *(() if question.demand is None else _PROMPTS)],
+        "tables": [_outline(table) for table in tables],
     }
     for table in tables:
         table.points[0] = np.searchsorted(used, table.kept.points.layout)
-    return PageData(document, np.concatenate([part.ravel() for each in tables for part in _parts(each)]))
+    matrices = [matrix for table in tables for matrix in (table.points, table.configurations)]
+    return PageData(document, np.concatenate([matrix.ravel() for matrix in matrices]))
 
 
 def gpu_caps(max_gpus: int) -> list[int]:
@@ -158,6 +129,64 @@ def gpu_caps(max_gpus: int) -> list[int]:
 def kind_of(item_name: str) -> str | None:
     """The kind of work that a cost item is, or None for one that this page does not know."""
     return next((kind for kind, names in _KINDS.items() if item_name in names), None)
+
+
+def _model(setting: Setting) -> dict[str, Any]:
+    model, system = setting.model, setting.system
+    return {
+        "capacity_bytes": system.usable_bytes,
+        "shares_capacity": system.shared,
+        "num_layers": model.num_layers,
+        "num_experts": model.moe.num_experts if model.moe else 1,
+        "latent": model.mla is not None,
+    }
+
+
+def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, Any]:
+    """What one can choose from."""
+    return {
+        "lengths": [each.context for each in questions],
+        "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
+        "gpu_caps": gpu_caps(questions[0].max_gpus),
+    }
+
+
+def _asked(question: Question, questions: list[Question]) -> dict[str, Any]:
+    """What the page opens with, beside the first dtypes and the most GPUs."""
+    return {
+        "length": questions.index(question),
+        "ttl_s": question.ttl_s,
+        "ttft_s": question.ttft_s,
+        "users": question.users,
+        "rate_per_s": question.rate_per_s,
+        "gpu_hour": question.gpu_hour,
+        "fewest_gpus": question.fewest_gpus,
+    }
+
+
+def _outline(table: _Table) -> dict[str, Any]:
+    """A table without its numbers."""
+    return {
+        "points": table.points.shape[1],
+        "configurations": table.configurations.shape[1],
+        "frontiers": table.kept.lines,
+        "short_bytes": table.kept.short_bytes,
+    }
+
+
+def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> list[_Table]:
+    """Of each pair of dtypes, and of these each length."""
+    every, caps = plan.sweep.space, gpu_caps(plan.question.max_gpus)
+    quick = _quickest(_use(plan.question.setting, plan.question), every, caps)
+    tables = []
+    for setting in settings:
+        for question in questions:
+            use = _use(setting, question)
+            if setting is plan.question.setting and question is plan.question:
+                tables.append(_asked_table(use, plan, caps, quick))
+            else:
+                tables.append(_table(use, _around(use, every, caps, quick), every, _SOME_CHUNKS))
+    return tables
 
 
 def _settings(asked: Setting) -> list[Setting]:
@@ -188,27 +217,25 @@ def _use(setting: Setting, question: Question) -> Use:
     return Use(setting, question.context, question.demand, question.ttft_s)
 
 
-def _quickest(plan: Plan) -> _Index:
-    """For each cap and strategy the layouts that prefill the longest prompt fastest, in small chunks and in large ones;
-    of those with a target for it alone, as decodes lead elsewhere."""
-    found, strategy = plan.latencies, plan.sweep.space.strategy
-    if found is None:
-        return np.zeros(0, dtype=np.intp)
-    quickest = []
-    for cap in gpu_caps(plan.question.max_gpus):
-        for index in range(len(STRATEGIES)):
-            allowed = ((found.gpus <= cap) & (strategy == index))[:, None]
-            ttft_s = np.where(allowed, found.ttft_s, np.inf)[:, [2, -1]]
-            quickest += [int(each) for each in ttft_s.argmin(axis=0) if np.isfinite(ttft_s[each]).any()]
-    return np.unique(np.array(quickest, dtype=np.intp))
+def _quickest(use: Use, every: Space, caps: list[int]) -> _Index:
+    """For each cap and strategy the layouts that prefill the longest prompt fastest, in small chunks and in large ones:
+    decodes lead elsewhere."""
+    layouts, found = every.layouts, []
+    for chunk in _QUICK_CHUNKS:
+        fits = use.memory_bytes(layouts, 1.0, chunk) <= use.setting.capacity_bytes(layouts)
+        ttft_s = np.where(fits, prompts(use, layouts, chunk * layouts.ones).longest_s, np.inf)
+        for cap in caps:
+            for strategy in range(len(STRATEGIES)):
+                allowed = np.where((layouts.world_size <= cap) & (every.strategy == strategy), ttft_s, np.inf)
+                found += [int(allowed.argmin())] if np.isfinite(allowed).any() else []
+    return np.unique(np.array(found, dtype=np.intp))
 
 
-def _asked_table(plan: Plan, caps: list[int], quick: _Index) -> _Table:
+def _asked_table(use: Use, plan: Plan, caps: list[int], quick: _Index) -> _Table:
     """Whole frontiers, and what the plan recommends or names as nearest among the points."""
-    question, every = plan.question, plan.sweep.space
-    use = _use(question.setting, question)
+    every = plan.sweep.space
     named = [*([] if plan.best is None else [plan.best]), *plan.nearest]
-    kept = _kept(plan.sweep, np.arange(len(every)), caps, MOST_ASKED_POINTS, question.ttl_s)
+    kept = _kept(plan.sweep, np.arange(len(every)), caps, MOST_ASKED_POINTS, plan.question.ttl_s)
     more = [_at(use, every, choice) for choice in named]
     more.append(_quick_points(every, plan.sweep, np.arange(len(every)), quick))
     return _table(use, _with(kept, more), every, CHUNKS)
@@ -335,10 +362,6 @@ def _configurations(use: Use, points: Points, every: Space, chunks: tuple[int, .
     if use.demand is not None:
         rows += [found.busy_s, found.wait_s, layouts.pp * found.busy_s / found.chunks]
     return np.array(rows, dtype=np.float32).reshape(len(rows), -1)
-
-
-def _parts(table: _Table) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    return table.points, table.configurations
 
 
 def _rounded(numbers: Array) -> NDArray[np.float32]:

@@ -121,6 +121,17 @@ function draw(choice) {
   drawFrontier(state, shown);
 }
 
+function watchWidth() {
+  const main = document.querySelector("main");
+  let width = main.clientWidth;
+  new ResizeObserver(() => {
+    if (main.clientWidth === width) return;
+    width = main.clientWidth;
+    drawFrontier(state, shown);
+    drawCompared();
+  }).observe(main);
+}
+
 function start() {
   at("title").textContent = `${plan.model} on ${plan.system}`;
   document.title = `${plan.model} on ${plan.system}: longhelix plan`;
@@ -132,11 +143,8 @@ function start() {
   at("back").addEventListener("click", () => draw(null));
   watchFrontier((point) => draw(atPoint(state, point)), () => shown?.point);
   watchComparison();
-  new ResizeObserver(() => {
-    drawFrontier(state, shown);
-    drawCompared();
-  }).observe(document.querySelector("main"));
   draw(null);
+  watchWidth();
 }
 
 start();
