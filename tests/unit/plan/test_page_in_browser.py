@@ -331,6 +331,8 @@ def test_nothing_is_wider_than_the_screen(demanded, dense, width, scheme):
     demanded.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     demanded.find_element("id", "other-plan").send_keys(str(dense.json))
     demanded.find_element("css selector", "#compared-frontiers .mark")
+    demanded.execute_script(SET, "price", "98765")  # long numbers
+    demanded.execute_script(SET, "rate", "")
     assert demanded.execute_script(TOO_WIDE) == []
     background = demanded.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
