@@ -4,7 +4,8 @@ python benchmarks/answers.py [--requests 400] [--out benchmarks/answers.md]
 
 Each question has a model, a system, prompts and answers of one length, a TTL and a TTFT. The answer's layout, batch and
 chunk size serve requests that come at random (Poisson), at the rate of one replica; the 95th percentiles of the times
-to the first token and from token to token are compared with the targets. Prefill and decode apart are not simulated.
+to the first token and from token to token are compared with the targets. Prefill and decode apart are not simulated,
+nor are layouts of DP x KVP, which the engine has not.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from longhelix.plan.candidate import in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.demand import Demand
 from longhelix.plan.question import Question
+from longhelix.plan.space import OVERLAPPED
 from longhelix.presets import load_model, load_system
 from longhelix.request import ANY_SERVICE, MOST_TOKENS
 from longhelix.simulate.pool import num_blocks
@@ -72,7 +74,7 @@ def simulated(question: Question, best: Choice, requests: int) -> Simulated:
         rows=config.max_running + config.chunk_tokens,
         asked_tokens=None,
     )
-    server = Server(setting, layout, replace(config, num_blocks=held), hop_b=best.strategy == "helix")
+    server = Server(setting, layout, replace(config, num_blocks=held), hop_b=best.strategy in OVERLAPPED)
     (kind,) = demand.kinds
     lengths = Component(1.0, *(Lengths(tokens, tokens) for tokens in (kind.input_tokens, kind.output_tokens)))
     outcome = simulate(server, Synthetic(requests, best.rate_per_s / best.replicas, (lengths,), ANY_SERVICE))
@@ -94,6 +96,8 @@ def row(model: str, system: str, lengths: tuple[int, int, float, float], request
     asked = f"| {model} | {system} | {prompt:,} | {1e3 * ttl_s:g} | {ttft_s:g} "
     if best is None:
         return f"{asked}| nothing meets these together | | | | | | | | | said so |", True
+    if best.layout["dp"] != 1:
+        return f"{asked}| {in_words(best.layout)}, which the engine has not | | | | | | | | | not run |", True
     found = simulated(question, best, requests)
     holds = found.ttl_s <= ttl_s and found.ttft_s <= ttft_s
     return (

@@ -14,20 +14,22 @@ python=${PYTHON:-python3}
 mkdir -p "$directory"
 echo "torch==2.13.0" >"$directory/constraints.txt" # a plain torch may bring gigabytes of CUDA
 
-# client ENVIRONMENT REQUIREMENT
+# client ENVIRONMENT REQUIREMENT...
 client() {
-    if [ -e "$directory/$1/made" ]; then
-        echo "$directory/$1 is there"
+    made=$directory/$1
+    shift
+    if [ -e "$made/made" ]; then
+        echo "$made is there"
         return
     fi
-    echo "$directory/$1: installing $2"
-    "$python" -m venv "$directory/$1"
-    "$directory/$1/bin/python" -m pip install --quiet --disable-pip-version-check -c "$directory/constraints.txt" "$2"
-    touch "$directory/$1/made"
+    echo "$made: installing $*"
+    "$python" -m venv "$made"
+    "$made/bin/python" -m pip install --quiet --disable-pip-version-check -c "$directory/constraints.txt" "$@"
+    touch "$made/made"
 }
 
 client openai "openai==3.57.0"
 client schemathesis "schemathesis>=4,<5"
 client guidellm "guidellm==0.8.1"
-client lm-eval "lm-eval[api]==0.4.13"
+client lm-eval "lm-eval[api,hf]==0.4.13" gguf # hf: the tokenizer for api, and transformers to compare with
 client aiperf "aiperf==0.13.0"

@@ -123,6 +123,7 @@ def test_sharded_weights_give_the_same_tokens(capfd, oracle, tmp_path):
     assert sharded[1] == whole[1]
 
 
+@pytest.mark.slow
 def test_without_native_kernels_the_command_runs_and_says_so_once(oracle, tmp_path):
     """As in an install without a compiler: Python's start-up hides the module, in workers as well."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['longhelix._native'] = None\n")
@@ -325,6 +326,7 @@ def test_unknown_verb_names_the_nearest(capfd):
     assert 'Did you mean "generate"?' in refusal(capfd, "generat")
 
 
+@pytest.mark.slow
 def test_terminated_command_leaves_nothing(oracle):
     with generating(oracle) as command:
         processes = psutil.Process(command.pid).children(recursive=True)
@@ -335,6 +337,7 @@ def test_terminated_command_leaves_nothing(oracle):
         assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.slow
 def test_torchrun_with_the_wrong_number_of_ranks_is_told_the_right_one(oracle):
     arguments = [str(argument) for argument in generate(oracle.path, "--kvp", 2)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]

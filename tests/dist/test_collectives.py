@@ -37,6 +37,7 @@ def test_values(backend, cases, size):
 
 
 @needs_native
+@pytest.mark.slow
 def test_four_ranks_choose_shared_memory_by_themselves():
     run("sums,pieces,gathers,mixture", "auto", 4)
 

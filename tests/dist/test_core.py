@@ -16,6 +16,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.models.model_files import open_checkpoint
 from longhelix.workers import pool
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
+from tiers import few
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
@@ -97,10 +98,12 @@ def test_it_waits_no_longer_than_it_is_asked_to(core):
 
 @pytest.mark.parametrize(
     ("program", "words"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has not answered for"),
-        ("os._exit(0)", r"rank 1 \(process \d+\) ended with status 0"),
-    ],
+    few(
+        [
+            ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has not answered for"),
+            ("os._exit(0)", r"rank 1 \(process \d+\) ended with status 0"),
+        ]
+    ),
 )
 def test_a_rank_that_is_gone_is_told_to_whoever_polls_without_waiting(path, tmp_path, monkeypatch, program, words):
     """As a server does: other work between one poll and the next."""
@@ -113,6 +116,7 @@ def test_a_rank_that_is_gone_is_told_to_whoever_polls_without_waiting(path, tmp_
             poll_now_and_then(core)
 
 
+@pytest.mark.slow
 def test_an_aborted_request_has_no_more_events(core):
     aborted, other = (core.add(array("i", PROMPTS[0]), SamplingParams(max_new_tokens=30)).id for _ in range(2))
     while not core.poll():
@@ -152,6 +156,7 @@ def test_a_step_is_sent_while_the_last_one_runs_unless_that_has_chunks(core):
     assert not any(behind_chunks for _, behind_chunks in early)
 
 
+@pytest.mark.slow
 def test_tokens_of_steps_in_flight_are_those_of_steps_one_by_one(core):
     """Ends by stop tokens and lengths, and aborts, while the next step is under way: no token after an end, and what
     was freed is taken again meanwhile."""

@@ -24,6 +24,7 @@ from oracle import (
     WITH_EXPERTS,
     make_oracle,
 )
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -221,7 +222,7 @@ def test_hop_b_gives_the_same_bits(worlds, oracles, family, layout, steps):
         assert np.array_equal(whole[0][f"logits_{index}"], parted[0][f"logits_{index}"])
 
 
-@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("kvp", "tpa"), few([(3, 1), (2, 2), (2, 1), (3, 2)], 2))
 @pytest.mark.parametrize("family", ["llama-bias", "qwen2", "mixtral", "deepseek_v3"])
 def test_tied_layouts_equal_transformers(worlds, oracles, family, kvp, tpa):
     oracle = oracles(family)
@@ -368,7 +369,7 @@ FLASH = {"flash_comm_v1": True, "sp_min_token_num": 5}
 FLASH_LAYOUTS = [(2, 1, "striped"), (1, 2, "striped"), (3, 1, "local"), (2, 2, "growing"), (1, 4, "auto")]
 
 
-@pytest.mark.parametrize("backend", [None, "gloo"])
+@pytest.mark.parametrize("backend", few([None, "gloo"]))
 @pytest.mark.parametrize(("kvp", "tpa", "placement"), FLASH_LAYOUTS)
 def test_layers_that_keep_token_shards_equal_transformers(worlds, tmp_path_factory, kvp, tpa, placement, backend):
     """Flash Comm V1 in layers op by op; chunks of 13 rows, of which some ranks have one less."""
@@ -379,7 +380,7 @@ def test_layers_that_keep_token_shards_equal_transformers(worlds, tmp_path_facto
 
 
 @pytest.mark.parametrize("family", ["native-qwen3_moe", "native-qwen2_moe", "latent"])
-@pytest.mark.parametrize(("kvp", "tpa", "placement"), FLASH_LAYOUTS[:4])
+@pytest.mark.parametrize(("kvp", "tpa", "placement"), few(FLASH_LAYOUTS[:4], 2))
 def test_experts_and_latents_gathered_as_they_are_needed(
     worlds, oracles, tmp_path_factory, family, kvp, tpa, placement
 ):
@@ -423,7 +424,7 @@ def assert_sequence_parallel(ranks, sums):
 
 
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1)])
-@pytest.mark.parametrize("block_tokens", [4, 16])
+@pytest.mark.parametrize("block_tokens", few([4, 16]))
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_steps_padded_to_buckets_equal_transformers(worlds, tmp_path_factory, kvp, tpa, block_tokens, chunk_tokens):
     """What CUDA graphs run, replayed here by calling the layers again: decode steps, chunks, both together."""
@@ -493,7 +494,7 @@ def test_layers_from_python_equal_transformers(worlds, tmp_path_factory, kvp, tp
 
 
 @pytest.mark.skipif(native.module is None, reason="the native module is not built here")
-@pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("kvp", "tpa"), few([(3, 1), (1, 1), (2, 1), (2, 3)], 2))
 def test_native_kernels_are_batch_invariant(worlds, tmp_path_factory, kvp, tpa):
     """Bit for bit: alone or together, in chunks of any size. (test_native_attention has numbers of threads.)"""
     if "native" not in NATIVE:

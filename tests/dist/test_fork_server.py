@@ -137,6 +137,7 @@ def test_it_has_torch_and_no_thread_but_its_own(server):
     assert psutil.Process(server.pid).num_threads() == 1
 
 
+@pytest.mark.slow
 def test_what_ranks_import_looks_for_no_device():
     """A process that is forked from one that has asked for CUDA's devices cannot use them."""
     program = (
@@ -215,6 +216,7 @@ def test_an_import_that_fails_is_an_error_in_words_for_all_who_wait(tmp_path, ca
     assert "no such torch" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_the_system_refuses_is_an_error_in_words(tmp_path):
     refusing = "import os\ndef fork(): raise OSError(11, 'Resource temporarily unavailable')\nos.fork = fork\n"
     (tmp_path / "sitecustomize.py").write_text(refusing)
@@ -247,6 +249,7 @@ def test_an_interrupt_while_a_process_starts_ends_that_one_alone(server, monkeyp
     end(other)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_it_imports_leaves_a_server_that_can_be_asked(environment, monkeypatch):
     """Whether or not somebody reads its first message meanwhile."""
     server = server_for(environment | {"LONGHELIX_TEST": "interrupted"})
@@ -279,6 +282,7 @@ def test_a_process_is_known_to_have_ended_while_its_server_stands_still(environm
     assert asked(server_for(environment), "group")
 
 
+@pytest.mark.slow
 def test_whoever_wants_another_server_does_not_wait_for_one_that_imports(tmp_path, environment):
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)")
     importing = environment | {"PYTHONPATH": str(tmp_path)}
@@ -298,6 +302,7 @@ def test_whoever_wants_another_server_does_not_wait_for_one_that_imports(tmp_pat
             waiting.join()
 
 
+@pytest.mark.slow
 def test_what_the_import_started_and_ends_is_not_its_own(tmp_path):
     began = "import subprocess, sys\nif 'longhelix' in ' '.join(sys.orig_argv): subprocess.Popen(['true'])\n"
     (tmp_path / "sitecustomize.py").write_text(began)
@@ -309,6 +314,7 @@ def test_what_the_import_started_and_ends_is_not_its_own(tmp_path):
     assert server.is_up
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_is_an_error_in_words(server):
     asked(server, "group")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -340,6 +346,7 @@ def test_no_descriptor_is_left_is_an_error_in_words(server):
     ],
     ids=["no standard error", "another user", "a copy"],
 )
+@pytest.mark.slow
 def test_unusual_programs_are_served(program, environment, tmp_path):
     begin = (
         "import os\nfrom longhelix.errors import EngineError\n"
@@ -357,6 +364,7 @@ def test_unusual_programs_are_served(program, environment, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_it_serves_programs_with_many_open_files_blocked_signals_and_time_limits_of_sockets(environment, monkeypatch):
     """And who stands where this user may not. A status is told although SIGCHLD was blocked where the server began."""
     socket.setdefaulttimeout(0.001)
@@ -385,6 +393,7 @@ def refuse():
     raise PermissionError
 
 
+@pytest.mark.slow
 def test_two_engines_that_start_at_once_do_not_end_each_others_server(environment):
     """Threads with environments of their own, none of which has a server yet."""
     said, errors = {}, []
@@ -401,6 +410,7 @@ def test_two_engines_that_start_at_once_do_not_end_each_others_server(environmen
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.slow
 def test_a_copy_of_a_process_has_a_server_of_its_own_and_leaves_ranks_alone(server, environment):
     with Ranks() as ranks:
         ranks.start("plain_rank", range(1), "stay", environment=TESTS, stdout=subprocess.PIPE)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from longhelix import LLM, EngineError, Guide, Layout, SamplingParams, UserError
 from longhelix.runner.matchers import Matchers
 from oracle import FAMILIES, NATIVE_SIZES, VOCAB, greedy_of, make_oracle
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -125,7 +126,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(reversed(LAYOUTS), 2))
 def test_tokens_are_those_of_masked_rows(oracle, name):
     """Of transformers' where they are greedy; all, drawn ones too, those of one rank, whatever runs beside them."""
     layout, settings = LAYOUTS[name]
@@ -159,6 +160,7 @@ def exact(native):
         yield llm
 
 
+@pytest.mark.slow
 def test_layouts_of_exact_sums_give_the_same_tokens(native, exact):
     prompt = native.prompts[3]
     asked = [SamplingParams(40, 1.0, seed=seed, guide=guide) for seed in range(4) for guide in GUIDES]

@@ -43,6 +43,7 @@ def directory(tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_a_worker_whose_beats_nobody_reads_ends_with_its_parent(directory):
     """More beats than queues hold."""
     command = [sys.executable, "-c", PARENT, str(directory), CHILD]

@@ -82,6 +82,7 @@ def test_compiled_layers_warm_up_and_give_the_same_tokens(oracle):
     assert shares[-1] == 1
 
 
+@pytest.mark.slow
 def test_compiled_layers_say_which_compiler_they_miss(oracle, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"needs a .* compiler, but no-such-compiler is not found"):
@@ -334,6 +335,7 @@ def test_a_request_that_nothing_runs_for_is_said_and_not_waited_for(llm, monkeyp
     run_all(llm)
 
 
+@pytest.mark.slow
 def test_a_stream_that_the_collector_drops_in_the_middle_of_a_step_is_aborted_before_the_next(llm, monkeypatch):
     free = [allocator.available for allocator in llm._core._loop.scheduler.pool.allocators]
     other = llm.stream(PROMPT, SamplingParams(max_new_tokens=12))
@@ -659,6 +661,7 @@ rank.find = lambda mesh, *parts: replace(find(mesh, *parts), packed=mesh.rank !=
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_rank_with_reference_kernels_gives_all_ranks_more_time(one_rank_without_packed_kernels, oracle):
     with LLM(str(oracle.path), Layout(kvp=2)) as llm:
         assert not llm._core._pool._watchdog._packed

@@ -114,6 +114,7 @@ ModelRunner.execute = stand
     monkeypatch.setenv("DONE", str(tmp_path / "done"))
 
 
+@pytest.mark.slow
 def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
     """Two short requests, each on an instance of its own: one stands, the other takes steps. Then both share a long
     one."""
@@ -179,6 +180,7 @@ def test_tokens_come_in_order_after_those_that_shared_a_request_part(oracles):
     assert list(instances.values()).count((0, 1)) < len(instances) - 10
 
 
+@pytest.mark.slow
 def test_an_instance_that_had_nothing_to_do_is_not_blamed(oracles, slowed, monkeypatch):
     oracle = oracles("llama", 5, 7, 30)
     monkeypatch.setenv("SLOW", "0 1")
@@ -229,6 +231,7 @@ def gloo(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("model", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_instances_meet_over_gloo(oracles, model):
     oracle = oracles(model)
     with engine(oracle, 3, chunk_tokens=16) as llm:
@@ -236,6 +239,7 @@ def test_instances_meet_over_gloo(oracles, model):
     assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
 
 
+@pytest.mark.slow
 def test_a_message_tells_a_rank_nothing_of_others(oracles):
     """Rows and exchanged bytes are those of what instances share alone: local requests exchange nothing."""
     oracle = oracles("llama", 5, 7, 30)

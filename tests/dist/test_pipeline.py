@@ -77,16 +77,18 @@ def test_all_chunks_and_placements(worlds, deep, model, layout, chunk_tokens, pl
 
 
 @pytest.mark.parametrize("stage_layers", [(1, 4), (4, 1)], ids=show)
+@pytest.mark.slow
 def test_stages_of_other_sizes(worlds, deep, stage_layers):
     assert_equal(deep("llama"), run(worlds, deep("llama"), 2, 2, 1, 16, "striped", stage_layers=stage_layers))
 
 
 @pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.slow
 def test_the_tied_layout_has_stages(worlds, deep, pp):
     assert_equal(deep("llama"), run(worlds, deep("llama"), pp, 2, 1, 7, "striped", tied=True))
 
 
-@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.slow), 16, 4096])
+@pytest.mark.parametrize("chunk_tokens", few([16, 1, 4096]))
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_steps_have_equal_bits(worlds, deep, model, chunk_tokens):
     """One request: the same steps, whatever the number of stages."""
@@ -165,6 +167,7 @@ def test_the_next_chunk_is_in_the_first_stage_while_one_is_in_the_second(deep, s
     assert result.token_ids == oracle.tokens[3][:1]
 
 
+@pytest.mark.slow
 def test_a_decode_fills_the_bubble_of_another(deep, slow_stage):
     """Two requests decode, each in a microbatch of its own, once both have their first tokens: while one's row is in
     the second stage, the other's is in the first."""
@@ -211,6 +214,7 @@ execution.Execution.resolve = classmethod(lambda cls, *asked: replace(resolve(cl
 
 @pytest.mark.usefixtures("warmed_up")
 @pytest.mark.parametrize("layout", few([Layout(kvp=2, pp=2), Layout(pp=2), Layout(pp=4)]), ids=["2x2", "2", "4"])
+@pytest.mark.slow
 def test_warm_up_leaves_nothing_on_its_way(deep, layout):
     """Its tokens would be taken for those of the first requests."""
     oracle, warmed = deep("llama"), []
@@ -230,6 +234,7 @@ def test_compiled_layers_in_stages(deep):
     assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
 
 
+@pytest.mark.slow
 def test_answers_of_one_token_and_pauses_leave_nothing_behind(deep):
     """The first stage needs no token of theirs."""
     oracle = deep("llama")

@@ -6,6 +6,7 @@ import torch
 
 from longhelix import LLM, Layout, SamplingParams
 from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -73,7 +74,7 @@ def asked(count, new_tokens=4, **more):
     return SamplingParams(max_new_tokens=new_tokens, prompt_logprobs=count, ignore_eos=True, **more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(reversed(LAYOUTS), 4))
 def test_they_are_those_of_transformers(oracle, layout):
     """All prompts at once, then again: what is cached by then is computed once more."""
     layout, more = LAYOUTS[layout]
@@ -167,7 +168,7 @@ PRESSED = {
 }
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "not cached"])
+@pytest.mark.parametrize("prefix_cache", few([True, False]), ids=["cached", "not cached"])
 @pytest.mark.parametrize("layout", PRESSED)
 def test_a_preempted_request_has_each_of_them_once(oracle, layout, prefix_cache):
     """Answers that grow push out others, in the middle of their prompts and behind them."""
@@ -198,6 +199,7 @@ Scoring._gather = broken
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_logits_without_a_probability_end_their_request_alone(broken_logits, oracle):
     """A prompt of two tokens has one row that is asked about."""
     with LLM(str(oracle.path), Layout(kvp=2), **SETTINGS) as llm:

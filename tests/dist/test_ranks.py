@@ -163,6 +163,7 @@ def test_an_interrupt_is_the_parents_to_handle():
         assert ranks.statuses() == {}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_parent_is_killed():
     program = (
         "import subprocess, sys\nfrom longhelix.workers.ranks import Ranks\nranks = Ranks()\n"

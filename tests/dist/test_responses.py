@@ -54,6 +54,7 @@ def test_an_answer_is_that_of_a_chat(server, api):
         assert answer.usage.total_tokens == usage["total_tokens"]
 
 
+@pytest.mark.slow
 def test_instructions_and_what_was_answered_before_come_first(server, api):
     client, _ = server
     first = api.responses.create(input=QUESTION, instructions="Be brief.", **GREEDY)

@@ -9,6 +9,7 @@ import pytest
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
+from tiers import few
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
@@ -78,7 +79,7 @@ def test_requests_go_on_from_their_tokens(path, layout):
                 assert list((one or {}).values()) == pytest.approx(list((two or {}).values()), abs=1e-3)
 
 
-@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("decodes", few([True, False]))
 def test_a_request_that_always_ends_a_rank_is_found_and_fails_alone(path, tmp_path, monkeypatch, decodes):
     fault_file = tmp_path / "fault"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))
@@ -104,6 +105,7 @@ def test_a_request_that_always_ends_a_rank_is_found_and_fails_alone(path, tmp_pa
         assert [tokens[id] for id in ids] == expected
 
 
+@pytest.mark.slow
 def test_an_abort_reaches_a_request_that_waits_to_go_on(path):
     sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
     with LLM(path, Layout(kvp=2), **SETTINGS) as llm:

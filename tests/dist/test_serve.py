@@ -336,6 +336,7 @@ def test_a_wrong_list_is_looked_at_once(server):
     assert len(answer.content) < 500
 
 
+@pytest.mark.slow
 def test_a_stop_ends_those_that_do_not_end():
     """With an error as the last event, in the time that they have."""
     with served() as (client, _):
@@ -378,6 +379,7 @@ def test_keys_and_bounds():
         assert client.post("/v1/completions", json=ANY).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_engine_that_may_not_start_again_tells_every_client():
     with served(recovery=Recovery(restarts=0)) as (client, llm):
         body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 2}

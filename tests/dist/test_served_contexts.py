@@ -85,6 +85,7 @@ def test_a_prompt_goes_on_after_a_context_as_after_its_text(server):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 def test_messages_go_on_after_messages(server):
     """As the conversation of both does: without a second system prompt between them."""
     client, _, _ = server
@@ -212,6 +213,7 @@ def test_so_many_are_computed_at_a_time(server, monkeypatch):
     assert settled(client, llm)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_the_contexts_own_and_the_server_goes_on(tmp_path):
     """As by a quota, which ranks come to."""
     with served(contexts_dir=tmp_path) as (client, llm):
@@ -251,6 +253,7 @@ def test_an_engine_that_fails_for_good_ends_those_on_their_way(tmp_path):
         assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_no_half_of_one(tmp_path):
     """Those that are not done in the time that they have are given up."""
     with contextlib.ExitStack() as stack:

@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("layout", "placement", "policy", "swap_tokens"),
-    few(CASES, 2),
+    few(CASES),
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_each_request_has_its_own_tokens(path, alone, layout, placement, policy, swap_tokens):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix.kernels import native
 from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, VOCAB, make_oracle
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +39,7 @@ def logits_with_whole_length(oracle, tokens):
     return [model(torch.tensor([line]), use_cache=False).logits[0, :-1].numpy() for line in lines]
 
 
-@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("kind", few(ROPE, 3))
 def test_rope_kind_equals_transformers(worlds, tmp_path, kind):
     settings = FAMILIES["llama"].to_dict() | {
         "max_position_embeddings": MAX_POSITIONS,

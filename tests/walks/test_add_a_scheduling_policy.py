@@ -30,6 +30,9 @@ class ShortestFirst:
     def spared(self, job, left_s, now_s):
         return 0.0
 
+    def gives_way(self, job, left_s, other, other_left_s, now_s):
+        return False
+
 
 class OneTokenEach:
     """A runner without a model: every sequence that samples gets token 1."""

@@ -23,7 +23,8 @@ COLUMNS = (
 NOTE = (
     "DeepSeek-R1 on GB200 at 1M tokens, FP4. sweep: every layout of up to 128 GPUs at every batch size, with so much "
     "memory that none is left out uncosted, in a process of one thread; its peak RSS is that process's. plan: "
-    "`longhelix plan --max-gpus 64 --json`, start-up included. import: of longhelix.plan.answer, numpy included."
+    "`longhelix plan --max-gpus 64 --json`, start-up included; and with 1,024. import: of longhelix.plan.answer, numpy "
+    "included."
 )
 PEER_COLUMNS = (
     Column("peer", "planner"),
@@ -38,7 +39,7 @@ PEER_NOTE = (
     "The same question as far as each can be asked it (benchmarks/peers/README.md): DeepSeek-V3's shape, 64 GB200, 1M "
     "tokens. Its own model of the hardware each, so times compare, and tokens/s say how far the models lie apart."
 )
-QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--max-gpus", "64", "--json")
+QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--json")
 _TIMEOUT_S = 300
 _SWEEP = """
 import json, resource, time
@@ -66,7 +67,8 @@ print(json.dumps({"time_s": time.perf_counter() - start}))
 def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None]) -> list[Section]:
     """Measure our planner `repeats` times, and each peer that is installed once."""
     rows = [_of("sweep", [_program(_SWEEP) for _ in range(repeats)])]
-    rows.append(_of("plan", [_plan() for _ in range(repeats)]))
+    rows.append(_of("plan", [_plan(64) for _ in range(repeats)]))
+    rows.append(_of("plan of 1,024 GPUs", [_plan(1024) for _ in range(repeats)]))
     rows.append(_of("import", [_program(_IMPORT) for _ in range(repeats)]))
     for row in rows:
         on_point(row)
@@ -87,17 +89,17 @@ def _of(what: str, samples: Sequence[Row]) -> Row:
     return row
 
 
-def _plan() -> Row:
+def _plan(max_gpus: int) -> Row:
     """How long the command takes, start-up included."""
     found: dict[str, object] = {}
-    took_s = seconds(lambda: found.update(_command()))
+    took_s = seconds(lambda: found.update(_command(max_gpus)))
     return {"time_s": took_s}
 
 
 def _own() -> Row:
     """Our answer as a row of the peers' table."""
     found: dict[str, object] = {}
-    took_s = seconds(lambda: found.update(_command()))
+    took_s = seconds(lambda: found.update(_command(64)))
     best = found["frontier"][-1]
     layout = best["layout"]
     return {
@@ -110,8 +112,8 @@ def _own() -> Row:
     }
 
 
-def _command() -> Row:
-    return _json([sys.executable, "-m", "longhelix", *QUESTION])
+def _command(max_gpus: int) -> Row:
+    return _json([sys.executable, "-m", "longhelix", *QUESTION, "--max-gpus", str(max_gpus)])
 
 
 def _program(text: str) -> Row:

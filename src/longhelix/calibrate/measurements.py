@@ -12,7 +12,7 @@ from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import MeasuredRequest
 from longhelix.runner.config import EngineConfig
 
-RANKS = (2, 4)
+RANKS = (2, 4)  # of two sizes: one alone does not tell what a collective costs beside the latency of each peer
 SIZES_BYTES = (2048, 32768, 524288)  # of collectives: those of a decode step are small, those of a chunk large
 
 

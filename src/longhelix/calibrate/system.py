@@ -14,7 +14,6 @@ from longhelix.runner.config import EngineConfig
 from longhelix.spec import HardwareSpec
 
 MOST_RANKS = 64
-_UNKNOWN_CACHE_BYTES = 1 << 25
 
 
 def local_system(measured: Measurements, config: EngineConfig, fitted: CalibrationScope) -> HardwareSpec:
@@ -51,22 +50,18 @@ def _before_fits(machine: Row) -> dict[str, Row]:
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
         "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
         "reserve_bytes": (preset.reserve_bytes, f"assumed: that of the preset {preset.name}"),
-        "cache_bytes": (
-            host.last_level_cache_bytes() or _UNKNOWN_CACHE_BYTES,
-            "measured: the last-level cache, 32 MiB where none tells",
-        ),
         "memory_efficiency": (0.8, "guess"),
         "compute_efficiency": (0.8, "guess"),
         "attention_efficiency": (0.8, "guess"),
         "kernel_s": (machine["kernel_s"], f"measured: a tape of {TINY_KERNELS} tiny products"),
-        "collective_s": (5e-6, "guess"),
+        "collective_s": (preset.collective_s, f"assumed: that of the preset {preset.name}"),
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
         "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
         "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),
         "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: that of the preset {preset.name}"),
         "in_switch_reduction": (False, "assumed: between processes there is no switch"),
-        "prefetch": (False, "assumed: kernels begin to read when they begin"),
         "shared": (True, "assumed: ranks are processes of this machine"),
+        "cores": (host.cores(), "measured: the cores that this process may use"),
         "node_ranks": (preset.node_ranks, f"assumed: that of the preset {preset.name}"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],

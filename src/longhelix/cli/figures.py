@@ -60,7 +60,8 @@ def _helix() -> Reproduction:
 
     system = _system("gb200")
     r1, dense = (Setting(load_model(name), system, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
-    return helix(r1, dense, load_model("helix-figure-1"))
+    preset = Setting(r1.model, load_system("gb300"), "nvfp4", "nvfp4")
+    return helix(r1, dense, load_model("helix-figure-1"), preset)
 
 
 def _medha() -> Reproduction:

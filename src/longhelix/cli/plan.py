@@ -4,6 +4,7 @@ import json as json_module
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from cyclopts import Parameter
 from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.errors import UserError
 from longhelix.plan import peers, report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
@@ -33,6 +35,8 @@ def plan(
     min_gpus: Flag = False,
     gpu_hour: Annotated[float | None, Parameter(show_default=False)] = None,
     any_shape: Flag = False,
+    draft_tokens: int = 0,
+    accepted_tokens: Annotated[float | None, Parameter(show_default=False)] = None,
     out: Path | None = None,
     json: Flag = False,
 ) -> None:
@@ -55,6 +59,10 @@ def plan(
     any_shape
         Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
         experts, too.
+    draft_tokens
+        Tokens of a request that every step verifies beside its own (speculative decoding, multi-token prediction).
+    accepted_tokens
+        How many tokens such a step gives a request on average, from 1 to 1 + --draft-tokens, as measured.
     out
         A folder for plan.json, frontier.csv, frontier.png and .svg, plan.html, a page to explore, plan.yaml, which
         `serve` and `generate` take as --layout, and commands.txt: those of other engines that have such a layout.
@@ -63,7 +71,8 @@ def plan(
     """
     start_s = time.perf_counter()
     context, demand = requests.load()
-    setting = model.setting()
+    accepted = _accepted(draft_tokens, accepted_tokens)
+    setting = replace(model.setting(), draft_tokens=draft_tokens, accepted_tokens=accepted)
     question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
@@ -82,6 +91,15 @@ def plan(
         print(json_module.dumps(as_object))
     else:
         _show(found, others, rejected, crossed)
+
+
+def _accepted(draft_tokens: int, accepted_tokens: float | None) -> float:
+    if accepted_tokens is None and draft_tokens > 0:
+        raise UserError(
+            f"how many of {draft_tokens} draft tokens are accepted depends on the model and the text: set "
+            f"--accepted-tokens to what was measured, from 1 to {1 + draft_tokens}"
+        )
+    return 1.0 if accepted_tokens is None else accepted_tokens
 
 
 _OF_THE_PLAN = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")

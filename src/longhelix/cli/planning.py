@@ -27,7 +27,9 @@ class PlannedModel:
     system: str
     "A preset such as gb200, a TOML file, or `local` as `longhelix calibrate` measured it."
     weight_dtype: str | None = None
-    "The weights' dtype. [default: the checkpoint's]"
+    "The weights' dtype, experts' and all others'. [default: the checkpoint's]"
+    expert_dtype: str | None = None
+    "The experts' dtype, where it is another one. [default: --weight-dtype, or the checkpoint's]"
     kv_dtype: str | None = None
     "The KV cache's dtype. [default: the model's, such as bfloat16]"
     attention_dtype: str | None = None
@@ -36,12 +38,17 @@ class PlannedModel:
     def setting(self) -> Setting:
         """Load both; raises UserError for names that are not known and dtypes that the system does not have."""
         model, system = load_model(self.model), load_system(self.system)
+        if self.expert_dtype is not None and model.moe is None:
+            raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
+        weights, experts = (self.weight_dtype,) * 2 if self.weight_dtype is not None else model.checkpoint_dtypes
+        experts = self.expert_dtype or experts
         return Setting(
             model,
             system,
-            _known("weight-dtype", self.weight_dtype or model.stored_dtype or model.dtype),
+            _known("weight-dtype", weights),
             _known("kv-dtype", self.kv_dtype or model.dtype),
             None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
+            None if _known("expert-dtype", experts) == weights else experts,
         )
 
 

@@ -22,7 +22,7 @@ class Guides:
         self._checker.check(guide)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether `check` says at once what it has found before."""
+        """Whether `check` has found before that it can be followed. Raises the UserError that it was refused with."""
         return self._checker.knows(guide)
 
     @cached_property

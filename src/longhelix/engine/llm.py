@@ -199,7 +199,8 @@ class LLM:
         self._guides.check(guide)
 
     def knows_guide(self, guide: Guide) -> bool:
-        """Whether `check_guide` says at once what it has found before."""
+        """Whether `check_guide` has found before that it can be followed, which nobody waits for. Raises the UserError
+        that it was refused with."""
         return self._guides.knows(guide)
 
     def save_context(

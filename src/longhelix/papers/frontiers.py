@@ -6,11 +6,14 @@ import numpy as np
 
 from longhelix.perf.layouts import Array
 from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_seconds
 from longhelix.plan.pareto import Gain, at_least, frontier, gain
-from longhelix.plan.space import HELIX, STRATEGIES, Space, space
-from longhelix.plan.sweep import Points, batches, sweep
+from longhelix.plan.space import STRATEGIES, Space, space
+from longhelix.plan.sweep import DecodeSeconds, Points, batches, sweep
 
 CONTEXT = 1e6
+HELIX = ("helix_exposed", "helix")
+_NOT_COMPARED = ("helix_dp",)  # the paper has no groups beside KVP
 MAX_GPUS = 64
 _NAMES = tuple(strategy.name for strategy in STRATEGIES)
 _MOST_BATCH = 4096
@@ -54,14 +57,19 @@ def best(points: Points) -> Points:
     return points.take(frontier(points.user_tokens_per_s, points.gpu_tokens_per_s))
 
 
-def frontiers(setting: Setting, *, powers_of_two: bool) -> Frontiers:
-    """Every layout of up to MAX_GPUS GPUs at CONTEXT tokens; GPUs and batch sizes all, or powers of two alone."""
+def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds = decode_seconds) -> Frontiers:
+    """Every layout of up to MAX_GPUS GPUs at CONTEXT tokens; GPUs and batch sizes all, or powers of two alone.
+
+    seconds: what a decode step takes.
+    """
     chosen, sizes = space(setting.model, MAX_GPUS), batches(_MOST_BATCH)
+    keep = ~np.isin(np.array(_NAMES)[chosen.strategy], _NOT_COMPARED)
     if powers_of_two:
-        keep = np.log2(chosen.layouts.world_size) % 1 == 0
-        chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+        keep &= np.log2(chosen.layouts.world_size) % 1 == 0
+    chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
+    if powers_of_two:
         sizes = 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1)
-    found = sweep(setting, chosen, CONTEXT, sizes)
+    found = sweep(setting, chosen, CONTEXT, sizes, seconds)
     return Frontiers(found.points, np.array(_NAMES)[chosen.strategy[found.points.layout]], found.configurations)
 
 
@@ -75,10 +83,15 @@ class Headline:
 
 
 def headline(
-    setting: Setting, baseline: tuple[str, ...], *, coarse_gain: bool = True, coarse_loss: bool = False
+    setting: Setting,
+    baseline: tuple[str, ...],
+    *,
+    coarse_gain: bool = True,
+    coarse_loss: bool = False,
+    seconds: DecodeSeconds = decode_seconds,
 ) -> Headline:
-    """Each with all numbers of GPUs and batch sizes, or (coarse) with powers of two alone."""
-    fine, coarse = (frontiers(setting, powers_of_two=powers_of_two) for powers_of_two in (False, True))
+    """Each with all numbers of GPUs and batch sizes, or (coarse) with powers of two alone; `seconds`: of a step."""
+    fine, coarse = (frontiers(setting, powers_of_two=powers, seconds=seconds) for powers in (False, True))
     gained = (coarse if coarse_gain else fine).gain(baseline)
     lost = (coarse if coarse_loss else fine).loss_without_hop_b()
     return Headline(gained, lost, fine.configurations)

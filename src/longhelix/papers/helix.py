@@ -1,18 +1,21 @@
 """Helix (arXiv 2507.07120): every figure, its headline numbers, and what decides the ones that the model misses."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from longhelix.layout import HeadShape, Layout
 from longhelix.papers.charts import Chart, Curve, Panel
 from longhelix.papers.claims import Claim, Reproduction, Table, constants
-from longhelix.papers.frontiers import Headline, frontiers, headline, normalised
+from longhelix.papers.frontiers import HELIX, Headline, frontiers, headline, normalised
 from longhelix.papers.layout_drawings import HeadsDrawing, PhasesDrawing
+from longhelix.papers.measured import measured
 from longhelix.papers.pipelines import Bars, Pipeline, one_by_one, overlapped
+from longhelix.papers.prefetch import prefetched_seconds
 from longhelix.papers.roofline import figure_1
 from longhelix.papers.sensitivity import on_system
 from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
-from longhelix.plan.space import HELIX, STRATEGIES
+from longhelix.plan.space import STRATEGIES
 from longhelix.plan.sweep import Points
 from longhelix.spec import ModelSpec
 
@@ -31,8 +34,8 @@ class Evaluated:
     baseline: tuple[str, ...]
 
 
-def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproduction:
-    """DeepSeek-R1 and Llama 3.1 405B on one system, and the dense model of Figure 1."""
+def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Setting) -> Reproduction:
+    """DeepSeek-R1 and Llama 3.1 405B on one system, the dense model of Figure 1, and what plans have of GB300."""
     models = (
         # Tied layouts are not compared for R1: the paper holds them for impossible with MLA and experts.
         Evaluated("DeepSeek-R1", r1, ("tp", "dp_ep", "dp_tp")),
@@ -47,7 +50,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec) -> Reproductio
         conditions=_CONDITIONS,
         claims=(*_hop_b_claims(), *_claims(models, headlines)),
         constants=constants(r1.system, r1.attends_in),
-        tables=(roofline_table, _sizes(models), _sensitivity(models)),
+        tables=(roofline_table, _sizes(models), _sensitivity(models), measured(preset, r1.system)),
         drawings=(
             roofline,
             HeadsDrawing("helix-figure-2", "Helix, Figure 2: who keeps which keys (Q 4, K 2)", HeadShape(4, 2), (
@@ -130,7 +133,7 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
     """The headline numbers under other assumptions, one at a time."""
     system = models[0].setting.system
     link = system.scale_up
-    changes: list[tuple[str, dict[str, float], dict[str, bool]]] = [
+    changes: list[tuple[str, dict[str, float], dict[str, Any]]] = [
         ("as modelled", {}, {}),
         ("gains with all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
         ("HOP-B loss with powers of two alone", {}, {"coarse_loss": True}),
@@ -144,16 +147,16 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
          {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
         ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
         ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
-        ("the next weights are read behind all-reduces", {"prefetch": True}, {}),
+        ("the next weights are read behind all-reduces", {}, {"seconds": prefetched_seconds}),
         ("memory and arithmetic at their peaks",
          {"memory_efficiency": 1.0, "compute_efficiency": 1.0, "attention_efficiency": 1.0}, {}),
         ("attention's arithmetic at half the rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
     ]  # fmt: skip
     rows = []
-    for name, changed, grids in changes:
+    for name, changed, counted in changes:
         row: list[str | float] = [name]
         for model in models:
-            found = headline(on_system(model.setting, changed), model.baseline, **grids)
+            found = headline(on_system(model.setting, changed), model.baseline, **counted)
             row += [found.gain.interactivity, found.gain.throughput, 100 * found.loss.median, 100 * found.loss.most]
         rows.append(tuple(row))
     columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "most (%)")

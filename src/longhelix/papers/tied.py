@@ -6,10 +6,11 @@ from math import ceil
 import numpy as np
 
 from longhelix.layout import Layout
+from longhelix.papers.prefills import adaptive_prefill, ring_seconds
 from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import memory
-from longhelix.perf.prefill import adaptive_prefill, prefill_seconds, ring_seconds
+from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds, step_items, step_seconds
 from longhelix.request import Work

@@ -8,43 +8,50 @@ from longhelix.perf.cost_item import CostItem, kernels, sends
 from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
+from longhelix.perf.sparse import chosen, index_items
 from longhelix.request import Work
-from longhelix.spec import ModelSpec
 
 
 def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:
     """One layer's cost items, in order; windowed: of a layer with the model's window."""
     own = layouts.of_rank(work)
     if windowed:
-        own = _in_window(setting.model, layouts, own)
+        own = _in_window(setting, layouts, own)
+    choice, indexer = list[CostItem](), setting.model.indexer
+    if indexer is not None:
+        choice, own = index_items(setting, layouts, indexer, own), chosen(layouts, indexer, own)
     attention = _attention(setting, layouts, own)
-    value, exchange = _exchange(setting, layouts, own)
+    value, exchange, channels = _exchange(setting, layouts, own)
     projected = weights.output_projection(setting, layouts)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
-    summed = collectives.all_reduce(setting.system, _sum_groups(layouts), hidden_bytes + layouts.zeros)
+    sharers = RankGroups(layouts.output_ranks, layouts.ones)
+    summed = collectives.all_reduce(setting.system, sharers, hidden_bytes + layouts.zeros)
     return [
         *_projections(setting, layouts, own),
+        *choice,
         attention,
         *value,
-        _exposed(layouts, own, _overlap(setting, attention, exchange), exchange),
-        _merge(setting, layouts, own),
+        _exposed(setting, layouts, own, _overlap(setting, attention, exchange), exchange),
+        _merge(setting, layouts, own, channels),
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def _in_window(model: ModelSpec, layouts: Layouts, own: Work) -> Work:
+def _in_window(setting: Setting, layouts: Layouts, own: Work) -> Work:
     """What a layer with a window attends to of a rank's work.
 
     A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
     themselves, T - 1 + window, and have T times as many pairs as a row sees on average. Windows lie over KVP ranks as
-    evenly as all KV. All requests that decode are as long, and the rows are one prompt's.
+    evenly as all KV. All requests that decode are as long, each reads for all its rows at once, and the rows of chunks
+    are one prompt's.
     """
+    model = setting.model
     assert model.sliding_window is not None
-    share = np.where(layouts.local, 1.0, 1 / layouts.kvp)
+    share = 1 / layouts.kvp
     seen = share * model.sliding_window
     return own._replace(
-        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows * seen),
+        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows / setting.request_rows * seen),
         chunk_kv_tokens=np.minimum(own.chunk_kv_tokens, share * (own.chunk_rows - 1) + seen),
         chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * model.mean_window)),
     )
@@ -72,12 +79,12 @@ def product(
 
 
 def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem]:
-    model, heads = setting.model, setting.heads
+    model = setting.model
     latent_queries = model.mla is not None and model.mla.q_lora_rank is not None
     qkv = product(
         "QKV", setting, layouts, weights.qkv(setting, layouts), own.rows, count=3.0 if latent_queries else 1.0
     )
-    channels = model.head_size * (layouts.query_heads(heads) + 2 * layouts.kv_heads(heads))
+    channels = model.head_size * (setting.query_heads(layouts) + 2 * setting.kv_heads(layouts))
     moved_bytes = 2 * own.rows * channels * ACTIVATION_BYTES
     write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
     if model.mla is None:
@@ -87,13 +94,19 @@ def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem
 
 
 def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
-    """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge."""
-    model, num_query_heads = setting.model, layouts.query_heads(setting.heads)
-    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
+    """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge.
+
+    A request's KV is read once for all its rows. Beside KV they read queries, and write outputs and LSEs; what passes
+    between the two counts for nothing.
+    """
+    model, num_query_heads = setting.model, setting.query_heads(layouts)
+    token_bytes = setting.kv_heads(layouts) * setting.kv_head_bytes
     channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
-    pair_flops = 2 * channels * num_query_heads
-    decode = _attend(setting, layouts, own.decode_kv_tokens * token_bytes, own.decode_kv_tokens * pair_flops)
-    chunk = _attend(setting, layouts, own.chunk_kv_tokens * token_bytes, own.chunk_pairs * pair_flops)
+    pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
+    decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
+    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * setting.request_rows * pair_flops)
+    chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
+    chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
     if model.mla is not None:
         chunk = _where(_is_direct(setting, own), _direct(setting, layouts, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
@@ -106,6 +119,11 @@ def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
         launched.fixed_s,
         np.where(decode.seconds >= chunk.seconds, decode.compute_bound, chunk.compute_bound),
     )
+
+
+def _row_head_bytes(channels: int) -> float:
+    """Of a row and head: a query and an output of so many channels together, and an LSE."""
+    return channels * ACTIVATION_BYTES + LSE_BYTES
 
 
 def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops: float | Array) -> CostItem:
@@ -123,20 +141,25 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
 
 def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
     """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
-    mla, num_query_heads = setting.model.mla, layouts.query_heads(setting.heads)
+    mla, num_query_heads = setting.model.mla, setting.query_heads(layouts)
     assert mla is not None
     made = num_query_heads * (mla.nope_size + mla.value_size)
     made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
     flops = 2 * made_tokens * mla.kv_lora_rank * made
-    flops = flops + 2 * own.chunk_pairs * num_query_heads * (mla.nope_size + mla.rope_size + mla.value_size)
+    channels = mla.nope_size + mla.rope_size + mla.value_size
+    flops = flops + 2 * own.chunk_pairs * num_query_heads * channels
     token_bytes = setting.kv_head_bytes + 2 * made * ACTIVATION_BYTES
-    return _attend(setting, layouts, made_tokens * token_bytes, flops)
+    row_bytes = num_query_heads * _row_head_bytes(channels)
+    return _attend(setting, layouts, made_tokens * token_bytes + own.chunk_rows * row_bytes, flops)
 
 
 def _is_direct(setting: Setting, own: Work) -> Mask:
     """Whether the chunk attends directly; as the models decide it, part by part."""
     mla, rows = setting.model.mla, own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
-    direct: Mask = rows >= (np.inf if mla is None else mla.direct_rows)
+    # Of chosen tokens each row has its own (TensorRT-LLM, tech blog 15: absorbed in prefill as well).
+    if mla is None or setting.model.indexer is not None:
+        return np.zeros_like(rows, dtype=np.bool_)
+    direct: Mask = rows >= mla.direct_rows
     return direct
 
 
@@ -159,16 +182,17 @@ def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
     )
 
 
-def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent]:
-    """MLA's value projection, and the exchange: of latent outputs before it, or of values after it.
+def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent, Array]:
+    """MLA's value projection, the exchange, of latent outputs before it or of values after it, and how many channels a
+    head of these has.
 
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
     TPA share, after it the merged ones alone. Values, where a chunk attends directly.
     """
-    held, merged = layouts.query_heads(setting.heads), layouts.merged_query_heads(setting.heads)
+    held, merged = setting.query_heads(layouts), setting.merged_query_heads(layouts)
     values = _exchanged(setting, layouts, own, setting.output_size)
     if setting.model.mla is None:
-        return [], values
+        return [], values, layouts.zeros + setting.output_size
     before, after = (
         product(
             "value projection", setting, layouts, weights.value_projection(setting, heads), _absorbed_rows(setting, own)
@@ -181,6 +205,7 @@ def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostI
     return (
         [before.where(~late), after.where(late)],
         latents.where(late, values),
+        np.where(late, float(setting.model.mla.kv_lora_rank), float(setting.output_size)),
     )
 
 
@@ -190,8 +215,8 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
-    groups = RankGroups(np.where(layouts.exchanges, layouts.kvp, 1.0), layouts.tpa)
-    rows_heads = own.rows * layouts.query_heads(setting.heads)
+    groups = RankGroups(layouts.kvp, layouts.tpa)
+    rows_heads = own.rows * setting.query_heads(layouts)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
     gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
@@ -204,17 +229,17 @@ def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
     return Overlap(attention.seconds, fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
 
 
-def _exposed(layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
+def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
     """What of the exchange is not hidden behind attention."""
-    together_s = np.where(layouts.hop_b, cut.overlapped_s(own.most_parts), cut.seconds(own.parts))
+    requests = own._replace(decode_rows=own.decode_rows / setting.request_rows)
+    together_s = np.where(layouts.hop_b, cut.overlapped_s(requests.most_parts), cut.seconds(own.parts))
     seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
-def _merge(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
-    read = own.rows * layouts.query_heads(setting.heads) * (setting.output_size * ACTIVATION_BYTES + LSE_BYTES)
-    return kernels("merge", setting, layouts, hbm_bytes=read).where(layouts.exchanges)
-
-
-def _sum_groups(layouts: Layouts) -> RankGroups:
-    return RankGroups(np.where(layouts.whole_heads, layouts.tpa, layouts.num_ranks), layouts.ones)
+def _merge(setting: Setting, layouts: Layouts, own: Work, channels: Array) -> CostItem:
+    """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
+    held = setting.query_heads(layouts)
+    read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
+    written = setting.held(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
+    return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)

@@ -92,9 +92,16 @@ def _levels(system: HardwareSpec, groups: RankGroups) -> tuple[Array, Array]:
 
 def _inside(system: HardwareSpec, ranks: Array, rounds: float, size_bytes: Array) -> Sent:
     link, several = system.scale_up, ranks > 1
-    # Processes of one machine take turns: each peer is one more to wait for.
-    latency_s = link.latency_s * rounds * (ranks - 1 if system.shared else 1.0)
+    latency_s = link.latency_s * rounds * _waits(system, ranks)
     return _sent(several, system.collective_s + latency_s, size_bytes, link.bytes_per_s)
+
+
+def _waits(system: HardwareSpec, ranks: Array) -> float | Array:
+    """How many latencies a round takes: one; of processes of one machine one for each peer, as each is one more to wait
+    for, and as often as they take turns on its cores."""
+    if not system.shared:
+        return 1.0
+    return (ranks - 1) * np.maximum(ranks / system.cores, 1.0)
 
 
 def _outside(system: HardwareSpec, domains: Array, rounds: Array, size_bytes: Array) -> Sent:

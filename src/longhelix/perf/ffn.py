@@ -14,7 +14,7 @@ _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
 
 def dense_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """One dense layer's cost items. Ranks with requests of their own gather all rows before, and scatter sums after."""
+    """One dense layer's cost items. Groups with requests of their own gather all rows before it, and scatter sums."""
     elements = weights.dense_ffn(setting, layouts)
     before, after = _gathered(setting, layouts, work)
     products = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
@@ -24,7 +24,8 @@ def dense_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem
 def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The cost items of a layer with experts.
 
-    Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all).
+    Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all): of a group's rows
+    every rank sends a share, and gathers the others' in the end.
     """
     moe = setting.model.moe
     assert moe is not None
@@ -41,16 +42,16 @@ def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
         )
     ]
     before, after = _gathered(setting, layouts, work)
-    dispatched, one_way = layouts.local & (layouts.tpf == 1), _dispatched(setting, layouts, own)
+    dispatched, one_way = layouts.grouped & (layouts.tpf == 1), _dispatched(setting, layouts, own)
     items.append(_sent(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
         own_rows: Array = own.rows
-        rows = np.where(layouts.local, own_rows, work.rows)
+        rows = np.where(layouts.grouped, own_rows, work.rows)
         items.append(
             product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
         )
     items.append(_experts(setting, layouts, work))
-    items.append(_sent(_AFTER, one_way.where(dispatched, after)))
+    items.append(_sent(_AFTER, (one_way + _regathered(setting, layouts, own)).where(dispatched, after)))
     return items
 
 
@@ -77,35 +78,41 @@ def _experts(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
         setting,
         layouts,
         flops=2 * rows * elements,
-        hbm_bytes=read * elements * setting.weight_bytes,
-        dtype=setting.weight_dtype,
+        hbm_bytes=read * elements * setting.expert_bytes,
+        dtype=setting.experts_in,
         count=3.0,
     )
 
 
 def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sent]:
-    """Before and after an FFN over all its ranks: nothing and an all-reduce; local: an all-gather, a reduce-scatter."""
+    """Before and after an FFN over all its ranks: nothing and an all-reduce; of groups with requests of their own an
+    all-gather and a reduce-scatter."""
     system, ones = setting.system, layouts.ones
     hidden_bytes = work.rows * setting.model.hidden_size * ACTIVATION_BYTES + 0 * ones
-    gathered = collectives.all_gather(
-        system, RankGroups(np.where(layouts.local, layouts.kvp, 1.0), layouts.tpa), hidden_bytes
-    )
+    gathered = collectives.all_gather(system, RankGroups(layouts.dp, layouts.group_ranks), hidden_bytes)
     scattered = collectives.all_gather(system, RankGroups(layouts.num_ranks, ones), hidden_bytes)
-    # Where several ranks share a request, each needs its rows whole.
-    regathered = collectives.all_gather(system, RankGroups(layouts.tpa, ones), hidden_bytes / layouts.kvp)
+    regathered = collectives.all_gather(system, RankGroups(layouts.group_ranks, ones), hidden_bytes / layouts.dp)
     summed = collectives.all_reduce(system, RankGroups(layouts.ffn_ranks, ones), hidden_bytes)
-    after = (scattered + regathered).where(layouts.local, summed)
+    after = (scattered + regathered).where(layouts.grouped, summed)
     return gathered, after
 
 
+def _regathered(setting: Setting, layouts: Layouts, own: Work) -> Sent:
+    """A group's rows whole on each of its ranks, of which each had a share."""
+    hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
+    return collectives.all_gather(setting.system, RankGroups(layouts.group_ranks, layouts.ones), hidden_bytes)
+
+
 def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Sent:
-    """One way between rows and experts: a row goes once to each rank that has one of its k experts."""
+    """One way between rows and experts: a row goes once to each rank that has one of its k experts, from one rank of
+    its group."""
     moe = setting.model.moe
     assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
     groups = RankGroups(layouts.ep, layouts.ones)
-    return collectives.all_to_all(setting.system, groups, own.rows * row_bytes * targets)
+    rows = np.ceil(own.rows / layouts.group_ranks)
+    return collectives.all_to_all(setting.system, groups, rows * row_bytes * targets)
 
 
 def _sent(name: str, sent: Sent) -> CostItem:

@@ -86,10 +86,20 @@ def fit_requests(setting: Setting, requests: Sequence[MeasuredRequest]) -> Hardw
 
 
 def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> HardwareSpec:
-    """The system with what collectives cost in it."""
+    """The system with what collectives cost in it.
+
+    Groups of one size tell the sum of collective_s and of the latencies alone: from these the latency is fitted, with
+    collective_s as it was.
+    """
+    names: Sequence[str] = COLLECTIVE_CONSTANTS
+    if len({each.ranks for each in measured}) == 1:
+        names = names[1:]
+        system = system.replaced(
+            {"collective_s": system.collective_s}, "assumed: groups of one size tell nothing of it"
+        )
     return fit(
         system,
-        COLLECTIVE_CONSTANTS,
+        names,
         lambda tried: collective_seconds(tried, measured),
         np.array([each.seconds for each in measured]),
         f"fitted: {len(measured)} collectives",

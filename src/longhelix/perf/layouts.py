@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,12 @@ Mask = NDArray[np.bool_]
 class Layouts:
     """Degrees of parallelism, all of one shape: (n,), or (n, 1) where a second dim has other choices, such as batches.
 
-    kvp, tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers: those of its fullest stage (0: stages are
-    even). local: every request's KV lies on one KVP rank, and that rank alone computes its attention (data-parallel
-    attention). hop_b: the exchange overlaps attention.
+    dp: groups of KVP x TPA ranks that have requests of their own, and share the FFN (data-parallel attention where
+    kvp is 1). kvp: ranks that share a request's KV; tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers,
+    last_layers: those of its fullest and its last stage (0: stages are even). hop_b: the exchange overlaps attention.
     """
 
+    dp: Array
     kvp: Array
     tpa: Array
     tpf: Array
@@ -29,18 +31,22 @@ class Layouts:
     pp: Array
     ffn_replicas: Array
     most_layers: Array
-    local: Mask
+    last_layers: Array
     hop_b: Mask
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout], *, local: bool = False, hop_b: bool = True) -> "Layouts":
+    def of(cls, layouts: Sequence[Layout], *, dp: int = 1, local: bool = False, hop_b: bool = True) -> "Layouts":
+        """dp: into how many groups the KVP ranks of each are divided; local: every one of them is a group."""
+
         def degrees(name: str) -> Array:
             return np.array([getattr(layout, name) for layout in layouts], dtype=np.float64)
 
         kvp, tpa, tpf, ep, pp, ffn_replicas = map(degrees, ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
-        local_layouts, overlapping = np.full(len(layouts), local), np.full(len(layouts), hop_b)
-        most_layers = np.array([max(layout.stage_layers or (0,)) for layout in layouts], dtype=np.float64)
-        return cls(kvp, tpa, tpf, ep, pp, ffn_replicas, most_layers, local_layouts, overlapping)
+        groups = kvp if local else np.full(len(layouts), float(dp))
+        stages = [layout.stage_layers or (0,) for layout in layouts]
+        most, last = (np.array(list(map(chosen, stages)), dtype=np.float64) for chosen in (max, itemgetter(-1)))
+        overlapping = np.full(len(layouts), hop_b)
+        return cls(groups, kvp / groups, tpa, tpf, ep, pp, ffn_replicas, most, last, overlapping)
 
     def __len__(self) -> int:
         return len(self.kvp)
@@ -62,9 +68,14 @@ class Layouts:
         return np.ones_like(self.kvp)
 
     @property
+    def group_ranks(self) -> Array:
+        """The ranks that share a request."""
+        return self.kvp * self.tpa
+
+    @property
     def num_ranks(self) -> Array:
         """N: the ranks of one pipeline stage."""
-        return self.kvp * self.tpa
+        return self.dp * self.group_ranks
 
     @property
     def ffn_ranks(self) -> Array:
@@ -78,16 +89,25 @@ class Layouts:
     @property
     def exchanges(self) -> Mask:
         """Where several ranks hold shards of one request's KV."""
-        return (self.kvp > 1) & ~self.local
+        return self.kvp > 1
 
     @property
-    def whole_heads(self) -> Mask:
-        """Where a rank multiplies all heads of its TPA share with Wo: its request is its own, or its FFN is a copy."""
-        return self.local | (self.ffn_replicas > 1)
+    def grouped(self) -> Mask:
+        """Where groups of ranks have requests of their own."""
+        return self.dp > 1
+
+    @property
+    def output_ranks(self) -> Array:
+        """The ranks that share Wo: those that share a request, or, beside a copy of the FFN, its heads alone."""
+        return np.where(self.ffn_replicas > 1, self.tpa, self.group_ranks)
 
     def stage_layers(self, num_layers: int) -> Array:
         """Layers of the fullest stage (`Layout.layers`)."""
         return np.maximum(self.most_layers, np.ceil(num_layers / self.pp))
+
+    def last_stage_layers(self, num_layers: int) -> Array:
+        """Layers of the last stage; even shares put the larger ones first (`Layout.layers`)."""
+        return np.where(self.last_layers > 0, self.last_layers, np.floor(num_layers / self.pp))
 
     def kv_heads(self, heads: HeadShape) -> Array:
         """KV heads of the fullest rank (`Layout.kv_heads`)."""
@@ -99,26 +119,25 @@ class Layouts:
         return self.kv_heads(heads) * np.ceil(heads.group_size / sharers)
 
     def merged_query_heads(self, heads: HeadShape) -> Array:
-        """Query heads of the fullest rank in the output projection (`Layout.merged_query_heads`, or all of its own)."""
+        """Query heads of the fullest rank in the output projection (`Layout.output_heads`)."""
         held = self.query_heads(heads)
-        return np.where(self.whole_heads, held, np.ceil(held / self.kvp))
+        return np.where(self.ffn_replicas > 1, held, np.ceil(held / self.kvp))
 
     def decode(self, batch: float | Array, context: float | Array) -> Work:
-        """One token for each of `batch` requests that hold `context` tokens: a share of each on every KVP rank, or
-        evenly many requests."""
-        most = np.where(self.local, self.kvp * np.ceil(batch / self.kvp), batch)
-        return Work.decode(batch, context)._replace(decode_kv_tokens=most * context)
+        """One token for each of `batch` requests that hold `context` tokens: evenly many in every group."""
+        return Work.decode(batch, context)._replace(decode_kv_tokens=self.dp * np.ceil(batch / self.dp) * context)
 
     def chunk(self, rows: float | Array, prefix: float | Array) -> Work:
-        """`rows` tokens of a prompt after `prefix` others: a share of these on every KVP rank, or all on one."""
-        work, holders = Work.chunk(rows, prefix), np.where(self.local, self.kvp, 1.0)
-        return work._replace(chunk_kv_tokens=holders * work.chunk_kv_tokens, chunk_pairs=holders * work.chunk_pairs)
+        """`rows` tokens of a prompt after `prefix` others, all of it in one group."""
+        work = Work.chunk(rows, prefix)
+        return work._replace(chunk_kv_tokens=self.dp * work.chunk_kv_tokens, chunk_pairs=self.dp * work.chunk_pairs)
 
     def of_rank(self, work: Work) -> Work:
-        """The fullest KVP rank's part of the attention. Of requests that are on one rank each has evenly many rows."""
-        decodes, share = work.decode_rows + self.zeros, 1 / self.kvp
+        """The fullest rank's part of the attention: every group has evenly many rows, every rank of it a share of
+        their KV."""
+        decodes, share = work.decode_rows + self.zeros, 1 / (self.dp * self.kvp)
         return work._replace(
-            decode_rows=np.where(self.local, np.ceil(decodes / self.kvp), decodes),
+            decode_rows=np.where(self.grouped, np.ceil(decodes / self.dp), decodes),
             decode_kv_tokens=work.decode_kv_tokens * share,
             chunk_kv_tokens=work.chunk_kv_tokens * share,
             chunk_pairs=work.chunk_pairs * share,

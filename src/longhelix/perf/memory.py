@@ -6,6 +6,7 @@ import numpy as np
 
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
+from longhelix.perf.linear import held_heads, request_bytes
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 
 
@@ -26,11 +27,11 @@ def memory(
     setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array, chunk: float | Array = 0.0
 ) -> Memory:
     """With `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows at a time."""
-    rows = np.ceil(batch / layouts.pp) + chunk
+    decode_rows = np.ceil(batch / layouts.pp) * setting.request_rows
     return Memory(
         weights_bytes=weights_bytes(setting, layouts),
         kv_bytes=kv_bytes(setting, layouts, batch, context),
-        activations_bytes=_activations_bytes(setting, layouts, rows, np.ceil(batch / layouts.pp)),
+        activations_bytes=_activations_bytes(setting, layouts, decode_rows + chunk, decode_rows),
     )
 
 
@@ -39,23 +40,41 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     model = setting.model
     stage_layers = layouts.stage_layers(model.num_layers)
     num_moe = setting.most_expert_layers[stage_layers.astype(np.intp)]
-    layers = num_moe * weights.expert_layer(setting, layouts)
-    layers = layers + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
+    experts = num_moe * weights.all_experts(setting, layouts)
+    others = num_moe * weights.expert_layer(setting, layouts) - experts
+    others = others + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
+    if model.linear is not None:
+        num_linear = stage_layers - setting.most_full_layers[stage_layers.astype(np.intp)]
+        more = weights.linear_layer(setting, layouts) - weights.expert_layer(setting, layouts)
+        others = others + num_linear * more
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
-    return np.asarray((layers + ends * weights.vocabulary(setting, layouts)) * setting.weight_bytes)
+    others = others + ends * weights.vocabulary(setting, layouts)
+    return np.asarray(others * setting.weight_bytes + experts * setting.expert_bytes)
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers: a share of every request's tokens, or all tokens of the rank's own requests; of a layer
-    with a window no more tokens than that."""
-    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
-    requests = np.where(layouts.local, np.ceil(batch / layouts.kvp), batch / layouts.kvp)
+    """KV of a stage's layers, and the states of those with linear attention, of every request of the rank's group."""
+    kept, linear = token_bytes(setting, layouts, batch, context), setting.model.linear
+    if linear is None:
+        return kept
+    layers = layouts.stage_layers(setting.model.num_layers)
+    num_linear = layers - setting.most_full_layers[layers.astype(np.intp)]
+    return np.asarray(kept + np.ceil(batch / layouts.dp) * request_bytes(layouts, linear) * num_linear)
+
+
+def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
+    more tokens than that, of one with linear attention none."""
+    one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes
+    requests = np.ceil(batch / layouts.dp) / layouts.kvp
     layers, window = layouts.stage_layers(setting.model.num_layers), setting.model.sliding_window
-    kept = np.asarray(requests * context * token_bytes * layers)
+    if setting.model.linear is not None:
+        layers = setting.most_full_layers[layers.astype(np.intp)]
+    kept = np.asarray(requests * context * one_bytes * layers)
     if window is None:
         return kept
     windowed = layers - setting.most_full_layers[layers.astype(np.intp)]
-    return np.asarray(kept - requests * np.maximum(context - window, 0.0) * token_bytes * windowed)
+    return np.asarray(kept - requests * np.maximum(context - window, 0.0) * one_bytes * windowed)
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:
@@ -68,5 +87,8 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
     if model.moe is not None:
         columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
     widest = np.maximum(projected + exchanged, columns + model.hidden_size)
+    if model.linear is not None:
+        keys, values = held_heads(layouts, model.linear)
+        widest = np.maximum(widest, 2 * (keys * model.linear.key_size + values * model.linear.value_size))
     logits_bytes = sampled_rows * model.vocab_size * LOGIT_BYTES
     return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)

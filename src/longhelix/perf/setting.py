@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
+from longhelix.errors import UserError
 from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import most_in_runs
@@ -12,8 +15,11 @@ from longhelix.spec.weights import WeightSpec, layer_weights
 ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
 LSE_BYTES = 4.0
+STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 34489)
 LOGIT_BYTES = 4.0
-CANDIDATE_BYTES = 16.0  # a token that may be chosen: its logit and its id
+MOST_DRAFTS = 64
+CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
+CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
 
 @dataclass(frozen=True)
@@ -21,8 +27,10 @@ class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
     attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
-    bits, as no kernel is known that attends in these. Raises UserError where the system has no arithmetic in one of the
-    dtypes.
+    bits, as no kernel is known that attends in these. expert_dtype: that of the weights of experts; None: that of all
+    others. draft_tokens: those of a decoding request that a step verifies, each in a row of its own (speculative
+    decoding); accepted_tokens: that such a step gives it on average, its own one included. Raises UserError where the
+    system has no arithmetic in one of the dtypes, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -30,10 +38,40 @@ class Setting:
     weight_dtype: str
     kv_dtype: str
     attention_dtype: str | None = None
+    expert_dtype: str | None = None
+    draft_tokens: int = 0
+    accepted_tokens: float = 1.0
 
     def __post_init__(self) -> None:
-        self.system.rate(self.weight_dtype)
-        self.system.rate(self.attends_in)
+        self._check(self.weight_dtype, "weights are", "--weight-dtype")
+        self._check(self.experts_in, "experts are", "--expert-dtype")
+        attends = "--kv-dtype" if self.attention_dtype is None else "--attention-dtype"
+        self._check(self.attends_in, "attention computes", attends)
+        if not 0 <= self.draft_tokens <= MOST_DRAFTS:
+            raise UserError(f"draft-tokens is {self.draft_tokens}: set it to a number from 0 to {MOST_DRAFTS}")
+        if not 1 <= self.accepted_tokens <= self.request_rows:
+            raise UserError(
+                f"accepted-tokens is {self.accepted_tokens:g}, and a step with {self.draft_tokens} draft tokens gives "
+                f"1 to {self.request_rows}: set accepted-tokens to one of these, or draft-tokens to more"
+            )
+
+    def _check(self, dtype: str, used: str, option: str) -> None:
+        if not self.system.computes_in(dtype):
+            raise UserError(
+                f"the system {self.system.name} has no arithmetic in {dtype}, in which {used}: set {option} to one of "
+                f"{', '.join(self.system.flops_per_s)}",
+                "unsupported_dtype",
+            )
+
+    @property
+    def experts_in(self) -> str:
+        """The dtype of the experts' weights."""
+        return self.weight_dtype if self.expert_dtype is None else self.expert_dtype
+
+    @property
+    def request_rows(self) -> int:
+        """Rows of a decoding request in a step: its last token's, and those of drafts."""
+        return 1 + self.draft_tokens
 
     @cached_property
     def attends_in(self) -> str:
@@ -43,6 +81,11 @@ class Setting:
         if number_format(self.kv_dtype).arithmetic or self.kv_dtype == "fp4":
             return "fp8" if "fp8" in self.system.flops_per_s else "bfloat16"
         return self.kv_dtype
+
+    @property
+    def indexes_in(self) -> str:
+        """The dtype of an indexer's arithmetic: FP8 (TensorRT-LLM, tech blog 15) where the system has it."""
+        return "fp8" if self.system.computes_in("fp8") else "bfloat16"
 
     @cached_property
     def heads(self) -> HeadShape:
@@ -59,6 +102,11 @@ class Setting:
         return layer_weights(self.model, with_experts=True)
 
     @cached_property
+    def linear_layer(self) -> tuple[WeightSpec, ...]:
+        """The weights of a layer with linear attention; as above, where the model has none."""
+        return layer_weights(self.model, with_experts=True, is_linear=True)
+
+    @cached_property
     def most_expert_layers(self) -> Array:
         """Of n layers in a row those with experts, at the most: (L + 1,)."""
         return most_in_runs(map(self.model.has_experts, range(self.model.num_layers)))
@@ -66,14 +114,22 @@ class Setting:
     @cached_property
     def most_full_layers(self) -> Array:
         """Of n layers in a row those that attend to everything, at the most: (L + 1,)."""
-        return most_in_runs(not self.model.has_window(layer) for layer in range(self.model.num_layers))
+        model = self.model
+        return most_in_runs(
+            not (model.has_window(layer) or model.is_linear(layer)) for layer in range(model.num_layers)
+        )
 
     def without_windows(self) -> "Setting":
-        """The same where all layers attend to everything, as schedulers price steps: their `Work` is counted for the
-        fullest rank, and does not say how long single requests are. Engines run no more tokens than a window holds."""
-        if self.model.sliding_window is None:
+        """The same where no layer has a window and an indexer chooses everything, as schedulers price steps: their
+        `Work` is counted for the fullest rank, and does not say how long single requests are. Engines run no more
+        tokens than a window holds."""
+        model = self.model
+        if model.indexer is not None:
+            all_tokens = replace(model.indexer, chosen_tokens=model.max_positions)
+            return replace(self, model=replace(model, indexer=all_tokens))
+        if model.sliding_window is None:
             return self
-        return replace(self, model=replace(self.model, sliding_window=None, full_layers=(), chunked_attention=False))
+        return replace(self, model=replace(model, sliding_window=None, full_layers=(), chunked_attention=False))
 
     @property
     def weight_bytes(self) -> float:
@@ -81,15 +137,26 @@ class Setting:
         return number_format(self.weight_dtype).weight_bytes
 
     @property
+    def expert_bytes(self) -> float:
+        """Bytes of one number of an expert's weight."""
+        return number_format(self.experts_in).weight_bytes
+
+    @property
     def kv_head_bytes(self) -> float:
-        """Bytes of what one layer keeps of one token and KV head."""
+        """Bytes of what one layer keeps of one token and KV head, for attention."""
         number, device = number_format(self.kv_dtype), "cpu" if self.system.shared else "cuda"
         return sum(entry.head_bytes(number, device) for entry in self.model.cache_entries)
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of what all layers keep of one token, for all KV heads."""
-        return self.model.num_layers * self.model.num_kv_heads * self.kv_head_bytes
+        """Bytes of what all layers keep of one token, for all KV heads, and for an indexer."""
+        num_layers = self.model.num_layers - self.model.num_linear_layers
+        return num_layers * (self.model.num_kv_heads * self.kv_head_bytes + self.index_bytes)
+
+    @property
+    def index_bytes(self) -> float:
+        """Bytes of what one layer keeps of one token for an indexer."""
+        return 0.0 if self.model.indexer is None else self.model.indexer.key_bytes
 
     @property
     def output_size(self) -> int:
@@ -99,6 +166,29 @@ class Setting:
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
         return self.system.usable_bytes * self.share(layouts)
+
+    def held(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
+        """How much of something each rank is priced with: as much as the fullest has, for which the others wait.
+
+        Where ranks share a machine and there are more than its cores, they take turns: the mean, or as much of the
+        fullest as it takes while others have their turns, if that is more.
+        """
+        if not self.system.shared:
+            return fullest
+        return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
+
+    def kv_heads(self, layouts: Layouts) -> Array:
+        """KV heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.kv_heads(self.heads), np.maximum(self.heads.num_kv_heads / layouts.tpa, 1.0))
+
+    def query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank, as `held` has it."""
+        return self.held(layouts, layouts.query_heads(self.heads), self.heads.num_query_heads / layouts.tpa)
+
+    def merged_query_heads(self, layouts: Layouts) -> Array:
+        """Query heads of a rank in the output projection, as `held` has it."""
+        fullest = layouts.merged_query_heads(self.heads)
+        return self.held(layouts, fullest, self.heads.num_query_heads / layouts.output_ranks)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

@@ -12,18 +12,25 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.prefetch import prefetched
-from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, LOGIT_BYTES, Setting
+from longhelix.perf.linear import linear_items
+from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, CANDIDATES_SUM_BYTES, LOGIT_BYTES, Setting
 from longhelix.request import CANDIDATES, Number, Work
+
+WAIT = "wait for the slowest stage"
+# What the first and the last stage do beside their layers, and all of them.
+_FIRST, _LAST, _BETWEEN = ("embedding",), ("head", "sampling"), ("stage to stage", "host")
 
 
 def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
 
-    `work` is what one stage has at a time: with several stages, one micro-batch. Where requests are local and each KVP
-    rank has a copy of the FFN, an instance steps alone, with its share of the requests.
+    `work` is what one stage has at a time: with several stages, one micro-batch. Where groups of ranks share neither
+    requests nor the FFN, each steps alone, with its share of the requests. A decoding request has all its rows.
     """
     layouts, work = _alone(layouts, work)
+    if setting.draft_tokens:
+        drafts = work.decode_rows * setting.draft_tokens
+        work = work._replace(decode_rows=work.decode_rows + drafts, sampled_rows=work.sampled_rows + drafts)
     num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
     layers = [_norms(setting, layouts, work).times(num_moe + num_dense)]
     layers += _attention(setting, layouts, work)
@@ -31,29 +38,55 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
         layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
     if setting.model.num_dense_layers:
         layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
-    if setting.system.prefetch:
-        layers = prefetched(setting, layouts, layers, num_moe + num_dense)
-    return _merged([*_embedding(setting, layouts, work), *layers, _stages(setting, layouts, work),
-                    *_head(setting, layouts, work)])  # fmt: skip
+    ends = [_embedding(setting, layouts, work), _head(setting, layouts, work)]
+    between = [_stages(setting, layouts, work), _host(setting, layouts)]
+    return _merged([*ends[0], *layers, *between, *ends[1]])
+
+
+def cycle_items(
+    setting: Setting, layouts: Layouts, work: Work, micro_batches: float | Array | None = None
+) -> list[CostItem]:
+    """The cost items of a step from when it enters the first stage until it may enter it again, beside as many others
+    as make `micro_batches` of its work (None: one for each stage).
+
+    Every stage has each of them once, so the slowest stage, mostly that of the head, decides: what the others wait for
+    it is an item of its own.
+    """
+    items = step_items(setting, layouts, work)
+    wait_s = _wait_seconds(setting, layouts, items, layouts.pp if micro_batches is None else micro_batches)
+    return [*items, sends(WAIT, wait_s, layouts.zeros, layouts.zeros)]
+
+
+def _wait_seconds(setting: Setting, layouts: Layouts, items: Sequence[CostItem], micro_batches: float | Array) -> Array:
+    """A stage is busy with its layers, its host and what it sends on, and the first or the last with its end beside;
+    m micro-batches take m times the slowest, or, if that is longer, as long as one takes through all stages."""
+    num_layers = setting.model.num_layers
+    first_s, last_s = (total_seconds(item for item in items if item.name in end) for end in (_FIRST, _LAST))
+    stage_s = (total_seconds(items) - first_s - last_s) / layouts.pp
+    layers_s = stage_s - total_seconds(item for item in items if item.name in _BETWEEN) / layouts.pp
+    most = layouts.stage_layers(num_layers)
+    spare_s = layers_s * (1 - layouts.last_stage_layers(num_layers) / most)
+    slowest_s = stage_s + np.maximum(first_s, last_s - spare_s)
+    waited: Array = np.maximum(micro_batches * slowest_s - total_seconds(items), 0.0)
+    return np.where(layouts.pp > 1, waited, 0.0)
 
 
 def _alone(layouts: Layouts, work: Work) -> tuple[Layouts, Work]:
-    """One instance and its own rows, where instances have nothing to do with each other; a chunk is one instance's."""
-    alone = layouts.local & (layouts.ffn_replicas > 1)
+    """One group and its own rows, where groups have nothing to do with each other; a chunk is one group's."""
+    alone = layouts.grouped & (layouts.ffn_replicas > 1)
     if not alone.any():
         return layouts, work
 
     def own(rows: Number) -> Array:
         rows = rows + layouts.zeros
-        shared: Array = np.where(alone, np.ceil(rows / layouts.kvp), rows)
+        shared: Array = np.where(alone, np.ceil(rows / layouts.dp), rows)
         return shared
 
-    ones, share = layouts.ones, np.where(alone, 1 / layouts.kvp, 1.0)  # KV is KVP times the fullest rank's
+    ones, share = layouts.ones, np.where(alone, 1 / layouts.dp, 1.0)  # KV is as many times the fullest rank's
     by_itself = replace(
         layouts,
-        kvp=np.where(alone, ones, layouts.kvp),
+        dp=np.where(alone, ones, layouts.dp),
         ffn_replicas=np.where(alone, ones, layouts.ffn_replicas),
-        local=layouts.local & ~alone,
     )
     return by_itself, work._replace(
         decode_rows=own(work.decode_rows),
@@ -68,17 +101,27 @@ def step_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
     return total_seconds(step_items(setting, layouts, work))
 
 
+def cycle_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
+    return total_seconds(cycle_items(setting, layouts, work))
+
+
 def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[CostItem]:
-    """One token for each of `batch` requests of `context` tokens.
+    """A step in which each of `batch` requests of `context` tokens decodes.
 
     With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
-    as its micro-batch takes through all stages.
+    as its micro-batch takes through all stages, and waits for the slowest.
     """
-    return step_items(setting, layouts, layouts.decode(np.ceil(batch / layouts.pp), context))
+    work = layouts.decode(np.ceil(batch / layouts.pp), context)
+    return cycle_items(setting, layouts, work, np.minimum(batch, layouts.pp))
 
 
 def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     return total_seconds(decode_items(setting, layouts, batch, context))
+
+
+def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    """From token to token of each request, on average: a step gives so many tokens as are accepted."""
+    return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
 
 
 def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
@@ -90,9 +133,14 @@ def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
 
 
 def _attention(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The attention of all layers that the slowest stages would take, with a window and without."""
-    stage_layers = layouts.stage_layers(setting.model.num_layers)
+    """The attention of all layers that the slowest stages would take, with a window, linear, and neither."""
+    stage_layers, linear = layouts.stage_layers(setting.model.num_layers), setting.model.linear
     full = attention_items(setting, layouts, work)
+    if linear is not None:
+        num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
+        others = linear_items(setting, layouts, linear, work)
+        full = [item.times(num_full * layouts.pp) for item in full]
+        return [*full, *(item.times((stage_layers - num_full) * layouts.pp) for item in others)]
     if not setting.model.num_windowed_layers:
         return [item.times(stage_layers * layouts.pp) for item in full]
     num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
@@ -126,18 +174,24 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The head over the vocabulary, each rank's candidates gathered on one that samples, and every stage's host."""
+    """The head over the vocabulary, and each rank's candidates gathered on one that samples."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES / layouts.ffn_ranks
-    candidate_bytes = work.sampled_rows * CANDIDATES * CANDIDATE_BYTES * layouts.ffn_ranks
+    row_bytes = CANDIDATES * CANDIDATE_BYTES + CANDIDATES_SUM_BYTES
+    candidate_bytes = work.sampled_rows * row_bytes * layouts.ffn_ranks
     gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), candidate_bytes)
-    wanted, host_s = logit_bytes > 0, layouts.pp * system.step_s
+    wanted = logit_bytes > 0
     return [
         product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
         sends("sampling", gathered.seconds, gathered.net_bytes, gathered.fixed_s).where(wanted),
         kernels("sampling", setting, layouts, hbm_bytes=logit_bytes, count=2.0).where(wanted),
-        sends("host", host_s, zeros, host_s),
     ]
+
+
+def _host(setting: Setting, layouts: Layouts) -> CostItem:
+    """Of every stage."""
+    host_s = layouts.pp * setting.system.step_s
+    return sends("host", host_s, layouts.zeros, host_s)
 
 
 def _merged(items: Sequence[CostItem]) -> list[CostItem]:

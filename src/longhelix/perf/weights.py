@@ -1,4 +1,6 @@
-"""Numbers in the matrices of a layer on the fullest rank of each layout; the products' costs and the memory follow.
+"""Numbers in the matrices of a layer on the fullest rank of each layout (`Setting.held`).
+
+Products' costs and memory follow from them.
 
 Read off the table of weights. Vectors, norms and biases, count for nothing.
 """
@@ -30,7 +32,7 @@ def qkv(setting: Setting, layouts: Layouts) -> Array:
 def key_absorption(setting: Setting, layouts: Layouts) -> Array:
     """MLA: the half of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
     mla = setting.model.mla
-    return layouts.query_heads(setting.heads) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
+    return setting.query_heads(layouts) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
 
 
 def value_projection(setting: Setting, num_heads: Array) -> Array:
@@ -40,7 +42,7 @@ def value_projection(setting: Setting, num_heads: Array) -> Array:
 
 
 def output_projection(setting: Setting, layouts: Layouts) -> Array:
-    """Wo: rows over all N ranks, or over TPA where a rank keeps all heads of its share."""
+    """Wo: rows over all ranks that share a request, or over TPA beside a copy of the FFN."""
     return _named(setting, layouts, "output")
 
 
@@ -49,25 +51,49 @@ def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
     return _named(setting, layouts, "gate_up", "down")
 
 
+def all_experts(setting: Setting, layouts: Layouts) -> Array:
+    """Gate, up and down of all routed experts that a rank holds of a layer (none without experts)."""
+    return _named(setting, layouts, *_EXPERT)
+
+
 def expert(setting: Setting, layouts: Layouts) -> Array:
     """One expert's gate, up and down, columns over TPF."""
-    return _named(setting, layouts, *_EXPERT) / num_experts(setting, layouts)
+    return all_experts(setting, layouts) / num_experts(setting, layouts)
 
 
 def num_experts(setting: Setting, layouts: Layouts) -> Array:
     """Experts of the fullest rank."""
     moe = setting.model.moe
     assert moe is not None
-    return np.ceil(moe.num_experts / layouts.ep)
+    return _pieces(moe.num_experts, layouts.ep, setting, layouts)
 
 
 def shared_experts(setting: Setting, layouts: Layouts) -> Array:
-    """All shared experts, columns over all ranks of an FFN; a rank with requests of its own has them whole."""
+    """All shared experts, columns over all ranks of an FFN; whole on each where groups have requests of their own."""
     return _named(setting, layouts, "shared.gate_up", "shared.down")
 
 
 def router(setting: Setting, layouts: Layouts) -> Array:
     return _named(setting, layouts, "router")
+
+
+def indexer(setting: Setting, layouts: Layouts) -> Array:
+    """An indexer's queries, key and weights of its heads, whole on every rank."""
+    return _named(setting, layouts, "index_queries", "index_key", "index_heads")
+
+
+def linear_layer(setting: Setting, layouts: Layouts) -> Array:
+    """All that a rank holds of a layer with linear attention."""
+    return _numbers(setting, layouts, setting.linear_layer)
+
+
+def linear_inputs(setting: Setting, layouts: Layouts) -> Array:
+    """Linear attention's queries, keys, values, gates and rates."""
+    return _named(setting, layouts, "linear_in")
+
+
+def linear_output(setting: Setting, layouts: Layouts) -> Array:
+    return _named(setting, layouts, "linear_out")
 
 
 def vocabulary(setting: Setting, layouts: Layouts) -> Array:
@@ -80,7 +106,8 @@ _EXPERT = ("experts.{}.gate_up", "experts.{}.down")
 
 def _named(setting: Setting, layouts: Layouts, *names: str) -> Array:
     """Those of these names in a layer that has any."""
-    layer = setting.dense_layer if any(weight.name in names for weight in setting.dense_layer) else setting.expert_layer
+    layers = (setting.dense_layer, setting.expert_layer, setting.linear_layer)
+    layer = next((layer for layer in layers if any(weight.name in names for weight in layer)), ())
     return _numbers(setting, layouts, (weight for weight in layer if weight.name in names))
 
 
@@ -95,21 +122,28 @@ def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) 
 
 
 def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
-    """Those of a dim that the fullest rank has; whole numbers, and so are all sums of products of them, exactly."""
+    """Those of a dim that a rank has; the fullest one's are whole numbers, and so are all sums of products of them,
+    exactly."""
     match dim.split:
         case Split.WHOLE:
             return float(dim.count)
         case Split.QUERY_HEADS:
-            return layouts.query_heads(setting.heads)
+            return setting.query_heads(layouts)
         case Split.KV_HEADS:
-            return layouts.kv_heads(setting.heads)
+            return setting.kv_heads(layouts)
         case Split.OUTPUT_HEADS:
-            return layouts.merged_query_heads(setting.heads)
+            return setting.merged_query_heads(layouts)
+        case Split.LINEAR_HEADS:
+            return _pieces(dim.count, layouts.output_ranks, setting, layouts)
         case Split.FFN_COLUMNS | Split.VOCABULARY:
-            return np.ceil(dim.count / layouts.ffn_ranks)
+            return _pieces(dim.count, layouts.ffn_ranks, setting, layouts)
         case Split.SHARED_COLUMNS:
-            return np.ceil(dim.count / np.where(layouts.local, 1.0, layouts.ffn_ranks))
+            return _pieces(dim.count, np.where(layouts.grouped, 1.0, layouts.ffn_ranks), setting, layouts)
         case Split.EXPERT_COLUMNS:
-            return np.ceil(dim.count / layouts.tpf)
+            return _pieces(dim.count, layouts.tpf, setting, layouts)
         case Split.EXPERTS:
-            return np.ceil(dim.count / layouts.ep)
+            return _pieces(dim.count, layouts.ep, setting, layouts)
+
+
+def _pieces(count: int, ranks: Array, setting: Setting, layouts: Layouts) -> Array:
+    return setting.held(layouts, np.ceil(count / ranks), count / ranks)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.perf.layouts import Array, Mask
-from longhelix.perf.step import step_seconds
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Array, Layouts, Mask
+from longhelix.perf.linear import request_bytes
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, prompts
@@ -88,10 +89,10 @@ def apart(question: Question, space: Space) -> Apart | None:
     gpus = prefills * int(first.gpus[prefill]) + decodes * int(second.gpus[decode])
     tokens_per_s_per_gpu = served * demand.output_tokens / gpus
     return Apart(
-        prefill_layout=degrees(space, int(first.layout[prefill])),
+        prefill_layout=degrees(space.layouts, int(first.layout[prefill])),
         prefills=prefills,
         chunk_tokens=int(first.size[prefill]),
-        decode_layout=degrees(space, int(second.layout[decode])),
+        decode_layout=degrees(space.layouts, int(second.layout[decode])),
         decodes=decodes,
         batch=int(second.size[decode]),
         gpus=gpus,
@@ -148,18 +149,23 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if question.ttl_s is not None:
-            kept &= step_seconds(use.setting, layouts, use.decodes(layouts, batch)) <= question.ttl_s
+            kept &= use.token_seconds(layouts, batch) <= question.ttl_s
         return kept
 
     batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))
     index = np.flatnonzero(batch > 0)
     layouts, batch = layouts.take(index), batch[index]
-    ttl_s = step_seconds(use.setting, layouts, use.decodes(layouts, batch))
+    ttl_s = use.token_seconds(layouts, batch)
     assert use.demand is not None
     return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
 
 
 def _transfer_seconds(use: Use) -> float:
-    """Of the longest prompt's KV, over the link of one GPU beyond a scale-up domain, as if it came from one to one."""
-    link = use.setting.system.scale_out
-    return link.latency_s + use.longest_prompt * use.setting.kv_token_bytes / link.bytes_per_s
+    """Of the longest prompt's KV, with the states of linear attention, over the link of one GPU beyond a scale-up
+    domain, as if it came from one to one."""
+    setting, link = use.setting, use.setting.system.scale_out
+    kept = use.longest_prompt * setting.kv_token_bytes
+    if setting.model.linear is not None:
+        states = request_bytes(Layouts.of([Layout()]), setting.model.linear)
+        kept += setting.model.num_linear_layers * float(states[0])
+    return link.latency_s + kept / link.bytes_per_s

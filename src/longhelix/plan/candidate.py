@@ -1,15 +1,19 @@
 """One configuration of a plan, in numbers that users read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import Points
+
+_DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with `batch` requests of the whole world; `layout`: the degrees of `Layout`, and where KV lies."""
+    """A layout with `batch` requests of the whole world; `layout`: as `degrees` has it."""
 
     strategy: str
     layout: dict[str, int | str]
@@ -32,7 +36,7 @@ def _candidates(space: Space, points: Points) -> Iterator[Candidate]:
     for position, index in enumerate(points.layout):
         yield Candidate(
             strategy=STRATEGIES[space.strategy[index]].name,
-            layout=degrees(space, int(index)),
+            layout=degrees(space.layouts, int(index)),
             gpus=int(points.gpus[position]),
             batch=int(points.batch[position]),
             tokens_per_s_per_user=float(points.user_tokens_per_s[position]),
@@ -41,19 +45,32 @@ def _candidates(space: Space, points: Points) -> Iterator[Candidate]:
         )
 
 
-def degrees(space: Space, index: int) -> dict[str, int | str]:
-    """A layout's degrees, and its placement."""
-    layouts = space.layouts
-    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
-    found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in names}
-    return found | {"placement": "local" if layouts.local[index] else "striped"}
+def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
+    """A layout's degrees: those of `Layout`, of a group of `dp` that have requests of their own; and where KV lies.
+
+    Groups of one KVP rank are told as `Layout` has them: as KVP ranks whose requests are local.
+    """
+    found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in _DEGREES}
+    local = found["dp"] != 1 and found["kvp"] == 1
+    if local:
+        found |= {"dp": 1, "kvp": found["dp"]}
+    return found | {"placement": "local" if local else "striped"}
 
 
-def in_words(layout: dict[str, int | str]) -> str:
+def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
+    """What `degrees` is of."""
+    dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (int(layout[name]) for name in _DEGREES)
+    one = Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
+    return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
+
+
+def in_words(layout: Mapping[str, int | str]) -> str:
     """KVP 8 x TPA 8, TPF 64: only what is not 1."""
     attention = f"KVP {layout['kvp']} x TPA {layout['tpa']}"
     if layout["placement"] == "local":
         attention = f"DP {layout['kvp']} x TPA {layout['tpa']}"
+    elif layout["dp"] != 1:
+        attention = f"DP {layout['dp']} x {attention}"
     ffn = f"TPF {layout['tpf']}" + (f" x EP {layout['ep']}" if layout["ep"] != 1 else "")
     if layout["ffn_replicas"] != 1:
         ffn += f", {layout['ffn_replicas']} copies"

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts, Mask
-from longhelix.perf.step import step_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Service, Use, mixed_seconds, service
@@ -26,11 +25,12 @@ _Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk size
 class Choice:
     """A configuration, and what it gives, all of it at the same time.
 
-    layout: the degrees of `Layout`, and where KV lies; `replicas` of it take `gpus` in all. batch: requests of one of
-    them that decode together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
+    layout: as a candidate has it; `replicas` of it take `gpus` in all. batch: requests of one of them that decode
+    together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
     ttl_s: the mean; ttl_p95_s: while a prompt runs beside; ttft_s: of the longest prompt. rate_per_s: of requests, None
     where nothing says how long they last. headroom_bytes: that stay free on the fullest GPU. cost_per_million_tokens:
-    of answers, None without the price of a GPU. violates: the targets that it misses, in words.
+    of answers, None without the price of a GPU. draft_tokens, accepted_tokens: of a request in each step, which its
+    times count on (`Setting`). violates: the targets that it misses, in words.
     """
 
     strategy: str
@@ -49,6 +49,8 @@ class Choice:
     memory_bytes_per_gpu: int
     headroom_bytes: int
     cost_per_million_tokens: float | None
+    draft_tokens: int
+    accepted_tokens: float
     violates: tuple[str, ...]
 
 
@@ -153,7 +155,7 @@ class Chooser:
         batch = self._largest(possible, chunk[possible], self._within_ttl)
         possible, batch = possible[batch > 0], batch[batch > 0]
         layouts = self._space.layouts.take(possible)
-        ttl_s = step_seconds(self._use.setting, layouts, self._use.decodes(layouts, batch))
+        ttl_s = self._use.token_seconds(layouts, batch)
         bound = np.full(len(index), np.inf)
         bound[possible] = self._worth(batch, batch / ttl_s, layouts.world_size)
         return bound
@@ -277,7 +279,7 @@ class Chooser:
         tokens_per_s_per_gpu, gpu_hour = float(found.tokens_per_s_per_gpu[0]), self._question.gpu_hour
         return Choice(
             strategy=STRATEGIES[self._space.strategy[found.layout[0]]].name,
-            layout=degrees(self._space, int(found.layout[0])),
+            layout=degrees(layouts, 0),
             replicas=int(found.replicas[0]),
             gpus=int(found.gpus[0]),
             batch=int(found.batch[0]),
@@ -296,6 +298,8 @@ class Chooser:
                 if gpu_hour is not None and tokens_per_s_per_gpu
                 else None
             ),
+            draft_tokens=self._use.setting.draft_tokens,
+            accepted_tokens=self._use.setting.accepted_tokens,
             violates=tuple(
                 f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
                 for name, unit, has, most in self._limits(found)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longhelix.perf.memory import memory
-from longhelix.perf.step import decode_seconds
+from longhelix.perf.step import token_seconds
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.space import HELIX, STRATEGIES, Space
@@ -41,7 +41,7 @@ def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover
     for context in CONTEXTS:
         for batch in BATCHES:
             needed = memory(question.setting, layouts, float(batch), float(context)).total_bytes
-            ttl_s = decode_seconds(question.setting, layouts, float(batch), float(context))
+            ttl_s = token_seconds(question.setting, layouts, float(batch), float(context))
             ttl_s = np.where(needed <= question.setting.capacity_bytes(layouts), ttl_s, np.inf)
             ours, others = np.where(helix, ttl_s, np.inf), np.where(helix, np.inf, ttl_s)
             best = int(np.argmin(ours))
@@ -52,7 +52,7 @@ def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover
                     batch,
                     float(ours[best]) if fits else None,
                     float(others.min()) if np.isfinite(others.min()) else None,
-                    int(degrees(searched, int(on_all[best]))["kvp"]) if fits else None,
+                    int(degrees(searched.layouts, int(on_all[best]))["kvp"]) if fits else None,
                 )
             )
     return found

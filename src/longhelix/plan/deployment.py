@@ -14,7 +14,7 @@ from longhelix.spec.family import PLANNED_FAMILIES
 from longhelix.spec.weights import Dim, Split, Stored, layer_weights
 from longhelix.values import one_of, refused, whole
 
-_DEGREES = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
+_DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 _MOST_USERS = 2**16  # the engine's own bound of requests at a time
 _LANES = 16  # of the native CPU kernels: channels, and inputs of products without scales, come in so many
 _FEW_RANKS = 64  # more of them are refused on the CPUs of one host, unless it has a core for every four
@@ -27,10 +27,12 @@ class Deployment:
     """A model in a layout, for so many requests at a time of so many tokens each, or one of so many and others of
     `other_tokens`.
 
-    layout: as a plan's candidates have it: the degrees of `Layout`, and "placement", striped or local. weight_dtype,
-    kv_dtype: names of number formats. device: "cpu" or "cuda", for which it was planned. chunk_tokens: those of a
-    prompt in one step; None: nobody chose. hop_b: whether parts of a batch are exchanged while others attend. Raises
-    UserError for a layout that no engine could have, and for numbers out of range.
+    layout: as a plan's candidates have it: the degrees of `Layout` in each of "dp" groups of KVP ranks that have
+    requests of their own and share the FFN, and "placement", striped or local. weight_dtype, kv_dtype: names of number
+    formats; expert_dtype: that of experts, where it is another one than that of all other weights. device: "cpu" or
+    "cuda", for which it was planned. chunk_tokens: those of a prompt in one step; None: nobody chose. hop_b: whether
+    parts of a batch are exchanged while others attend. accepted_tokens: that speculative decoding gives a request in a
+    step. Raises UserError for a layout that no engine could have, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -43,9 +45,12 @@ class Deployment:
     chunk_tokens: int | None = None
     hop_b: bool = True
     other_tokens: int | None = None
+    accepted_tokens: float = 1.0
+    expert_dtype: str | None = None
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
+        number_format(self.expert_dtype or self.weight_dtype, "expert_dtype")
         number_format(self.kv_dtype, "kv_dtype")
         one_of("device", self.device, ("cpu", "cuda"))
         one_of("placement", self.layout.get("placement"), ("striped", "local"))
@@ -68,7 +73,7 @@ class Deployment:
                 f"{degrees.kvp} and ep to 1",
                 "invalid_layout",
             )
-        if self.tied and self.local:
+        if self.tied and self.groups > 1:
             raise UserError(
                 "KVP ranks that share neither requests nor the FFN are one server each: set placement to striped, or "
                 "plan for one server",
@@ -77,11 +82,12 @@ class Deployment:
 
     @cached_property
     def degrees(self) -> Layout:
+        """Those of all groups as one."""
         missing = [name for name in _DEGREES if name not in self.layout]
         if missing:
             raise UserError(f"the layout has no {missing[0]}: give a number for each of {', '.join(_DEGREES)}")
-        kvp, tpa, tpf, ep, pp, ffn_replicas = (whole(name, self.layout[name], 1, MOST_TOKENS) for name in _DEGREES)
-        return Layout(kvp, tpa, tpf, ep, pp, ffn_replicas)
+        dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (whole(name, self.layout[name], 1, MOST_TOKENS) for name in _DEGREES)
+        return Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
 
     @cached_property
     def heads(self) -> HeadShape:
@@ -105,9 +111,28 @@ class Deployment:
         return 1 if self.model.moe is None else self.model.moe.num_experts
 
     @property
+    def groups(self) -> int:
+        """Groups of ranks that have requests of their own and share the FFN."""
+        return self.degrees.kvp if self.layout["placement"] == "local" else int(self.layout["dp"])
+
+    @property
+    def kvp(self) -> int:
+        """KVP ranks of a group, which share each of its requests' KV."""
+        return self.degrees.kvp // self.groups
+
+    @property
+    def group_ranks(self) -> int:
+        return self.degrees.num_ranks // self.groups
+
+    @property
+    def grouped(self) -> bool:
+        """Whether attention is data parallel over groups of ranks."""
+        return self.groups > 1
+
+    @property
     def local(self) -> bool:
-        """Whether each request lies on one KVP rank: data-parallel attention."""
-        return self.layout["placement"] == "local" and self.degrees.kvp > 1
+        """Whether each request lies on one KVP rank of several."""
+        return self.grouped and not self.sharded
 
     @property
     def tied(self) -> bool:
@@ -117,12 +142,12 @@ class Deployment:
     @property
     def sharded(self) -> bool:
         """Whether KVP ranks share each request's KV."""
-        return self.degrees.kvp > 1 and not self.local
+        return self.kvp > 1
 
     @property
     def users_of_a_group(self) -> int:
-        """Requests of one group of ranks that has whole requests: of a KVP rank where these are local, else all."""
-        return -(-self.users // self.degrees.kvp) if self.local else self.users
+        """Requests of one group of ranks that has whole requests."""
+        return -(-self.users // self.groups)
 
 
 @dataclass(frozen=True)
@@ -188,6 +213,17 @@ def _rounded_up(tokens: int, unit: int) -> int:
 def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterable[str]:
     """What the engine refuses or cannot yet, beside number formats."""
     ranks = deployment.degrees.world_size
+    if deployment.grouped and deployment.sharded:
+        yield (
+            f"{deployment.groups} groups of {deployment.kvp} KVP ranks with requests of their own, which longhelix "
+            f"plans and does not run: all {deployment.degrees.kvp} KVP ranks share every request here"
+        )
+    if deployment.accepted_tokens > 1:
+        yield (
+            f"the plan counts on {deployment.accepted_tokens:g} tokens of every step (speculative decoding), and "
+            f"longhelix decodes one: tokens take {deployment.accepted_tokens:g} times as long as planned, or a little "
+            f"less"
+        )
     if deployment.model.architecture in PLANNED_FAMILIES:
         yield f"longhelix plans for {deployment.model.architecture} and does not run it"
     elif longest_tokens < deployment.context:
@@ -214,6 +250,11 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
     missing = []
     if own_weights is not weights:
         missing.append(f"weights are planned in {weights.name}, {_weights_reason(weights)}: {own_weights.name} here")
+    if deployment.expert_dtype is not None:
+        missing.append(
+            f"experts are planned in {deployment.expert_dtype}, and the engine keeps all weights in one format: "
+            f"{own_weights.name} here"
+        )
     if own_kv is not kv:
         missing.append(f"the KV cache is planned in {kv.name}, {_kv_reason(kv, device)}: {own_kv.name} here")
     found: dict[str, int | str | bool] = {}

@@ -10,7 +10,7 @@ from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import ACTIVATION_DTYPE, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.provenance import source
 
@@ -29,7 +29,8 @@ class EstimatedItem:
 
 @dataclass(frozen=True)
 class Estimate:
-    """mfu: of all GPUs' peak arithmetic in the weights' dtype; mbu: of one GPU's peak bandwidth; bytes: the fullest.
+    """mfu: of all GPUs' peak arithmetic in the weights' dtype, or the experts' where that is faster; mbu: of one GPU's
+    peak bandwidth; bytes: the fullest.
 
     The seconds of `items` add up to the TTL.
     """
@@ -63,6 +64,7 @@ def estimate(
     useful_flops = model_flops(setting.model, float(batch), 0.0) + batch * _row_attention_flops(setting, context)
     read_bytes = sum(float(item.hbm_bytes[0]) for item in items)
     system, gpus = setting.system, layout.world_size
+    peak = max(system.rate(dtype) for dtype in (setting.weight_dtype, setting.experts_in))
     machines = 1 if system.shared else gpus
     return Estimate(
         layout=layout,
@@ -70,7 +72,7 @@ def estimate(
         ttft_s=float(prefill_seconds(setting, layouts, float(context), float(min(chunk, context)))[0]),
         tokens_per_s_per_user=1 / ttl_s,
         tokens_per_s_per_gpu=batch / ttl_s / gpus,
-        mfu=useful_flops / (machines * system.rate(setting.weight_dtype) * ttl_s),
+        mfu=useful_flops / (machines * peak * ttl_s),
         mbu=read_bytes / (system.memory_bytes_per_s * float(setting.share(layouts)[0]) * ttl_s),
         memory_bytes_per_gpu=_whole(needed.total_bytes),
         weights_bytes_per_gpu=_whole(needed.weights_bytes),
@@ -93,12 +95,17 @@ def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
 
 
 def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
-    dtype = setting.attends_in if item.name == "attention" else setting.weight_dtype
+    dtypes = {
+        "attention": setting.attends_in,
+        "experts": setting.experts_in,
+        "indexer": setting.indexes_in,
+        "linear attention": ACTIVATION_DTYPE,
+    }
     return EstimatedItem(
         item.name,
         float(item.seconds[0]),
         float(item.flops[0]),
         float(item.hbm_bytes[0]),
         float(item.net_bytes[0]),
-        source(setting.system, item, 0, dtype),
+        source(setting.system, item, 0, dtypes.get(item.name, setting.weight_dtype)),
     )

@@ -15,8 +15,8 @@ _SCRIPTS = (
 )  # fmt: skip
 # Of a plan's JSON what the page of another one compares with its own.
 _COMPARED = (
-    "model", "system", "weight_dtype", "kv_dtype", "context", "max_gpus", "targets", "gpu_hour", "at_ttl", "headline",
-    "best", "nearest", "frontier",
+    "model", "system", "weight_dtype", "expert_dtype", "kv_dtype", "draft_tokens", "accepted_tokens", "context",
+    "max_gpus", "targets", "gpu_hour", "at_ttl", "headline", "best", "nearest", "frontier",
 )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.layout import HeadShape, Layout
-from longhelix.perf.layouts import Array
+from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_items, step_seconds
+from longhelix.perf.step import WAIT, decode_items
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import degrees, in_words
 from longhelix.plan.choice import Choice
@@ -38,7 +38,7 @@ _QUICK_CHUNKS = (128.0, 8192.0)
 _QUICK_OCTAVES = 2  # between batches of layouts that are there for their prefill
 _SOME_CHUNKS = CHUNKS[1::3]
 _MOST_LAYOUTS = 1000
-_STAGE = ("kvp", "tpa", "tpf", "ep", "ffn_replicas")
+_STAGE = ("dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _POINT = ("layout", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes")
 _COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
@@ -48,12 +48,18 @@ _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_hea
 # Of float32's 23 bits of mantissa: 1 part in 4096, and half the bytes once compressed.
 _KEPT_BITS = 11
 _KINDS = {
-    "attention": ("attention", "RoPE and KV write", "merge"),
-    "exchange": ("exchange",),
-    "projections": ("norms", "QKV", "key absorption", "value projection", "output projection"),
+    "attention": (
+        *("attention", "RoPE and KV write", "merge"),
+        *("indexer", "top-k", "top-k of all", "linear attention"),
+    ),
+    "exchange": ("exchange", "candidates"),
+    "projections": (
+        *("norms", "QKV", "key absorption", "value projection", "output projection"),
+        *("indexer projections", "linear projections"),
+    ),
     "FFN": ("router", "shared experts", "experts", "dense FFN"),
     "collectives": ("all-reduce after attention", "gather before FFN", "all-reduce after FFN", "stage to stage"),
-    "other": ("embedding", "head", "sampling", "host"),
+    "other": ("embedding", "head", "sampling", "host", WAIT),
 }
 _Index = NDArray[np.intp]
 
@@ -104,6 +110,7 @@ def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
         "asked": _asked(question, questions),
         "answer": answer,
         "looked_at": sum(table.kept.configurations for table in tables),
+        "accepted_tokens": question.setting.accepted_tokens,
         "output_tokens": None if question.demand is None else question.demand.output_tokens,
         "strategies": [vars(strategy) for strategy in STRATEGIES],
         "layouts": [_layout(every, int(index)) for index in used],
@@ -147,6 +154,7 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
     return {
         "lengths": [each.context for each in questions],
         "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
+        "expert_dtypes": [setting.experts_in for setting in settings],
         "gpu_caps": gpu_caps(questions[0].max_gpus),
     }
 
@@ -193,7 +201,13 @@ def _settings(asked: Setting) -> list[Setting]:
     """What is asked for, and other dtypes that the system has arithmetic for."""
     pairs = [pair for pair in DTYPES if pair != (asked.weight_dtype, asked.kv_dtype)]
     known = [pair for pair in pairs if all(dtype in asked.system.flops_per_s for dtype in pair)]
-    return [asked, *(replace(asked, weight_dtype=weights, kv_dtype=kv) for weights, kv in known[:_MORE_DTYPES])]
+    return [asked, *(_in_dtypes(asked, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
+
+
+def _in_dtypes(asked: Setting, weights: str, kv: str) -> Setting:
+    """Experts keep the dtype that is asked for them beside the weights that it is asked for."""
+    experts = asked.expert_dtype if weights == asked.weight_dtype else None
+    return replace(asked, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts)
 
 
 def _questions(asked: Question) -> list[Question]:
@@ -281,10 +295,11 @@ def _at(use: Use, every: Space, choice: Choice) -> Points:
     """The layout and batch of a choice."""
     strategies = [strategy.name for strategy in STRATEGIES]
     alike = np.flatnonzero(every.strategy == strategies.index(choice.strategy))
-    index = np.array([next(each for each in alike if degrees(every, int(each)) == choice.layout)])
+    index = np.array([next(each for each in alike if degrees(every.layouts, int(each)) == choice.layout)])
     layouts, batch = every.layouts.take(index), np.array([float(choice.batch)])
-    ttl_s = step_seconds(use.setting, layouts, use.decodes(layouts, batch))
-    return Points(index, batch, layouts.world_size, ttl_s, use.memory_bytes(layouts, batch, 0.0))
+    return Points(
+        index, batch, layouts.world_size, use.token_seconds(layouts, batch), use.memory_bytes(layouts, batch, 0.0)
+    )
 
 
 def _kept(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_s: float | None = None) -> _Kept:
@@ -341,7 +356,9 @@ def _table(use: Use, kept: _Kept, every: Space, chunks: tuple[int, ...]) -> _Tab
     points = kept.points
     layouts = every.layouts.take(points.layout)
     held = use.memory(layouts, points.batch, 0.0)
-    items = step_items(use.setting, layouts, use.decodes(layouts, points.batch))
+    # Of a token: a step gives several where drafts are accepted.
+    share = 1 / use.setting.accepted_tokens
+    items = [item.times(share) for item in decode_items(use.setting, layouts, points.batch, use.kv_tokens)]
     exact = np.array([points.layout, points.batch, points.ttl_s], dtype=np.float32)
     measured = [getattr(held, name) for name in _MEMORY]
     measured += [getattr(item, name) for name in _COSTS for item in items]
@@ -360,7 +377,8 @@ def _configurations(use: Use, points: Points, every: Space, chunks: tuple[int, .
     found = prompts(use, layouts, chunk, decodes)
     rows = [point, chunk, held.activations_bytes[fits], mixed_seconds(use, layouts, batch, chunk), found.longest_s]
     if use.demand is not None:
-        rows += [found.busy_s, found.wait_s, layouts.pp * found.busy_s / found.chunks]
+        step_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
+        rows += [found.busy_s, found.wait_s, step_s]
     return np.array(rows, dtype=np.float32).reshape(len(rows), -1)
 
 
@@ -372,19 +390,19 @@ def _rounded(numbers: Array) -> NDArray[np.float32]:
 
 
 def _layout(every: Space, index: int) -> dict[str, Any]:
-    found = degrees(every, index)
+    found = degrees(every.layouts, index)
     return {
         **found,
         "words": in_words(found),
         "strategy": int(every.strategy[index]),
         "gpus": int(every.layouts.world_size[index]),
-        "stage": _stage(found),
+        "stage": _stage(every, index),
     }
 
 
-def _stage(layout: dict[str, int | str]) -> str:
+def _stage(every: Space, index: int) -> str:
     """The degrees that say who owns what."""
-    return " ".join(str(layout[name]) for name in _STAGE)
+    return " ".join(str(int(getattr(every.layouts, name)[index])) for name in _STAGE)
 
 
 def _owners(model: ModelSpec, every: Space, used: _Index) -> dict[str, list[list[Any]]]:
@@ -392,13 +410,13 @@ def _owners(model: ModelSpec, every: Space, used: _Index) -> dict[str, list[list
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
     drawn = used[every.layouts.num_ranks[used] <= MOST_DRAWN]
-    stages = {_stage(layout): layout for layout in (degrees(every, int(index)) for index in drawn)}
-    return {stage: _stage_owners(layout, heads, num_experts) for stage, layout in stages.items()}
+    stages = {_stage(every, int(index)): every.layouts.take(np.array([index])) for index in drawn}
+    return {stage: _stage_owners(layouts, heads, num_experts) for stage, layouts in stages.items()}
 
 
-def _stage_owners(found: dict[str, int | str], heads: HeadShape, num_experts: int) -> list[list[Any]]:
-    stage: dict[str, Any] = {name: int(found[name]) for name in _STAGE}
-    layout = Layout(**stage)
+def _stage_owners(layouts: Layouts, heads: HeadShape, num_experts: int) -> list[list[Any]]:
+    dp, kvp, tpa, tpf, ep, ffn_replicas = (int(getattr(layouts, name)[0]) for name in _STAGE)
+    layout, group = Layout(dp * kvp, tpa, tpf, ep, ffn_replicas=ffn_replicas), Layout(kvp, tpa)
     return [
         [
             layout.kvp_rank(rank),
@@ -410,7 +428,7 @@ def _stage_owners(found: dict[str, int | str], heads: HeadShape, num_experts: in
                 for owned in (
                     layout.kv_heads(heads, rank),
                     layout.query_heads(heads, rank),
-                    layout.merged_query_heads(heads, rank),
+                    group.merged_query_heads(heads, rank % group.num_ranks),
                     layout.experts(num_experts, rank),
                 )
             ),

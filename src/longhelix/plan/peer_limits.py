@@ -61,6 +61,8 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
     weights = FORMATS[deployment.weight_dtype]
     if not weights.activation and weights.name not in makes:
         yield f"the checkpoint has to hold its weights in {weights.name} already: no option here turns them into it"
+    if deployment.expert_dtype is not None:
+        yield f"the checkpoint has to hold its experts in {deployment.expert_dtype} already, and its other weights not"
     moe = deployment.model.moe
     columns = None if moe is None else moe.expert_size // deployment.degrees.tpf
     if weights.name == "fp8" and columns is not None and columns % _FP8_BLOCK:
@@ -76,6 +78,14 @@ def position_notes(deployment: Deployment) -> Iterator[str]:
         yield (
             f"the model's config has {model.max_positions} positions, and {deployment.context} tokens are asked for: "
             f"the variable before the command allows that, but its answers beyond are only as good as its RoPE scaling"
+        )
+
+
+def draft_notes(deployment: Deployment) -> Iterator[str]:
+    if deployment.accepted_tokens > 1:
+        yield (
+            f"the plan counts on {deployment.accepted_tokens:g} tokens of every step: speculative decoding has to be "
+            f"set up as well, with a draft model that gives as many"
         )
 
 

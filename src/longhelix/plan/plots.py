@@ -14,6 +14,7 @@ _STYLES = {
     "tied": ("#cc79a7", "X"),
     "helix_exposed": ("#56b4e9", "o"),
     "helix": ("#0072b2", "o"),
+    "helix_dp": ("#3d3d3d", "v"),
 }
 # With room for "10,000" beside an axis; to lay the figure out by its words takes as long as to draw it.
 _MARGINS = {"left": 0.08, "right": 0.985, "top": 0.93, "bottom": 0.11}

@@ -1,6 +1,7 @@
 """Where a cost item's seconds come from: measured, fitted or assumed constants, or the roofline of a data sheet."""
 
 from longhelix.perf.cost_item import CostItem
+from longhelix.perf.step import WAIT
 from longhelix.spec import FORMATS, HardwareSpec
 
 _KINDS = ("measured", "fitted", "assumed")
@@ -20,6 +21,8 @@ def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> s
     sends = float(item.net_bytes[position]) > 0 and float(item.hbm_bytes[position]) == 0
     if item.name == "host":
         return f"{kind(system, 'step_s')}: step_s"
+    if item.name == WAIT:
+        return "the stage with the head, or with the embedding"
     if fixed_s >= seconds / 2:
         name = "collective_s" if sends else "kernel_s"
         return f"{kind(system, name)}: {name}"

@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from longhelix.layout import Layout
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import Memory, memory
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_items
-from longhelix.plan.candidate import in_words
+from longhelix.perf.step import decode_items
+from longhelix.plan.candidate import as_layouts, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.question import Question
 from longhelix.plan.service import Use, service
-from longhelix.plan.space import STRATEGIES
+from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.plan.sweep import Sweep
 
 
@@ -44,10 +42,10 @@ class Rejection:
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
     """What would change with one decision made otherwise."""
     use = Use(question.setting, question.context, question.demand, question.ttft_s)
-    own_items = _decode_items(use, _layouts(best.layout, hop_b=best.strategy == "helix"), best)
+    own_items = _decode_items(use, as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED), best)
     found = []
     for change, layout, hop_b in _changes(question.setting, best):
-        layouts = _layouts(layout, hop_b=hop_b)
+        layouts = as_layouts(layout, hop_b=hop_b)
         needed = use.memory(layouts, float(best.batch), float(best.chunk_tokens))
         words = in_words(layout)
         short = _short(question.setting, layouts, needed)
@@ -71,26 +69,30 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
         nearest = layouts[np.argmin(np.where(short_bytes > 0, short_bytes, np.inf))]
         held = searched.space.layouts.take(np.array([nearest]))
         needed = memory(question.setting, held, 1.0, float(question.context))
-        words = f"nearest: {_words(held)}: {_short(question.setting, held, needed)}"
+        words = f"nearest: {in_words(degrees(held, 0))}: {_short(question.setting, held, needed)}"
         found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
     return found
 
 
 def _decode_items(use: Use, layouts: Layouts, best: Choice) -> list[CostItem]:
-    return step_items(use.setting, layouts, use.decodes(layouts, float(best.batch)))
+    return decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
     """Each decision made otherwise, where it can be: layout and HOP-B."""
     layout, heads = best.layout, setting.heads
-    kvp, tpa, pp = int(layout["kvp"]), int(layout["tpa"]), int(layout["pp"])
-    num_ranks, hop_b = kvp * tpa, best.strategy == "helix"
-    striped: dict[str, int | str] = layout | {"ffn_replicas": 1, "placement": "striped"}
+    dp, kvp, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
+    num_ranks, hop_b, kvp = dp * kvp * tpa, best.strategy in OVERLAPPED, dp * kvp
+    striped: dict[str, int | str] = layout | {"dp": 1, "kvp": kvp, "ffn_replicas": 1, "placement": "striped"}
     helix_ffn: dict[str, int | str] = {"tpf": num_ranks, "ep": 1}
     if hop_b:
         yield "no HOP-B", layout, False
     if kvp > 1 and num_ranks <= heads.num_query_heads:
         yield "TP alone", striped | helix_ffn | {"kvp": 1, "tpa": num_ranks}, False
+    if dp > 1:
+        yield "one group of KVP ranks", striped, hop_b
+    elif kvp > 2 and kvp % 2 == 0 and layout["placement"] == "striped" and layout["ffn_replicas"] == 1:
+        yield "requests in two groups (DP x KVP)", layout | {"dp": 2, "kvp": kvp // 2}, hop_b
     if kvp > 1 and layout["placement"] == "striped" and layout["ffn_replicas"] == 1:
         yield "FFN tied to TPA (Medha)", striped | {"tpf": tpa, "ep": 1, "ffn_replicas": kvp}, False
     if kvp > 1 and layout["placement"] == "striped":
@@ -104,16 +106,6 @@ def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, in
         yield "stages in place of half of KVP", halved, hop_b
     if kvp % 2 == 0 and 2 * tpa <= heads.num_query_heads:
         yield "TPA doubled, KVP halved", striped | helix_ffn | {"kvp": kvp // 2, "tpa": 2 * tpa}, hop_b
-
-
-def _layouts(layout: dict[str, int | str], *, hop_b: bool) -> Layouts:
-    degrees: dict[str, Any] = {name: int(layout[name]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-    return Layouts.of([Layout(**degrees)], local=layout["placement"] == "local", hop_b=hop_b)
-
-
-def _words(layouts: Layouts) -> str:
-    degrees = {name: int(getattr(layouts, name)[0]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-    return in_words(degrees | {"placement": "local" if layouts.local[0] else "striped"})
 
 
 def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:

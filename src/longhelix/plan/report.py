@@ -36,8 +36,11 @@ def as_json(
         "model_parameters": num_parameters(question.setting.model),
         "system": question.setting.system.name,
         "weight_dtype": question.setting.weight_dtype,
+        "expert_dtype": question.setting.experts_in,
         "kv_dtype": question.setting.kv_dtype,
         "attention_dtype": question.setting.attends_in,
+        "draft_tokens": question.setting.draft_tokens,
+        "accepted_tokens": question.setting.accepted_tokens,
         "context": question.context,
         "max_gpus": question.max_gpus,
         "targets": {
@@ -95,7 +98,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
     index, column = divmod(flat, len(CHUNKS))
     return {
         "strategy": STRATEGIES[plan.sweep.space.strategy[index]].name,
-        "layout": degrees(plan.sweep.space, index),
+        "layout": degrees(plan.sweep.space.layouts, index),
         "gpus": int(found.gpus[index]),
         "chunk": CHUNKS[column],
         "ttft_s": float(found.ttft_s[index, column]),
@@ -106,7 +109,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
 def as_csv(plan: Plan) -> str:
     """Every strategy's frontier, a line each."""
     text = io.StringIO()
-    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
+    names = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
     writer = csv.writer(text, lineterminator="\n")
     measures = ("gpus", "batch", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "memory_bytes_per_gpu")
     writer.writerow(["strategy", *names, *measures])
@@ -134,6 +137,8 @@ def best_deployment(plan: Plan) -> Deployment | None:
         best.chunk_tokens,
         best.strategy != "helix_exposed",
         None if question.demand is None else math.ceil(question.demand.held_tokens),
+        setting.accepted_tokens,
+        setting.expert_dtype,
     )
 
 
@@ -235,7 +240,7 @@ def latency_table(plan: Plan) -> Table:
         layout, column = divmod(index, len(CHUNKS))
         table.add_row(
             _TITLES[STRATEGIES[plan.sweep.space.strategy[layout]].name],
-            in_words(degrees(plan.sweep.space, layout)),
+            in_words(degrees(plan.sweep.space.layouts, layout)),
             f"{int(plan.latencies.gpus[layout])}",
             f"{CHUNKS[column]}",
             f"{plan.latencies.ttft_s[layout, column]:.2f}",
@@ -288,6 +293,8 @@ def _said(plan: Plan, choice: Choice) -> str:
         f"{1e3 * choice.ttl_p95_s:.2f} ms beside a prompt",
         f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
     ]
+    if choice.draft_tokens:
+        said.append(f"counted on {choice.accepted_tokens:g} tokens of a step, draft tokens in it {choice.draft_tokens}")
     if choice.rate_per_s is not None:
         said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
     if choice.cost_per_million_tokens is not None:

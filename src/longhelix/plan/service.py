@@ -9,7 +9,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.memory import Memory, memory
 from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import cycle_seconds, token_seconds
 from longhelix.plan.demand import Demand, Kind
 from longhelix.request import NO_WORK, Work
 
@@ -87,12 +87,16 @@ class Use:
         """What one stage has of them at a time."""
         return layouts.decode(np.ceil(batch / layouts.pp), self.kv_tokens)
 
+    def token_seconds(self, layouts: Layouts, batch: Array) -> Array:
+        """From token to token where `batch` requests decode, and nothing else is done."""
+        return token_seconds(self.setting, layouts, batch, self.kv_tokens)
+
 
 def mixed_seconds(use: Use, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
-    """A step with the last chunk of the longest prompt, beside the decodes of `batch` requests."""
+    """From token to token in a step with the last chunk of the longest prompt beside `batch` requests that decode."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
-    return step_seconds(use.setting, layouts, last + use.decodes(layouts, batch))
+    return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.accepted_tokens
 
 
 @dataclass(frozen=True)
@@ -151,21 +155,22 @@ def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
     demand's rate there are as many instances as it takes, and each has its part of it.
     """
     decodes = use.decodes(layouts, batch)
-    alone_s, mixed_s = step_seconds(use.setting, layouts, decodes), mixed_seconds(use, layouts, batch, chunk)
+    alone_s, mixed_s = use.token_seconds(layouts, batch), mixed_seconds(use, layouts, batch, chunk)
     found = prompts(use, layouts, chunk, decodes)
     if use.demand is None:
         unknown = np.full(len(layouts), np.nan)
         return Service(alone_s, mixed_s, found.longest_s, batch + layouts.zeros, unknown, layouts.ones)
-    step_s, output_tokens = layouts.pp * found.busy_s / found.chunks, use.demand.output_tokens
-    # With all users there: each needs `output_tokens` steps, of which prompts slow down some.
+    beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
+    output_tokens = use.demand.output_tokens
+    # With all users there: each needs `output_tokens` tokens, of which prompts slow down some.
     needed = batch * found.busy_s / output_tokens
-    busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / step_s)))
+    busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / beside_s)))
     replicas = layouts.ones
     if use.demand.rate_per_s is not None:
         # Of what is late already where none waits, one instance, and nothing comes.
         replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / np.where(busy > 0, busy, np.inf)), 1.0)
         busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
-    ttl_s = 1 / ((1 - busy) / alone_s + busy / step_s)
+    ttl_s = 1 / ((1 - busy) / alone_s + busy / beside_s)
     rate_per_s = busy / found.busy_s
     return Service(ttl_s, mixed_s, found.ttft_s(busy), rate_per_s * output_tokens * ttl_s, rate_per_s, replicas)
 

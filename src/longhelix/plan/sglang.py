@@ -7,6 +7,7 @@ from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Opt
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
+    draft_notes,
     mixed_formats,
     overlap_notes,
     position_notes,
@@ -64,7 +65,7 @@ _KV_WORDS = {
     "nvfp4": "nvfp4",
 }
 # Families for which the help of --enable-dp-attention says that it is there: DeepSeek-V2, Qwen 2 and 3 with experts.
-_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "kimi_k2", "qwen2_moe", "qwen3_moe")
+_DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
 def command(deployment: Deployment, model_name: str) -> Command:
@@ -86,7 +87,7 @@ def command(deployment: Deployment, model_name: str) -> Command:
 
 def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
-    groups = degrees.kvp if deployment.local else 1
+    groups = deployment.groups
     chunk_tokens = deployment.chunk_tokens
     return {
         "--model-path": model_name,
@@ -95,7 +96,7 @@ def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
         "--dp-size": groups if groups > 1 else None,
         "--enable-dp-attention": groups > 1,
         "--ep-size": degrees.ep if degrees.ep > 1 else None,
-        "--dcp-size": degrees.kvp if sharded else None,
+        "--dcp-size": deployment.kvp if sharded else None,
         "--dcp-comm-backend": "a2a" if sharded else None,
         "--dtype": activation_dtype(deployment),
         "--quantization": "fp8" if deployment.weight_dtype == "fp8" else None,
@@ -115,14 +116,13 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
             "KVP ranks with a copy of the FFN each: decode context parallel ranks are ranks of the tensor parallel "
             f"group, all of which share one FFN ({_DCP})"
         )
-    if deployment.local and model.architecture not in _DATA_PARALLEL_ATTENTION:
+    if deployment.grouped and model.architecture not in _DATA_PARALLEL_ATTENTION:
         yield (
             f"data parallel attention of {model.architecture}: --enable-dp-attention is for DeepSeek-V2 and its "
             f"successors, and for Qwen 2 and 3 with experts ({_PARALLEL})"
         )
-    attention_ranks = degrees.tpa if deployment.local else degrees.num_ranks
-    name = "tp-size / dp-size" if deployment.local else "tp-size"
-    yield from uneven_heads(deployment, attention_ranks, name)
+    name = "tp-size / dp-size" if deployment.grouped else "tp-size"
+    yield from uneven_heads(deployment, deployment.group_ranks, name)
     yield from uneven_ffn(deployment, degrees.num_ranks, "tp-size")
     yield from uneven_experts(deployment, "tp-size / ep-size", "ep-size")
     if deployment.sharded:
@@ -140,10 +140,15 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
             f"decode context parallelism of {model.architecture}: it stripes the latents of latent attention, and the "
             f"KV heads of Qwen3.5's models alone ({_DCP}, pull request 25090)"
         )
+    if model.indexer is not None:
+        yield (
+            f"decode context parallelism of {model.architecture}, whose indexer chooses what attention reads: pull "
+            "request 39330, which would add it, is open"
+        )
     if degrees.pp > 1:
         yield (
-            f"decode context parallel size {degrees.kvp} in {degrees.pp} pipeline stages: no document or test of the "
-            f"engine has both ({_DCP})"
+            f"decode context parallel size {deployment.kvp} in {degrees.pp} pipeline stages: no document or test of "
+            f"the engine has both ({_DCP})"
         )
     if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
@@ -156,8 +161,14 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from weight_notes(deployment, ("fp8",))
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
+    yield from draft_notes(deployment)
     if deployment.sharded:
         yield f"on GPUs before Blackwell it was tested with --attention-backend flashinfer ({_DCP})"
+    if deployment.sharded and deployment.grouped:
+        yield (
+            f"decode context parallelism beside data parallel attention: its document says that they complement each "
+            f"other ({_DCP}), and names no test of both"
+        )
     if deployment.degrees.world_size > GPUS_OF_A_SERVER:
         yield (
             f"{deployment.degrees.world_size} GPUs on several servers: give the command on each of them, with "

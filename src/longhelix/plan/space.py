@@ -24,9 +24,11 @@ STRATEGIES = (
     Strategy("tied", "Medha (tied KVP)"),
     Strategy("helix_exposed", "Helix without HOP-B"),
     Strategy("helix", "Helix"),
+    Strategy("helix_dp", "DP x KVP"),
 )
-HELIX = ("helix_exposed", "helix")
-_Degrees = tuple[int, int, int, int, int]  # kvp, tpa, tpf, ep, ffn_replicas
+HELIX = ("helix_exposed", "helix", "helix_dp")
+OVERLAPPED = ("helix", "helix_dp")  # with HOP-B
+_Degrees = tuple[int, int, int, int, int, int]  # dp, kvp, tpa, tpf, ep, ffn_replicas
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Spac
     servers, and degrees that divide what they cut. None: any shape.
     """
     rows = [
-        (*degrees, pp, name in ("dp_ep", "dp_tp"), name == "helix", index)
+        (*degrees, pp, name in OVERLAPPED, index)
         for num_ranks in range(1, max_gpus + 1)
         if _is_whole(num_ranks, node_gpus)
         for index, name in enumerate(strategy.name for strategy in STRATEGIES)
@@ -57,10 +59,9 @@ def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Spac
         if _is_whole(pp, node_gpus) and _is_whole(num_ranks * pp, node_gpus)
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
-    kvp, tpa, tpf, ep, ffn_replicas, pp, local, hop_b, strategy = columns
-    layouts = Layouts(
-        kvp, tpa, tpf, ep, pp, ffn_replicas, np.zeros_like(pp), local.astype(np.bool_), hop_b.astype(np.bool_)
-    )
+    dp, kvp, tpa, tpf, ep, ffn_replicas, pp, hop_b, strategy = columns
+    even = np.zeros_like(pp)
+    layouts = Layouts(dp, kvp, tpa, tpf, ep, pp, ffn_replicas, even, even, hop_b.astype(np.bool_))
     return Space(layouts, strategy.astype(np.intp))
 
 
@@ -70,7 +71,7 @@ def _is_whole(number: int, node_gpus: int | None) -> bool:
 
 def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
     """Whether every rank has as many heads, columns and experts as the others."""
-    _, tpa, tpf, ep, _ = degrees
+    _, _, tpa, tpf, ep, _ = degrees
     even_heads = model.num_kv_heads % tpa == 0 or tpa % model.num_kv_heads == 0
     sizes = [(model.num_query_heads, tpa)]
     if model.moe is None:
@@ -93,7 +94,7 @@ def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """KVP x TPA with several KVP ranks, and no KV head twice."""
+    """Several KVP ranks or groups x TPA, and no KV head twice."""
     for tpa in _divisors(num_ranks):
         if tpa <= model.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa
@@ -102,29 +103,37 @@ def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, in
 def _tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
     if num_ranks <= model.num_query_heads:
         for tpf, ep in _ffn_grids(model, num_ranks):
-            yield 1, num_ranks, tpf, ep, 1
+            yield 1, 1, num_ranks, tpf, ep, 1
 
 
 def _dp_ep(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
     if model.moe is not None and num_ranks <= model.moe.num_experts:
-        for kvp, tpa in _attention_grids(model, num_ranks):
-            yield kvp, tpa, 1, num_ranks, 1
+        for dp, tpa in _attention_grids(model, num_ranks):
+            yield dp, 1, tpa, 1, num_ranks, 1
 
 
 def _dp_tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    for kvp, tpa in _attention_grids(model, num_ranks):
-        yield kvp, tpa, num_ranks, 1, 1
+    for dp, tpa in _attention_grids(model, num_ranks):
+        yield dp, 1, tpa, num_ranks, 1, 1
 
 
 def _tied(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
     for kvp, tpa in _attention_grids(model, num_ranks):
-        yield kvp, tpa, tpa, 1, kvp
+        yield 1, kvp, tpa, tpa, 1, kvp
 
 
 def _helix(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
     for kvp, tpa in _attention_grids(model, num_ranks):
         for tpf, ep in _ffn_grids(model, num_ranks):
-            yield kvp, tpa, tpf, ep, 1
+            yield 1, kvp, tpa, tpf, ep, 1
+
+
+def _helix_dp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
+    """Groups with requests of their own, each of several KVP ranks."""
+    for dp in _divisors(num_ranks)[1:]:
+        for kvp, tpa in _attention_grids(model, num_ranks // dp):
+            for tpf, ep in _ffn_grids(model, num_ranks):
+                yield dp, kvp, tpa, tpf, ep, 1
 
 
 _STAGES: dict[str, Callable[[ModelSpec, int], Iterator[_Degrees]]] = {
@@ -134,4 +143,5 @@ _STAGES: dict[str, Callable[[ModelSpec, int], Iterator[_Degrees]]] = {
     "tied": _tied,
     "helix_exposed": _helix,
     "helix": _helix,
+    "helix_dp": _helix_dp,
 }

@@ -8,12 +8,13 @@ from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import step_seconds
+from longhelix.perf.step import token_seconds
 from longhelix.plan.service import Use
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
 MOST_BATCH = 65536
+DecodeSeconds = Callable[[Setting, Layouts, Array, float], Array]  # of a setting, layouts, batches and a context
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """Requests of which every stage, and every rank that has requests of its own, has one. Others take as long as the
-    next multiple of them; where requests are apart, their attention does, and the FFN a little less."""
-    return layouts.pp * np.where(layouts.local, layouts.kvp, 1.0)
+    """Requests of which every stage, and every group that has requests of its own, has one. Others take as long as the
+    next multiple of them; where groups have their own, the attention does, and the FFN a little less."""
+    return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:
@@ -68,9 +69,12 @@ def batches(most: int = MOST_BATCH) -> Array:
     return np.array([size for size in sizes if size <= most], dtype=np.float64)
 
 
-def sweep(setting: Setting, space: Space, context: float, batch_sizes: Array) -> Sweep:
-    """Cost every layout at every one of those batch sizes that its memory holds, of requests of `context` tokens."""
-    return _sweep(Use(setting, int(context)), space, batch_sizes, space.layouts.ones, [])
+def sweep(
+    setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = token_seconds
+) -> Sweep:
+    """Cost every layout at every one of those batch sizes that its memory holds, of requests of `context` tokens;
+    `seconds`: what a step takes."""
+    return _sweep(Use(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
 
 
 def unit_sweep(use: Use, space: Space, batch_sizes: Array) -> Sweep:
@@ -84,8 +88,15 @@ def full_sweep(use: Use, space: Space, budgets_s: Sequence[float]) -> Sweep:
     return _sweep(use, space, batches(), units(space.layouts), [np.inf, *budgets_s])
 
 
-def _sweep(use: Use, space: Space, sizes: Array, units: Array, budgets_s: Sequence[float]) -> Sweep:
-    blocks = [_block(use, space.layouts, index, sizes, units) for index in _blocks(len(space), len(sizes))]
+def _sweep(
+    use: Use,
+    space: Space,
+    sizes: Array,
+    units: Array,
+    budgets_s: Sequence[float],
+    seconds: DecodeSeconds = token_seconds,
+) -> Sweep:
+    blocks = [_block(use, space.layouts, index, sizes, units, seconds) for index in _blocks(len(space), len(sizes))]
     blocks += [_fullest(use, space.layouts, budget_s) for budget_s in budgets_s]
     alone = use.memory_bytes(space.layouts, 1.0, 0.0)
     short_bytes = np.maximum(alone - use.setting.capacity_bytes(space.layouts), 0.0)
@@ -97,7 +108,9 @@ def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
     return np.array_split(np.arange(num_layouts), max(1, num_layouts * num_sizes // _BLOCK))
 
 
-def _block(use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array) -> Points:
+def _block(
+    use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
+) -> Points:
     """What fits of some layouts (down) with all batch sizes (across)."""
     block = layouts.take(index).as_column()
     sizes = np.multiply.outer(units[index], sizes)
@@ -105,16 +118,11 @@ def _block(use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, un
     fits = needed <= use.setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
-    ttl_s = _seconds(use, block, sizes[:, :held])
+    ttl_s = seconds(use.setting, block, sizes[:, :held], use.kv_tokens)
     rows, columns = np.nonzero(fits[:, :held])
     return Points(
         index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]
     )
-
-
-def _seconds(use: Use, layouts: Layouts, batch: Array) -> Array:
-    """From token to token, of decodes alone."""
-    return step_seconds(use.setting, layouts, use.decodes(layouts, batch))
 
 
 def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
@@ -125,7 +133,7 @@ def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if np.isfinite(budget_s):
             held = np.flatnonzero(kept)
-            kept[held] = _seconds(use, layouts.take(held), batch[held]) <= budget_s
+            kept[held] = use.token_seconds(layouts.take(held), batch[held]) <= budget_s
         return kept
 
     most, unit = largest(keeps, np.full(len(layouts), float(MOST_BATCH))), units(layouts)
@@ -133,7 +141,7 @@ def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
     rows, index = np.nonzero(batch > 0)
     kept, batch = layouts.take(index), batch[rows, index]
     needed = use.memory_bytes(kept, batch, 0.0)
-    return Points(index, batch, kept.world_size, _seconds(use, kept, batch), needed)
+    return Points(index, batch, kept.world_size, use.token_seconds(kept, batch), needed)
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:

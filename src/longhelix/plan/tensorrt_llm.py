@@ -7,6 +7,7 @@ from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Op
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
+    draft_notes,
     mixed_formats,
     overlap_notes,
     position_notes,
@@ -20,6 +21,7 @@ NAME = "TensorRT-LLM"
 CONFIG_FILE = "trtllm.yaml"
 _PARALLEL = "docs/source/features/parallel-strategy.md at 65b31db1b401"
 _HELIX = "docs/source/features/helix.md at 04c8822cc42f"
+_HELIX_GROUPS = "pull request 10477"
 _HELIX_MODELS = "tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9, pull request 11570"
 _SERVE = "tensorrt_llm/commands/serve.py at 00209af149e7"
 _ARGUMENTS = "tensorrt_llm/llmapi/llm_args.py at 000439672005"
@@ -62,7 +64,8 @@ _KV_WORDS = {
     "nvfp4": "nvfp4",
 }
 _FAMILIES = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2"
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2",
+    "deepseek_v32", "glm4_moe", "gpt_oss", "llama4", "qwen3_next",
 )  # fmt: skip
 _HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")
 _BLOCK_TOKENS = 32
@@ -88,20 +91,21 @@ def command(deployment: Deployment, model_name: str) -> Command:
 
 
 def _settings(deployment: Deployment) -> dict[str, Setting]:
-    degrees, sharded, local = deployment.degrees, deployment.sharded, deployment.local
+    degrees, sharded = deployment.degrees, deployment.sharded
     experts = deployment.model.moe is not None
     # Prompts of generation servers are computed elsewhere, and in chunks there.
     chunk_tokens = None if sharded else deployment.chunk_tokens
     users = deployment.users_of_a_group
     return {
-        "tensor_parallel_size": degrees.num_ranks if local else degrees.tpa,
+        # With enable_attention_dp tensor parallel ranks are the groups.
+        "tensor_parallel_size": degrees.num_ranks // deployment.kvp,
         "pipeline_parallel_size": degrees.pp if degrees.pp > 1 else None,
-        "context_parallel_size": degrees.kvp if sharded else None,
+        "context_parallel_size": deployment.kvp if sharded else None,
         "cp_config.cp_type": "HELIX" if sharded else None,
         "cp_config.tokens_per_block": _BLOCK_TOKENS if sharded else None,
         "moe_tensor_parallel_size": degrees.tpf if experts else None,
         "moe_expert_parallel_size": degrees.ep if experts else None,
-        "enable_attention_dp": True if local else None,
+        "enable_attention_dp": True if deployment.grouped else None,
         "dtype": activation_dtype(deployment),
         "max_seq_len": deployment.context,
         "max_batch_size": users,
@@ -124,8 +128,8 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
             "KVP ranks with a copy of the FFN each: context parallel ranks become tensor parallel ranks of one FFN "
             f"({_HELIX})"
         )
-    if deployment.local:
-        yield from _cannot_be_local(deployment)
+    if deployment.grouped:
+        yield from _cannot_be_grouped(deployment)
     else:
         yield from uneven_heads(deployment, degrees.tpa, "tensor_parallel_size")
         if model.num_query_heads % degrees.num_ranks:
@@ -145,12 +149,18 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     yield from _cannot_keep(deployment)
 
 
-def _cannot_be_local(deployment: Deployment) -> Iterator[str]:
-    """Limits of data parallel attention, whose groups are one tensor parallel rank each."""
+def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
+    """Limits of data parallel attention, whose groups are one tensor parallel rank each, or the context parallel ranks
+    of one."""
     if deployment.degrees.tpa > 1:
         yield (
-            f"data parallel attention over groups of {deployment.degrees.tpa} GPUs: enable_attention_dp makes each GPU "
-            f"a group ({_MAPPING})"
+            f"data parallel attention over groups of {deployment.degrees.tpa} GPUs that share heads: "
+            f"enable_attention_dp makes each tensor parallel rank a group ({_MAPPING})"
+        )
+    if deployment.model.num_query_heads % deployment.kvp:
+        yield (
+            f"context_parallel_size {deployment.kvp} has to divide the {deployment.model.num_query_heads} query heads "
+            f"(the ranks exchange them)"
         )
     if deployment.model.moe is None:
         yield (
@@ -179,12 +189,15 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from weight_notes(deployment, ())
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
+    yield from draft_notes(deployment)
     if deployment.sharded:
         yield (
             "a generation server, on Blackwell GPUs: a context server, which takes the chunks of prompts, and "
             f"`trtllm-serve disaggregated` before both complete it ({_HELIX}; {_DISAGGREGATED})"
         )
-    if deployment.local:
+    if deployment.grouped and deployment.sharded:
+        yield f"Helix in groups of data parallel attention came with {_HELIX_GROUPS}"
+    if deployment.grouped:
         yield "assumed: max_batch_size counts requests of one data parallel rank"
         if model.num_dense_layers or (model.moe is not None and model.moe.shared_size):
             yield "FFNs without experts and shared experts lie whole on every GPU, and not over all ranks"

@@ -17,6 +17,7 @@ _MARKS = {
     "tied": ("m", "magenta"),
     "helix_exposed": ("x", "cyan"),
     "helix": ("H", "bold blue"),
+    "helix_dp": ("G", "bright_blue"),
 }
 _TARGET = ("|", "dim")
 _MARGIN = 8

@@ -7,6 +7,7 @@ from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Opt
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
+    draft_notes,
     mixed_formats,
     overlap_notes,
     position_notes,
@@ -22,6 +23,7 @@ _MODEL = "vllm/config/model.py at 0052a5b81898"
 _CACHE = "vllm/config/cache.py at 002f10e0cfa1"
 _SCHEDULER = "vllm/config/scheduler.py at 01230b40128e"
 _DATA_PARALLEL = "docs/serving/data_parallel_deployment.md at 01e4fce07423"
+_CONTEXT_PARALLEL = "docs/serving/context_parallel_deployment.md at 020505c2af90"
 _FP8 = "docs/features/quantization/fp8.md at 024460769793"
 _ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
 
@@ -87,11 +89,6 @@ def command(deployment: Deployment, model_name: str) -> Command:
     )
 
 
-def _tensor_parallel(deployment: Deployment) -> int:
-    """DCP ranks are among the tensor parallel ones; data parallel ranks have such a group each."""
-    return deployment.degrees.tpa if deployment.local else deployment.degrees.num_ranks
-
-
 def _settings(deployment: Deployment) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
     users, chunk_tokens = deployment.users_of_a_group, deployment.chunk_tokens
@@ -99,11 +96,12 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
     if chunk_tokens is not None:
         batched_tokens = chunk_tokens + users  # a chunk beside a token of every other request
     return {
-        "--tensor-parallel-size": _tensor_parallel(deployment),
+        # DCP ranks are among the tensor parallel ones; data parallel ranks have such a group each.
+        "--tensor-parallel-size": deployment.group_ranks,
         "--pipeline-parallel-size": degrees.pp if degrees.pp > 1 else None,
-        "--data-parallel-size": degrees.kvp if deployment.local else None,
+        "--data-parallel-size": deployment.groups if deployment.grouped else None,
         "--enable-expert-parallel": degrees.ep > 1 or None,
-        "--decode-context-parallel-size": degrees.kvp if sharded else None,
+        "--decode-context-parallel-size": deployment.kvp if sharded else None,
         "--dcp-comm-backend": "a2a" if sharded else None,
         "--dtype": activation_dtype(deployment),
         "--quantization": "fp8" if deployment.weight_dtype == "fp8" else None,
@@ -116,13 +114,13 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
 
 
 def _cannot(deployment: Deployment) -> Iterator[str]:
-    degrees, tensor_parallel = deployment.degrees, _tensor_parallel(deployment)
+    degrees, tensor_parallel = deployment.degrees, deployment.group_ranks
     if deployment.tied:
         yield (
             "KVP ranks with a copy of the FFN each: decode context parallel ranks are ranks of the tensor parallel "
             f"group, all of which share one FFN ({_PARALLEL})"
         )
-    if deployment.local and deployment.model.moe is None:
+    if deployment.grouped and deployment.model.moe is None:
         yield (
             "a dense FFN over data parallel ranks: each of these has one of its own, and only experts are shared "
             f"({_DATA_PARALLEL})"
@@ -144,11 +142,16 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
     """Limits of decode context parallelism; latent attention has none of them."""
-    model, kvp, heads = deployment.model, deployment.degrees.kvp, deployment.heads
+    model, kvp, heads = deployment.model, deployment.kvp, deployment.heads
     if model.sliding_window is not None:
         yield (
             "decode context parallelism of a model with a sliding window: no document has it, and pull request 47181, "
             "which would add it, was closed"
+        )
+    if model.linear is not None:
+        yield (
+            f"decode context parallelism of {model.architecture}: caches with states of linear attention beside KV are "
+            "refused with it (vLLM 0.20.2, by pull request 299 of flagos-ai/vllm-plugin-FL)"
         )
     if model.mla is not None:
         return
@@ -193,8 +196,14 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from weight_notes(deployment, ("fp8",))
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
+    yield from draft_notes(deployment)
     moe = deployment.model.moe
-    if deployment.local and moe is not None and (moe.shared_size or moe.num_dense_layers):
+    if deployment.grouped and deployment.sharded:
+        yield (
+            "assumed: each data parallel rank has decode context parallel ranks of its own, as they are ranks of its "
+            f"tensor parallel group ({_CONTEXT_PARALLEL}); no document of the engine has both"
+        )
+    if deployment.grouped and moe is not None and (moe.shared_size or moe.num_dense_layers):
         yield "FFNs without experts and shared experts lie once in each data parallel rank, and not over all ranks"
     if degrees.world_size > GPUS_OF_A_SERVER:
         yield _servers_note(deployment)
@@ -202,7 +211,7 @@ def _notes(deployment: Deployment) -> Iterator[str]:
 
 def _servers_note(deployment: Deployment) -> str:
     gpus = f"{deployment.degrees.world_size} GPUs on several servers: give the command on each of them"
-    if deployment.local:
+    if deployment.grouped:
         return (
             f"{gpus}, with --data-parallel-size-local, --data-parallel-address, and on all but the first "
             f"--data-parallel-start-rank and --headless ({_DATA_PARALLEL})"

@@ -1,11 +1,14 @@
 """The order in which requests are served: by priority, then by what their clients have had, then by the policy."""
 
+from collections.abc import Iterable
+
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
 
 Key = tuple[float, ...]
+_POLICY = 2  # where the policy's part of a key begins
 
 
 class Order:
@@ -20,9 +23,18 @@ class Order:
         """Of one that waits."""
         return self._key(job, job.prefill_s, now_s)
 
-    def prompt(self, seq: Sequence, now_s: float) -> Key:
-        """Of one whose prompt is being computed."""
-        return self._key(seq.job, self.left_s(seq), now_s)
+    def prompts(self, sequences: Iterable[Sequence], now_s: float) -> list[Sequence]:
+        """Those whose prompts are being computed. The one that is soonest done goes first where all before it give
+        way; not before higher priorities, or clients that have had less."""
+        ordered = sorted((self._key(seq.job, self.left_s(seq), now_s), seq) for seq in sequences)
+        peers = [seq for key, seq in ordered if key[:_POLICY] == ordered[0][0][:_POLICY]]
+        left_s = [self.left_s(seq) for seq in peers]
+        soonest = left_s.index(min(left_s))
+        job, done_s = peers[soonest].job, left_s[soonest]
+        before = zip(peers[:soonest], left_s[:soonest], strict=True)
+        if all(self.policy.gives_way(seq.job, seq_s, job, done_s, now_s) for seq, seq_s in before):
+            ordered.insert(0, ordered.pop(soonest))
+        return [seq for _, seq in ordered]
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""

@@ -8,6 +8,9 @@ from longhelix.scheduler.sequence import Job
 # Of a request's time to its deadline: after so many of them it no longer waits for shorter ones.
 _PATIENCE = 10.0
 _MOST_SPARED = 0.4
+# Of a request's prefill: so much later than an equal one it may be, to let that be done first. A bit above 1: of two
+# equal ones the second is later by a whole prefill when the first is done.
+_LATER = 1.1
 
 
 class Policy(Protocol):
@@ -28,6 +31,10 @@ class Policy(Protocol):
         """The share of a step's time target that need not be used, where this request goes first; below 1."""
         ...
 
+    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        """Whether a request lets another one be done before it that is less urgent, and sooner done."""
+        ...
+
 
 class FirstComeFirstServed:
     """In the order of arrival."""
@@ -40,6 +47,9 @@ class FirstComeFirstServed:
     def spared(self, job: Job, left_s: float, now_s: float) -> float:
         return 0.0
 
+    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        return False
+
 
 class EarliestDeadlineFirst:
     """The request whose first token is due first."""
@@ -51,6 +61,9 @@ class EarliestDeadlineFirst:
 
     def spared(self, job: Job, left_s: float, now_s: float) -> float:
         return 0.0
+
+    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        return False
 
 
 class ShortestRemainingFirst:
@@ -68,6 +81,9 @@ class ShortestRemainingFirst:
     def spared(self, job: Job, left_s: float, now_s: float) -> float:
         return 0.0
 
+    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        return False
+
 
 class LeastRelativeSlackFirst:
     """LARS (Medha, arXiv 2409.17264v4): the time that a request has to spare until its deadline, beside what is left of
@@ -75,6 +91,11 @@ class LeastRelativeSlackFirst:
 
     So a long prefill in time gives way to short requests that run late, and one that runs late itself does not. While
     the first request has time to spare, steps are shorter, for the decodes in them.
+
+    Beyond the paper, a request gives way to one that is sooner done if it is in time all the same; or if only one of
+    them can be, and it is hardly later than that one would be. As published, each chunk makes a prompt less urgent than
+    its equals, so that equal ones are computed in turns and all end together; and short ones wait for their deadlines
+    beside long ones that have time.
     """
 
     overtakes = True
@@ -84,6 +105,11 @@ class LeastRelativeSlackFirst:
 
     def spared(self, job: Job, left_s: float, now_s: float) -> float:
         return min(max(self.urgency(job, left_s, now_s), 0.0), _MOST_SPARED)
+
+    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        afterwards = self.urgency(job, left_s, now_s + other_left_s)
+        other_is_late = self.urgency(other, other_left_s, now_s + left_s) < 0
+        return afterwards >= 0 or (other_is_late and afterwards >= self.urgency(other, other_left_s, now_s) - _LATER)
 
 
 _POLICIES: dict[str, type[Policy]] = {

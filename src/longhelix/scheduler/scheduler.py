@@ -357,7 +357,7 @@ class Scheduler:
         if len(prompts) > 1:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
-            prompts.sort(key=lambda seq: self._order.prompt(seq, later_s))
+            prompts = self._order.prompts(prompts, later_s)
         target_s = self._target_s(turn, load, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
         sizes = self._chunk_rule.sizes(prompts, load, target_s)
         chunks = []

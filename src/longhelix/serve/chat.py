@@ -15,7 +15,7 @@ from longhelix.serve.bodies import ChatBody
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
-from longhelix.serve.reading import BodyRoute
+from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs
@@ -24,7 +24,7 @@ from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+    router = APIRouter(route_class=AnswerRoute)
 
     @router.post(
         "/v1/chat/completions",

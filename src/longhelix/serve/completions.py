@@ -12,7 +12,7 @@ from longhelix.serve.bodies import CompletionBody
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
-from longhelix.serve.reading import BodyRoute
+from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import completion_logprobs
@@ -21,7 +21,7 @@ _DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+    router = APIRouter(route_class=AnswerRoute)
 
     @router.post(
         "/v1/completions", response_model=forms.Completion, responses=statuses(404, 422, 429, 500, 503) | streamed()

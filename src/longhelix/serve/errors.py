@@ -202,7 +202,9 @@ def install(app: FastAPI) -> None:
     async def by_status(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         answer = refusal(error.status_code, str(error.detail))
-        answer.headers.update(error.headers or {})  # Allow, of 405
+        answer.headers.update(error.headers or {})
+        if error.status_code == 405:
+            answer.headers["Allow"] = _allowed(app, request, answer.headers.get("Allow", ""))
         return answer
 
     for kind in (
@@ -218,6 +220,13 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, by_status)
+
+
+def _allowed(app: FastAPI, request: Request, of_route: str) -> str:
+    """The methods that a path has, each of which is a route of its own. of_route: those of the first."""
+    path = getattr(request.scope.get("route"), "path_format", "")
+    documented = {method.upper() for method in app.openapi()["paths"].get(path, ())}
+    return ", ".join(sorted(documented.union(filter(None, of_route.split(", ")))))
 
 
 def _first(error: RequestValidationError) -> tuple[str, str, str | None]:

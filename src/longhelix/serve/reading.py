@@ -1,11 +1,16 @@
 """How bodies are read, and for how long they are kept."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.types import Message
+
+from longhelix.serve.errors import DisconnectedError
+from longhelix.serve.streams import gone
 
 # Levels. Schemas of guides have at most 64 of their own, and what is done with a body holds for 255.
 DEEPEST = 100
@@ -21,6 +26,40 @@ class BodyRoute(APIRoute):
         async def handler(request: Request) -> Response:
             # That which is given stays until the answer has ended: one of our own reads the body.
             return await handle(_Read(request.scope, request.receive))
+
+        return handler
+
+
+class AnswerRoute(BodyRoute):
+    """Answers that are waited for: a client that goes away before one begins has nothing more done for it, such as a
+    guide compiled."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            body_has_come = asyncio.Event()
+
+            async def receive() -> Message:
+                message = await request.receive()
+                if not message.get("more_body", False):
+                    body_has_come.set()
+                return message
+
+            async def leave() -> None:
+                await body_has_come.wait()
+                await gone(request.receive)
+
+            working = asyncio.create_task(handle(Request(request.scope, receive)))
+            leaving = asyncio.create_task(leave())
+            try:
+                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    raise DisconnectedError
+                return await working
+            finally:
+                working.cancel()
+                leaving.cancel()
 
         return handler
 

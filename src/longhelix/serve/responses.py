@@ -12,13 +12,13 @@ from longhelix.serve.bodies import ResponseBody
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import reason, statuses, streamed
 from longhelix.serve.form import Events, Form, data_line
-from longhelix.serve.reading import BodyRoute
+from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=BodyRoute)
+    router = APIRouter(route_class=AnswerRoute)
 
     @router.post(
         "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 422, 429, 500, 503) | streamed()

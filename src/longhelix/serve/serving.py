@@ -86,9 +86,7 @@ class Serving:
         Raises ClientError for what nothing can be, and OverloadedError."""
         try:
             guide = await asyncio.to_thread(make)
-            if guide is not None and self.llm.knows_guide(guide):
-                self.llm.check_guide(guide)
-            elif guide is not None:
+            if guide is not None and not self.llm.knows_guide(guide):
                 await self._compiling.run(self.llm.check_guide, guide)
         except UserError as error:
             raise ClientError(str(error), field, error.code) from error

@@ -114,15 +114,15 @@ async def collect(answers: Answers, receive: Receive) -> list[Result]:
                 results[place] = got.result
 
     async with answers:
-        running, gone = asyncio.create_task(run()), asyncio.create_task(_gone(receive))
+        running, leaving = asyncio.create_task(run()), asyncio.create_task(gone(receive))
         try:
-            await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 raise DisconnectedError
             await running
         finally:
             running.cancel()
-            gone.cancel()
+            leaving.cancel()
     return [results[place] for place in sorted(results)]
 
 
@@ -132,7 +132,7 @@ def check(result: Result | None) -> None:
         raise RequestError(f"the request failed: {result.error}")
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
     """Returns once the client has gone, after the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -13,10 +13,12 @@ from longhelix.spec.formats import (
     product_dtype,
 )
 from longhelix.spec.hardware import HardwareSpec, Link
+from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import ROPE_KINDS, RopeSpec
+from longhelix.spec.sparse import Indexer
 from longhelix.spec.vision import VisionSpec
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "WEIGHT_DTYPES",
     "CacheEntry",
     "HardwareSpec",
+    "Indexer",
+    "LinearAttention",
     "Link",
     "MoE",
     "ModelSpec",

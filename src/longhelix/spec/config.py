@@ -64,6 +64,15 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return str(method) if method in ("fp8", "mxfp4") else ""
 
 
+def stores_experts_alone(config: Mapping[str, Any]) -> bool:
+    """Whether that format is of the experts: all other weights are in the model's dtype, those of attention among the
+    modules that are not converted."""
+    quantised = config.get("quantization_config")
+    plain = quantised.get("modules_to_not_convert") if isinstance(quantised, Mapping) else None
+    names = plain if isinstance(plain, (list, tuple)) else ()
+    return any(isinstance(name, str) and name.endswith("*.self_attn") for name in names)
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
@@ -107,7 +116,8 @@ def _slides(kinds: Sequence[str] | None, family: Family) -> bool:
 
 
 def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Of a model with a window, the layers that attend to everything, ascending. Those that a list leaves out do."""
+    """Of a model with a window, or with linear attention, the layers that attend to everything, ascending. Those that a
+    list leaves out do."""
     kinds = _layer_types(config)
     # Llama 4: layers without rotary positions attend to everything.
     rotated = _flags(config, "no_rope_layers") if family.chunked else ()
@@ -119,13 +129,16 @@ def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> t
         first = count(config, "max_window_layers", family.full_first, least=0)
         windowed = [layer >= first for layer in range(num_layers)]
     elif family.full_period is not None:
-        windowed = [(layer + 1) % family.full_period != 0 for layer in range(num_layers)]
+        period = count(config, "full_attention_interval", family.full_period)
+        windowed = [(layer + 1) % period != 0 for layer in range(num_layers)]
     else:
         return ()
     return tuple(layer for layer in range(num_layers) if not (layer < len(windowed) and windowed[layer]))
 
 
 def _windowed_kind(family: Family) -> str:
+    if family.linear:
+        return "linear_attention"
     return "chunked_attention" if family.chunked else "sliding_attention"
 
 

@@ -16,9 +16,11 @@ class Family:
     must be given. partly_rotated: only a part of a head's channels carries positions. slides: attention may have a
     sliding window, where the config's use_sliding_window says so, or anyway (slides_unasked); window: its default in
     tokens; chunked: it is a chunk (`ModelSpec.chunked_attention`). Where the config says nothing of layers, all have
-    it, or all but the first (full_first: the default of max_window_layers), or all but each full_period-th. mla, moe:
-    attention has latents, FFNs have experts. vision: they read images, and the decoder's config is a part of theirs;
-    wrapped: it is, and nothing else of it is read.
+    it, or all but the first (full_first: the default of max_window_layers), or all but each full_period-th. linear: in
+    place of a window these have linear attention, and the config's full_attention_interval says which do not. gated:
+    query heads have as many channels again, which weigh their outputs. mla, moe: attention has latents, FFNs have
+    experts. indexed: attention reads what an indexer chooses. vision: they read images, and the decoder's config is a
+    part of theirs; wrapped: it is, and nothing else of it is read.
     tensors: what its checkpoints call tensors of a layer that most families call otherwise (`spec.weights`).
     """
 
@@ -38,6 +40,9 @@ class Family:
     chunked: bool = False
     full_first: int | None = None
     full_period: int | None = None
+    linear: bool = False
+    gated: bool = False
+    indexed: bool = False
     mla: bool = False
     moe: bool = False
     vision: bool = False
@@ -97,4 +102,15 @@ PLANNED_FAMILIES = {
     ),
     "llama4": replace(_LLAMA4, wrapped=True),
     "llama4_text": _LLAMA4,
+    "deepseek_v32": Family(attention_bias=True, indexed=True, mla=True, moe=True),
+    "qwen3_next": Family(
+        attention_bias=True,
+        qk_norm=True,
+        head_size=256,
+        partly_rotated=True,
+        full_period=4,
+        linear=True,
+        gated=True,
+        moe=True,
+    ),
 }

@@ -24,17 +24,17 @@ class HardwareSpec:
 
     memory_bytes: all there is; reserve_bytes: what of it the driver, contexts, communication buffers, graphs and
     fragments take beside the model. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and of
-    `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention. cache_bytes:
-    the last-level cache. node_ranks: the ranks of one server or tray, which are had together. scale_up: the domain that
-    is linked closest, one server or many; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond
-    it, where `ranks` is the most there can be. Fixed costs: kernel_s of every kernel, collective_s of every collective
+    `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention. node_ranks:
+    the ranks of one server or tray, which are had together. scale_up: the domain that is linked closest, one server or
+    many; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond it, where `ranks` is the most there
+    can be. Fixed costs: kernel_s of every kernel, collective_s of every collective
     beside its link's latency, step_s of every step in each pipeline stage (scheduling and sampling on its host).
     part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
     again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
-    swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk.
-    prefetch: while an all-reduce runs, the next product's weights are read into the cache.
-    shared: ranks are processes of one machine, so each of N has 1/N of its bandwidth and arithmetic.
+    swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk. shared: ranks are processes of
+    one machine, so each of N has 1/N of its bandwidth and arithmetic; cores: of that machine, and where there are more
+    ranks, these take turns.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
     """
 
@@ -43,7 +43,6 @@ class HardwareSpec:
     memory_bytes: float
     reserve_bytes: float
     flops_per_s: Mapping[str, float] = field(hash=False)
-    cache_bytes: float
     node_ranks: int
     scale_up: Link
     scale_out: Link
@@ -57,8 +56,8 @@ class HardwareSpec:
     part_fixed_share: float
     part_s: float
     swap_bytes_per_s: float
-    prefetch: bool
     shared: bool
+    cores: int
     sources: Mapping[str, str] = field(compare=False, repr=False)
 
     @property
@@ -66,17 +65,25 @@ class HardwareSpec:
         """Memory that weights, KV and steps may fill."""
         return self.memory_bytes - self.reserve_bytes
 
+    def computes_in(self, dtype: str) -> bool:
+        """Whether products in `dtype` have arithmetic here, if need be that of bfloat16."""
+        return self._rate(dtype) is not None
+
     def rate(self, dtype: str) -> float:
         """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
-        format = FORMATS.get(dtype)
-        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
-        if rate is None and format is not None and format.converted:
-            rate = self.flops_per_s.get("bfloat16")
+        rate = self._rate(dtype)
         if rate is None:
             raise UserError(
                 f"the system {self.name} has no arithmetic in {dtype}: use one of {', '.join(self.flops_per_s)}",
                 "unsupported_dtype",
             )
+        return rate
+
+    def _rate(self, dtype: str) -> float | None:
+        format = FORMATS.get(dtype)
+        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
+        if rate is None and format is not None and format.converted:
+            rate = self.flops_per_s.get("bfloat16")
         return rate
 
     @classmethod
@@ -89,6 +96,8 @@ class HardwareSpec:
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for key, value, source in _constants(name, mapping):
+            if key in _GONE:
+                continue
             if key not in _KINDS:
                 raise _invalid(f"the system {name} sets {key!r}, which is not known: use one of {', '.join(_KINDS)}")
             holds, words = _KINDS[key]
@@ -181,14 +190,22 @@ _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) a
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
 # What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be
-# filled, and a server of one rank rules no number of ranks out.
-_ASSUMED: Mapping[str, float] = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
+# filled, a server of one rank rules no number of ranks out, and of so many cores no ranks take turns.
+_ASSUMED: Mapping[str, float] = {
+    "part_s": 0.0,
+    "swap_bytes_per_s": 1e9,
+    "reserve_bytes": 0.0,
+    "node_ranks": 1,
+    "cores": 2**20,
+}
+
+# What older files say, and nothing asks for.
+_GONE = ("cache_bytes", "prefetch")
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes_per_s": _RATE,
     "memory_bytes": _RATE,
     "reserve_bytes": _SIZE,
-    "cache_bytes": _RATE,
     **{f"flops_per_s.{dtype}": _RATE for dtype in FORMATS},
     "memory_efficiency": _REACHED,
     "compute_efficiency": _REACHED,
@@ -200,8 +217,8 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "part_s": _TIME,
     "swap_bytes_per_s": _RATE,
     "in_switch_reduction": _FLAG,
-    "prefetch": _FLAG,
     "shared": _FLAG,
+    "cores": _RANKS,
     "node_ranks": _RANKS,
     "scale_up.latency_s": _TIME,
     "scale_up.bytes_per_s": _RATE,

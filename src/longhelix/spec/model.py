@@ -19,14 +19,17 @@ from longhelix.spec.config import (
     rope_mapping,
     sliding_window,
     stored_dtype,
+    stores_experts_alone,
     switch,
     token_ids,
 )
 from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES, Family
 from longhelix.spec.formats import number_format
+from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
+from longhelix.spec.sparse import Indexer
 from longhelix.spec.vision import VisionSpec, decoder_config
 from longhelix.values import shown
 
@@ -36,10 +39,12 @@ class ModelSpec:
     """One decoder-only transformer: GQA attention or `mla`, dense SwiGLU FFNs of `ffn_size` columns or `moe`.
 
     With `mla` all query heads share one KV head, the latent, and `head_size` is that of a query, rotated channels and
-    all. `eos_token_ids` end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which
-    full attention would no longer be what the model computes. `full_layers`, ascending, have none; all others see the
-    last tokens alone, a row's own among them, or, with `chunked_attention`, what came before a row in its own chunk
-    of so many tokens. `vision`: of models that read images.
+    all. `stored_experts_alone`: the experts are in `stored_dtype`, and all other weights in `dtype`. `eos_token_ids`
+    end a sequence; `sliding_window`, where set, is the attention span in tokens beyond which full attention would no
+    longer be what the model computes. `full_layers`, ascending, have none; all others see the last tokens alone, a
+    row's own among them, or, with `chunked_attention`, what came before a row in its own chunk of so many tokens, or,
+    with `linear`, have linear attention. `indexer`: it chooses what attention reads. `vision`: of models that read
+    images.
     """
 
     architecture: str
@@ -55,6 +60,7 @@ class ModelSpec:
     rope: RopeSpec
     dtype: str
     stored_dtype: str = ""
+    stored_experts_alone: bool = False
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -67,6 +73,8 @@ class ModelSpec:
     vision: VisionSpec | None = None
     full_layers: tuple[int, ...] = ()
     chunked_attention: bool = False
+    indexer: Indexer | None = None
+    linear: LinearAttention | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_query_heads", "num_kv_heads", "head_size", "ffn_size",
@@ -85,6 +93,12 @@ class ModelSpec:
             raise UserError(
                 f"the first {self.moe.num_dense_layers} layers are dense, but the model has {self.num_layers}: correct "
                 "first_k_dense_replace in the model's config",
+                "invalid_model",
+            )
+        if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
+            raise UserError(
+                "the model has an indexer, whose queries come from a latent of queries, but no q_lora_rank: give the "
+                "model's own config",
                 "invalid_model",
             )
         if self.vision is not None:
@@ -115,6 +129,12 @@ class ModelSpec:
         return FAMILIES.get(self.architecture) or PLANNED_FAMILIES[self.architecture]
 
     @property
+    def checkpoint_dtypes(self) -> tuple[str, str]:
+        """In which the checkpoint has most weights, and experts."""
+        stored = self.stored_dtype or self.dtype
+        return self.dtype if self.stored_experts_alone else stored, stored
+
+    @property
     def rotated_size(self) -> int:
         """Channels of a head that carry positions."""
         return self.head_size if self.mla is None else self.mla.rope_size
@@ -137,6 +157,14 @@ class ModelSpec:
     def num_windowed_layers(self) -> int:
         return sum(map(self.has_window, range(self.num_layers)))
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        return self.linear is not None and layer not in self.full_layers
+
+    @property
+    def num_linear_layers(self) -> int:
+        return sum(map(self.is_linear, range(self.num_layers)))
+
     @property
     def mean_window(self) -> float:
         """What a row of a layer with a window sees on average, far into a prompt, in tokens."""
@@ -153,15 +181,18 @@ class ModelSpec:
 
     @property
     def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """What every layer keeps of a token: keys and values, or the latent with its rotated key."""
+        """What every layer with attention keeps of a token for it: keys and values, or the latent with its rotated
+        key."""
         if self.mla is None:
             return (CacheEntry("kv", self.head_size, self.head_size),)
         return (CacheEntry("latent", self.mla.cached_size, self.mla.kv_lora_rank, shared_values=True),)
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Numbers that all layers keep of one token, for all KV heads."""
-        return self.num_layers * self.num_kv_heads * sum(sum(entry.vector_sizes) for entry in self.cache_entries)
+        """Numbers that all layers keep of one token, for all KV heads; an indexer's keys among them."""
+        kept = self.num_kv_heads * sum(sum(entry.vector_sizes) for entry in self.cache_entries)
+        keys = 0 if self.indexer is None else self.indexer.head_size
+        return (self.num_layers - self.num_linear_layers) * (kept + keys)
 
     def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, num_layers: int, device: str) -> int:
         """Bytes that the engine keeps of one token on "cpu" or "cuda", for some of the KV heads and layers."""
@@ -225,6 +256,7 @@ class ModelSpec:
             rope=RopeSpec.from_config(rope, rotated_size, max_positions),
             dtype=dtype_name(config),
             stored_dtype=stored_dtype(config),
+            stored_experts_alone=family.moe and stores_experts_alone(config),
             tied_embeddings=switch(config, "tie_word_embeddings"),
             qkv_bias=bias or always_biased,
             attention_output_bias=bias and family.output_bias,
@@ -235,8 +267,10 @@ class ModelSpec:
             mla=mla,
             moe=MoE.from_hf_config(config) if family.moe else None,
             vision=vision,
-            full_layers=() if window is None else full_layers(config, family, num_layers),
+            full_layers=full_layers(config, family, num_layers) if window is not None or family.linear else (),
             chunked_attention=window is not None and family.chunked,
+            indexer=Indexer.from_hf_config(config) if family.indexed else None,
+            linear=LinearAttention.from_hf_config(config) if family.linear else None,
         )
 
     @classmethod

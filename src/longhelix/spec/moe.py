@@ -74,10 +74,10 @@ class MoE:
         if architecture in ("llama4", "llama4_text"):
             return cls._llama4(config, experts_per_token)
         expert_size = count(config, "moe_intermediate_size")
-        if architecture in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"):
+        if architecture in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next"):
             _refuse_other(config, "decoder_sparse_step", 1)
             _refuse_other(config, "mlp_only_layers", [])
-            shared_gate = architecture == "qwen2_moe"
+            shared_gate = architecture in ("qwen2_moe", "qwen3_next")
             return cls(
                 # transformers writes qwen3_moe's under either name.
                 count(config, "num_experts", config.get("num_local_experts")),

@@ -4,14 +4,17 @@ Three read this table: `models.parameters` (what one rank loads, and from where)
 rank), and below `num_parameters` and `num_active_parameters`: how many there are, and how many of them a token meets.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import prod
 
+from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
+from longhelix.spec.sparse import Indexer
 
 
 class Split(Enum):
@@ -21,6 +24,7 @@ class Split(Enum):
     QUERY_HEADS = auto()  # over TPA
     KV_HEADS = auto()  # over TPA
     OUTPUT_HEADS = auto()  # query heads, over the ranks that sum the output projection
+    LINEAR_HEADS = auto()  # of linear attention: over those ranks as well
     FFN_COLUMNS = auto()  # over all ranks of an FFN
     SHARED_COLUMNS = auto()  # of shared experts: over all ranks of an FFN
     EXPERT_COLUMNS = auto()  # over TPF
@@ -94,9 +98,12 @@ def head(spec: ModelSpec) -> WeightSpec:
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
-def layer_weights(spec: ModelSpec, with_experts: bool) -> tuple[WeightSpec, ...]:
-    """Those of one layer, whose FFN has experts or is dense; names and tensors without the layer's own prefix."""
-    weights, renamed = (*_attention(spec), *_ffn(spec, spec.moe if with_experts else None)), spec.family.tensors
+def layer_weights(spec: ModelSpec, with_experts: bool, is_linear: bool = False) -> tuple[WeightSpec, ...]:
+    """Those of one layer, whose FFN has experts or is dense, and whose attention may be linear; names and tensors
+    without the layer's own prefix."""
+    linear = spec.linear if is_linear else None
+    attention = _attention(spec) if linear is None else _linear_attention(spec, linear)
+    weights, renamed = (*attention, *_ffn(spec, spec.moe if with_experts else None)), spec.family.tensors
     return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
 
 
@@ -117,12 +124,11 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 def _in_layers(spec: ModelSpec, num_experts: int) -> int:
     """With so many experts in each layer that has any."""
-    layers = {False: spec.num_dense_layers, True: spec.num_layers - spec.num_dense_layers}
+    layers = Counter((spec.has_experts(layer), spec.is_linear(layer)) for layer in range(spec.num_layers))
     return sum(
         count * weight.num_elements * (num_experts if weight.experts.split is Split.EXPERTS else 1)
-        for with_experts, count in layers.items()
-        if count
-        for weight in layer_weights(spec, with_experts)
+        for kind, count in layers.items()
+        for weight in layer_weights(spec, *kind)
     )
 
 
@@ -137,7 +143,7 @@ def _attention(spec: ModelSpec) -> Iterator[WeightSpec]:
 def _grouped_query(spec: ModelSpec) -> Iterator[WeightSpec]:
     hidden, size = _hidden(spec), spec.head_size
     queries, keys = (
-        Dim(Split.QUERY_HEADS, spec.num_query_heads, size),
+        Dim(Split.QUERY_HEADS, spec.num_query_heads, 2 * size if spec.family.gated else size),
         Dim(Split.KV_HEADS, spec.num_kv_heads, size),
     )
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -174,6 +180,39 @@ def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
     yield WeightSpec("latent_up", "self_attn.kv_b_proj.weight", made, latent)
     values = Dim(Split.OUTPUT_HEADS, spec.num_query_heads, mla.value_size)
     yield _product("output", "self_attn.o_proj.weight", hidden, values)
+    if spec.indexer is not None and mla.q_lora_rank is not None:
+        yield from _indexer(spec, spec.indexer, _whole(mla.q_lora_rank))
+
+
+def _indexer(spec: ModelSpec, indexer: Indexer, query_latent: Dim) -> Iterator[WeightSpec]:
+    """Whole on every rank, as its heads score together (TensorRT-LLM, tech blog 15: no TP of the indexer)."""
+    hidden, key = _hidden(spec), _whole(indexer.head_size)
+    queries = _whole(indexer.num_heads * indexer.head_size)
+    yield _product("index_queries", "self_attn.indexer.wq_b.weight", queries, query_latent)
+    yield _product("index_key", "self_attn.indexer.wk.weight", key, hidden)
+    yield _product("index_heads", "self_attn.indexer.weights_proj.weight", _whole(indexer.num_heads), hidden)
+    yield WeightSpec("index_norm", "self_attn.indexer.k_norm.weight", key)
+    yield WeightSpec("index_norm_bias", "self_attn.indexer.k_norm.bias", key)
+
+
+def _linear_attention(spec: ModelSpec, linear: LinearAttention) -> Iterator[WeightSpec]:
+    """Gated DeltaNet by heads; a key head, with its queries, is where its value heads are."""
+    hidden, values = _hidden(spec), Dim(Split.LINEAR_HEADS, linear.num_value_heads, linear.value_size)
+    heads, keys = Dim(Split.LINEAR_HEADS, linear.num_value_heads), linear.key_size
+    yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
+    for part in ("q", "k"):
+        rows = Dim(Split.LINEAR_HEADS, linear.num_key_heads, keys)
+        yield _product("linear_in", f"linear_attn.in_proj_{part}.weight", rows, hidden)
+        yield WeightSpec("convolution", f"linear_attn.conv1d_{part}.weight", rows, _whole(linear.kernel_size))
+    for part in ("v", "z"):
+        yield _product("linear_in", f"linear_attn.in_proj_{part}.weight", values, hidden)
+    yield WeightSpec("convolution", "linear_attn.conv1d_v.weight", values, _whole(linear.kernel_size))
+    for part in ("b", "a"):
+        yield _product("linear_in", f"linear_attn.in_proj_{part}.weight", heads, hidden)
+    yield WeightSpec("decay", "linear_attn.A_log", heads)
+    yield WeightSpec("decay_bias", "linear_attn.dt_bias", heads)
+    yield WeightSpec("linear_norm", "linear_attn.norm.weight", _whole(linear.value_size))
+    yield _product("linear_out", "linear_attn.out_proj.weight", hidden, values)
 
 
 def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:

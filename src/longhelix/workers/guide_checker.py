@@ -1,23 +1,31 @@
 """Guides, looked at before any rank has them."""
 
 import hashlib
+import os
+import select
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from longhelix.errors import EngineError, RequestError, UserError
 from longhelix.guide import Guide, TokenTable
-from longhelix.workers.guide_checking import Checked, read, write
+from longhelix.workers.guide_checking import Checked, framed, read
+from longhelix.workers.process import signal_name
 
 _START_S = 120.0
 _ANSWER_S = 60.0  # the process counts its own time; this is for one that does not get any
 _KNOWN = 4096  # guides
+_TRIES = 2  # to compile a guide while others end the process
+# Signals with which others end it, such as a system that is short of memory; its limits have others.
+_OF_OTHERS = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
 class GuideChecker:
@@ -37,20 +45,22 @@ class GuideChecker:
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
-        digest = _digest(guide)
-        found = self._found.get(digest)  # while others are looked at, too
-        if found is None:
-            with self._lock:
-                found = self._asked(guide)
-                if len(self._found) >= _KNOWN:
-                    del self._found[next(iter(self._found))]
-                self._found[digest] = found
+        if self.knows(guide):
+            return
+        with self._lock:
+            found = self._asked(guide)
+            if len(self._found) >= _KNOWN:
+                del self._found[next(iter(self._found))]
+            self._found[_digest(guide)] = found
         if found.refusal:
             raise UserError(found.refusal, found.code)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether it was looked at before."""
-        return _digest(guide) in self._found
+        """Whether it was looked at before, which nobody waits for. Raises the UserError that it was refused with."""
+        found = self._found.get(_digest(guide))
+        if found is not None and found.refusal:
+            raise UserError(found.refusal, found.code)
+        return found is not None
 
     def close(self) -> None:
         """End the process. May be called more than once, and beside a check, which then fails."""
@@ -60,20 +70,26 @@ class GuideChecker:
             self._end()
 
     def _asked(self, guide: Guide) -> Checked:
-        if self._closed:
-            raise EngineError("the engine has ended: make a new one")
-        try:
-            process = self._started()
-            found = _exchange(process, msgspec.msgpack.encode(guide), _ANSWER_S)
-        except BaseException:
-            self._end()
-            raise
-        if found is not None:
-            return found
-        self._end()
-        if self._closed:
-            raise EngineError("the engine has ended: make a new one")
-        return Checked("the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large")
+        """Raises RequestError if nothing is found, which is not the guide's doing."""
+        ended_by = 0
+        for _ in range(_TRIES):
+            self._check_open()
+            try:
+                process = self._started()
+                found = _exchange(process, msgspec.msgpack.encode(guide), _ANSWER_S)
+            except BaseException:
+                self._end()
+                raise
+            if found is not None:
+                return found
+            ended_by = -self._end()
+            if ended_by not in _OF_OTHERS:
+                self._check_open()
+                return Checked(
+                    "the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large"
+                )
+        self._check_open()
+        raise RequestError(f"guides cannot be checked: {signal_name(ended_by)} ends the process that compiles them")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -88,16 +104,27 @@ class GuideChecker:
             except OSError as error:
                 raise RequestError(f"guides cannot be checked: {error}") from error
             self._kill = weakref.finalize(self, self._process.kill)
+            if self._closed:  # since, by somebody who could not end it
+                self._kill()
             if _exchange(self._process, table, _START_S) is None:
+                self._check_open()
                 raise RequestError("guides cannot be checked: the process that compiles them does not start")
         return self._process
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._kill()
-            with suppress(OSError):  # of what it was not given any more
-                self._process.communicate()
-            self._process = None
+    def _check_open(self) -> None:
+        """Raise EngineError once it is closed."""
+        if self._closed:
+            raise EngineError("the engine has ended: make a new one")
+
+    def _end(self) -> int:
+        """End the process, if there is one, and return its exit status, minus the signal's number if one ended it."""
+        if self._process is None:
+            return 0
+        self._kill()
+        self._process.communicate()
+        status = self._process.wait()
+        self._process = None
+        return status
 
 
 def _digest(guide: Guide) -> bytes:
@@ -105,16 +132,45 @@ def _digest(guide: Guide) -> bytes:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
-    """What the process answers; None if it ends. Raises RequestError if it says nothing for so long."""
+    """What the process answers; None if it ends. Raises RequestError if it takes nothing of the message, or says
+    nothing, for so long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    try:
-        write(process.stdin, message)
-    except OSError:
-        return None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(timeout_s):
-            raise RequestError(f"guides cannot be checked: nothing was found within {timeout_s:g} s")
+    left = memoryview(framed(message))
+    while left:
+        _await(process, process.stdin, selectors.EVENT_WRITE, timeout_s)
+        try:
+            # So much a pipe takes at once that takes anything.
+            left = left[os.write(process.stdin.fileno(), left[: select.PIPE_BUF]) :]
+        except OSError:
+            return None
+    _await(process, process.stdout, selectors.EVENT_READ, timeout_s)
     answer = read(process.stdout)
     return None if answer is None else msgspec.msgpack.decode(answer, type=Checked)
+
+
+def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeout_s: float) -> None:
+    """Wait until a pipe to or from the process is ready, or the process has ended. Raises RequestError if neither is
+    so within `timeout_s`."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, event)
+        if selector.select(timeout_s):
+            return
+    words = f"guides cannot be checked: nothing was found within {timeout_s:g} s"
+    if (spent := _core_s(process.pid)) is not None:
+        had_s, waited_s = spent
+        words += f"; their process has had a core for {had_s:.1f} s since it began, and waited {waited_s:.1f} s for one"
+    raise RequestError(words)
+
+
+def _core_s(pid: int) -> tuple[float, float] | None:
+    """For how many seconds the threads of a process have had a core, and have waited for one, as Linux counts them
+    (`schedstat`, Documentation/scheduler/sched-stats.rst); None where the system does not say."""
+    try:
+        counts = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    except OSError:  # a thread that has ended since
+        return None
+    if not counts:
+        return None
+    had, waited = (sum(int(count[place]) for count in counts) for place in (0, 1))
+    return had / 1e9, waited / 1e9

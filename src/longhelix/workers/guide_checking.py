@@ -42,13 +42,13 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
         return
     matchers = Matchers(msgspec.msgpack.decode(table, type=TokenTable))
     _limit_memory()
-    write(answers, msgspec.msgpack.encode(Checked()))
+    _write(answers, msgspec.msgpack.encode(Checked()))
     while (question := read(questions)) is not None:
         guide = msgspec.msgpack.decode(question, type=Guide)
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # nobody handles its signal, which ends the process
         found = _check(matchers, guide)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write(answers, msgspec.msgpack.encode(found))
+        _write(answers, msgspec.msgpack.encode(found))
 
 
 def _check(matchers: Matchers, guide: Guide) -> Checked:
@@ -66,8 +66,13 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def write(stream: BinaryIO, message: bytes) -> None:
-    stream.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+def framed(message: bytes) -> bytes:
+    """As `read` finds it."""
+    return len(message).to_bytes(_LENGTH_BYTES, "little") + message
+
+
+def _write(stream: BinaryIO, message: bytes) -> None:
+    stream.write(framed(message))
     stream.flush()
 
 

@@ -53,6 +53,20 @@ def test_plan_writes_json_alone(capfd):
     assert found["crossovers"]
 
 
+def test_accepted_drafts_are_told_with_the_plan(capfd, tmp_path):
+    drafts = ("--draft-tokens", "1", "--accepted-tokens", "1.8")
+    asked = "plan", "--model", "llama-3-8b", "--system", "h100", "--context", "32k", "--ttl", "20ms", "--max-gpus", "2"
+    _, plain, _ = run(capfd, *asked, "--json")
+    _, out, _ = run(capfd, *asked, *drafts, "--json", "--out", str(tmp_path))
+    found = json.loads(out)
+    assert (found["draft_tokens"], found["accepted_tokens"], found["best"]["accepted_tokens"]) == (1, 1.8, 1.8)
+    fastest = [json.loads(each)["frontier"][-1]["tokens_per_s_per_user"] for each in (plain, out)]
+    assert 1.5 < fastest[1] / fastest[0] < 1.8
+    assert "counts on 1.8 tokens of every step" in (tmp_path / "plan.yaml").read_text()
+    _, out, _ = run(capfd, *asked, *drafts)
+    assert "counted on 1.8 tokens of a step, draft tokens in it 1" in " ".join(out.split())
+
+
 def test_plan_prints_tables_and_the_best_layout(capfd):
     status, out, _ = run(capfd, *PLAN, "--ttft", "300s", "--ttl", "50ms")
     assert status == 0
@@ -122,12 +136,13 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     folder = tmp_path / "new" / "plan"
     best = json.loads((folder / "plan.json").read_text())["best"]
     degrees, settings = read_layout(folder / "plan.yaml")
-    assert degrees == {name: best["layout"][name] for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+    groups, kvp = best["layout"]["dp"], best["layout"]["kvp"]
+    assert degrees == {name: best["layout"][name] for name in ("tpa", "tpf", "ep", "pp")} | {"kvp": groups * kvp}
     assert settings["placement"] == best["layout"]["placement"]
     assert (settings["weight_dtype"], settings["max_model_len"]) == ("int4", 1_000_000)  # fp4 has no kernels here
     assert settings["chunk_tokens"] == best["chunk_tokens"]
     assert "# vLLM" in (folder / "commands.txt").read_text()
-    assert (folder / "frontier.csv").read_text().startswith("strategy,kvp,tpa")
+    assert (folder / "frontier.csv").read_text().startswith("strategy,dp,kvp,tpa")
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "frontier.svg").read_text()
     assert json.loads((folder / "plan.json").read_text())["model"] == "llama-3.1-405b"
@@ -180,6 +195,12 @@ MISTAKES = {
     "a rate of what never ends": ((*PLAN, "--rate", "1"), "set --isl and --osl, not --context"),
     "no rate": ((*ENDING, "--rate", "0"), "rate is 0.0: set it above 0"),
     "all is there": ((*ENDING, "--prefix-hit", "1"), "prefix-hit is 1.0"),
+    "more than drafts": ((*PLAN, "--draft-tokens", "1", "--accepted-tokens", "2.5"), "accepted-tokens is 2.5"),
+    "no drafts": ((*PLAN, "--accepted-tokens", "1.8"), "a step with 0 draft tokens gives 1 to 1"),
+    "drafts of unknown worth": (
+        (*PLAN, "--draft-tokens", "2"),
+        "set --accepted-tokens to what was measured, from 1 to 3",
+    ),
     "no price": ((*PLAN, "--gpu-hour", "0"), "gpu-hour is 0.0"),
     "no trace": (("plan", *MODEL, "--trace", "/dev/null"), "give a .csv or .jsonl file"),
     "fp4 without it": (changed(PLAN, system="h100"), "h100 has no arithmetic in fp4"),

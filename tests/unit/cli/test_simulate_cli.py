@@ -81,6 +81,7 @@ def test_requests_that_begin_alike_share_what_is_computed(capfd, tmp_path):
     assert cached["steps"] < 0.5 * computed["steps"]
 
 
+@pytest.mark.slow
 def test_policies_chunks_and_placements_are_compared_in_one_run(capfd):
     lists = ("--policy", "fcfs,lars", "--chunk-tokens", "512,auto", "--placement", "striped,auto")
     compared = found(capfd, *DRAWN, *lists)["compared"]

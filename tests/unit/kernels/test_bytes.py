@@ -168,6 +168,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits():
     found = {}
     narrower = {"avx512": ["avx2", "portable"], "avx2": ["portable"], "portable": []}

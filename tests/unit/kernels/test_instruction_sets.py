@@ -30,6 +30,7 @@ def run(instruction_set: str, *arguments: str, timeout_s: float) -> subprocess.C
     )
 
 
+@pytest.mark.slow
 def test_the_set_that_is_asked_for_runs_and_an_unknown_one_is_refused():
     say = "from longhelix.kernels import native; print(native.module.instruction_set())"
     assert run("portable", "-c", say, timeout_s=60).stdout == "portable\n"

@@ -9,6 +9,7 @@ import torch
 from longhelix.models import latent_attention
 from longhelix.models.latent_attention import LatentAttention
 from threaded_ranks import LayerCase, gqa_spec, mla_spec
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +34,7 @@ def assert_equals_dense(case, kvp, tolerance):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("kvp", [2, 4])
+@pytest.mark.parametrize("kvp", few([4, 2]))
 @pytest.mark.parametrize(("sequences", "length"), CONTEXTS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_decode_rows_equal_a_dense_layer(layer, sequences, length, kvp, dtype):

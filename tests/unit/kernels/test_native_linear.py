@@ -21,6 +21,7 @@ from torch.library import opcheck
 from longhelix.errors import UserError
 from longhelix.kernels import PANELS, PLAIN, ROWS, TILES, KVFormat, Weight, linear, make_weight, native
 from packed_pool import panel_codes
+from tiers import few
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
@@ -586,7 +587,7 @@ def test_a_rank_that_owns_nothing_of_a_weight_multiplies_it_as_others_do_theirs(
 @pytest.mark.parametrize(
     "weight_dtype", ["plain", *(pytest.param(dtype, marks=needs_native) for dtype in (*FLOATS, *NARROW))]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("rows", [5, 0])
 def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
     for has in ({}, {"norm": True, "bias": True, "residual": True}, {"swiglu": True, "bias": True}):

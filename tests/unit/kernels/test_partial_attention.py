@@ -26,6 +26,7 @@ from longhelix.kernels import (
     write_kv,
 )
 from longhelix.kv.placement import Growing, Local, Placement, Striped
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -388,7 +389,7 @@ def test_a_limit_one_token_short_on_one_rank_is_seen_after_the_merge():
         assert_equals_softmax(merged, [whole], 0.25)
 
 
-@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_dtype", few([torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     shape = Shape()

@@ -231,7 +231,7 @@ def test_attention_equals_softmax_for_any_shape_and_no_unseen_token_leaks(case, 
         assert_equals_softmax(case, device)
 
 
-@pytest.mark.parametrize("pool_dtype", POOLS, ids=str)
+@pytest.mark.parametrize("pool_dtype", few(POOLS, 2), ids=str)
 def test_mla_equals_softmax_where_values_are_the_first_channels_of_keys(pool_dtype, device):
     dtype = torch.bfloat16 if pool_dtype in LARGEST else pool_dtype
     case = Case([[140], [0, 33]], 1, 20, 576, 512, dtype=dtype, pool_dtype=pool_dtype)
@@ -262,7 +262,7 @@ def test_attention_equals_the_reference(dtype, pool_dtype, device):
     assert_within(lse_Tq, expected_lse_Tq.double(), 2 * truth.lse_error_Tq)
 
 
-@pytest.mark.parametrize("length", [4095, 4096, 4097, 8193])
+@pytest.mark.parametrize("length", few([8193, 4095, 4096, 4097]))
 def test_splits_meet_at_their_positions(length, device):
     assert attention.SPLIT_TOKENS == 4096
     assert_equals_softmax(Case([[length, length - 1, 1]], 1, 2, 16, 16, block_tokens=32), device)
@@ -336,6 +336,7 @@ def test_a_chunk_is_split_over_its_keys_where_its_rows_are_few_tiles(tokens, pro
     assert [math.prod(grid) for grid, most_rows in grids if most_rows > attention.FEW_ROWS] == [programs]
 
 
+@pytest.mark.slow
 def test_a_chunk_whose_states_would_take_many_turns_is_not_split(monkeypatch, device):
     case = Case([[*range(300, 340)], [600]])
     moved = [value.to(device) if torch.is_tensor(value) else value for value in case.call()]
@@ -348,6 +349,7 @@ def test_a_chunk_whose_states_would_take_many_turns_is_not_split(monkeypatch, de
         assert counted.kernels == {"_attend": 2}
 
 
+@pytest.mark.slow
 def test_states_of_one_turn_are_gone_when_the_next_begins(monkeypatch, device):
     made, most_bytes = [], 0
     new_empty = Tensor.new_empty

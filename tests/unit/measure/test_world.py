@@ -40,6 +40,7 @@ def test_a_rank_that_is_killed_is_named(after_s):
             killer.cancel()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them():
     program = (
         "from longhelix.measure.collectives import CollectivesJob\n"

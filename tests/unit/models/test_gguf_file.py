@@ -245,6 +245,7 @@ def test_names_from_the_file_are_shown_short_and_printable(written):
         assert_refused(path, r"\x1b[31m")
 
 
+@pytest.mark.slow
 def test_any_damage_to_the_header_is_refused_or_does_no_harm(written):
     tokens, scores = [string(token) for token in "abc"], [struct.pack("<f", score) for score in (-1, -2, -3)]
     lists = {"tokens": items(STRING, *tokens), "scores": items(GGUFValueType.FLOAT32, *scores)}

@@ -282,7 +282,9 @@ class Prepended(Chain):
         (Prepended, True, (13, 27)),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"min_tokens": 100}, {"own_chunks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", few([{"quantize": "int8"}, {}, {"min_tokens": 100}, {"own_chunks": True}], 2), ids=str
+)
 def test_what_only_looks_token_wise(module, alike, tokens, options):
     if "own_chunks" in options and module is FirstHalf:
         pytest.skip("it is said to take its own rows, and does not")

@@ -235,7 +235,7 @@ def test_fp8_travels_as_bytes():
         assert {dtype for _, dtype in outcome.changed.sent_bytes} == {"float32", "uint8"}
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantize", few(["int8", "fp8"]))
 @pytest.mark.parametrize("dynamic", few([True, False]))
 def test_what_is_gathered_can_be_quantised_by_the_pass(dynamic, quantize):
     with group_of(3):
@@ -253,7 +253,7 @@ def test_what_is_gathered_can_be_quantised_by_the_pass(dynamic, quantize):
             }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", few([True, False]))
 def test_any_eps(dynamic):
     """A graph for any number of tokens has a Python float as an input, which may be another one in the next layer."""
     eps = (1e-6, 0.5)

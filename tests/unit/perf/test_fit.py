@@ -75,6 +75,40 @@ def test_calls_give_back_the_costs_that_they_were_made_with():
     assert distance(fit.fit_collectives(guessed(COLLECTIVE_CONSTANTS), collectives), COLLECTIVE_CONSTANTS) < 1e-3
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+@pytest.mark.parametrize(("collective_s", "latency_s"), [(2e-6, 6e-6), (6e-6, 2e-6), (1e-5, 1e-6)])
+def test_the_fixed_cost_is_told_from_the_latency_of_peers(cores, collective_s, latency_s):
+    """Groups of two and of four ranks wait for one and three peers, and on fewer cores longer for each of them."""
+    truth = TRUTH.replaced({"cores": cores, "collective_s": collective_s, "scale_up.latency_s": latency_s}, "made up")
+    measured = timed(COLLECTIVES, fit.collective_seconds(truth, COLLECTIVES))
+    found = fit.fit_collectives(truth.replaced(dict.fromkeys(COLLECTIVE_CONSTANTS[:2], 5e-6), "guess"), measured)
+    for name in COLLECTIVE_CONSTANTS:
+        assert found.constants[name] == pytest.approx(truth.constants[name], rel=2e-3), name
+    assert found.sources["collective_s"] == "fitted: 24 collectives"
+
+
+def test_groups_that_take_turns_wait_longer_for_each_peer():
+    one_core, two_cores = (
+        fit.collective_seconds(
+            TRUTH.replaced({"cores": cores}, "made up"), [MeasuredCollective("all-gather", 4, 0, 0.0)]
+        )[0]
+        for cores in (1, 2)
+    )
+    assert two_cores == pytest.approx(2e-6 + 3 * 2 * 6e-6)
+    assert one_core == pytest.approx(2e-6 + 3 * 4 * 6e-6)
+
+
+def test_groups_of_one_size_leave_the_fixed_cost_as_it_was_and_say_so():
+    pairs = [each for each in timed(COLLECTIVES, fit.collective_seconds(TRUTH, COLLECTIVES)) if each.ranks == 2]
+    known = TRUTH.replaced({"scale_up.latency_s": 2e-6, "scale_up.bytes_per_s": 1e9}, "guess")
+    found = fit.fit_collectives(known, pairs)
+    assert distance(found, COLLECTIVE_CONSTANTS) < 1e-3
+    assert found.sources["collective_s"] == "assumed: groups of one size tell nothing of it"
+    elsewhere = fit.fit_collectives(known.replaced({"collective_s": 1e-6}, "guess"), pairs)
+    assert elsewhere.collective_s == 1e-6
+    assert elsewhere.scale_up.latency_s == pytest.approx(7e-6, rel=1e-3)
+
+
 def test_noise_moves_constants_no_further_than_itself():
     requests = timed(REQUESTS, fit.request_seconds(setting(), REQUESTS), noise=0.03)
     assert distance(fit.fit_requests(setting(guessed(REQUEST_CONSTANTS)), requests), REQUEST_CONSTANTS) < 0.1

@@ -27,6 +27,7 @@ TOY = ModelSpec("llama", 2, 64, 4, 2, 16, 32, 100, 4096, 1e-5, RopeSpec(), "bflo
                 full_layers=(1,))  # fmt: skip
 PLAIN = replace(TOY, sliding_window=None, full_layers=())
 TOKEN_BYTES = 2 * 2 * 16 * 2  # of a layer: KV heads, keys and values, channels, bytes
+ROW_BYTES = 4 * (2 * 16 * 2 + 4)  # of a layer: query heads, a query and an output, channels, bytes, and an LSE
 PAIR_FLOPS = 2 * 2 * 16 * 4  # products and sums, of scores and values, channels, query heads
 
 
@@ -43,18 +44,24 @@ def attention(items):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "tokens"),
+    ("degrees", "rows", "tokens"),
     [
-        ({}, 3 * (1000 + 100)),
-        ({"kvp": 4}, 3 * (1000 + 100) / 4),
-        ({"kvp": 4, "local": True}, 1000 + 100),  # three requests on four ranks
-        ({"kvp": 2, "local": True}, 2 * (1000 + 100)),
+        ({}, 3, 3 * (1000 + 100)),
+        ({"kvp": 4}, 3, 3 * (1000 + 100) / 4),
+        ({"kvp": 4, "local": True}, 1, 1000 + 100),  # three requests on four ranks
+        ({"kvp": 2, "local": True}, 2, 2 * (1000 + 100)),
     ],
 )
-def test_a_decode_row_reads_its_window_in_layers_that_have_one(degrees, tokens):
+def test_a_decode_row_reads_its_window_in_layers_that_have_one(degrees, rows, tokens):
     item = attention(decode_items(setting(), layouts(**degrees), 3.0, 1000.0))
-    assert item.hbm_bytes[0] == tokens * TOKEN_BYTES
+    assert item.hbm_bytes[0] == tokens * TOKEN_BYTES + 2 * rows * ROW_BYTES
     assert item.flops[0] == tokens * PAIR_FLOPS
+
+
+def test_drafts_see_their_request_windows_once():
+    drafted = attention(decode_items(replace(setting(), draft_tokens=3), layouts(), 3.0, 1000.0))
+    assert drafted.hbm_bytes[0] == 3 * (1000 + 100) * TOKEN_BYTES + 2 * 12 * ROW_BYTES
+    assert drafted.flops[0] == 4 * 3 * (1000 + 100) * PAIR_FLOPS
 
 
 @pytest.mark.parametrize("context", [1.0, 60.0, 100.0])
@@ -85,7 +92,7 @@ def test_a_window_hides_what_lies_before_it():
 @pytest.mark.parametrize("kvp", [1, 4])
 def test_a_chunk_reads_the_window_before_it_and_itself(prefix, kv_tokens, pairs, kvp):
     item = attention(step_items(setting(), layouts(kvp=kvp), layouts(kvp=kvp).chunk(10.0, float(prefix))))
-    assert item.hbm_bytes[0] == kv_tokens * TOKEN_BYTES / kvp
+    assert item.hbm_bytes[0] == kv_tokens * TOKEN_BYTES / kvp + 2 * 10 * ROW_BYTES
     assert item.flops[0] == pairs * PAIR_FLOPS / kvp
 
 
@@ -114,14 +121,16 @@ def test_a_model_whose_layers_all_have_a_window_keeps_and_reads_that_alone():
     assert kv_bytes(sliding, layouts(), 3.0, 1000.0)[0] == 3 * 2 * 100 * TOKEN_BYTES
     assert kv_bytes(sliding, stages, 3.0, 1000.0)[0] == 3 * 100 * TOKEN_BYTES
     # Two stages of one layer each take a micro-batch of two.
-    assert attention(decode_items(sliding, stages, 3.0, 1000.0)).hbm_bytes[0] == 2 * 2 * 100 * TOKEN_BYTES
+    read = attention(decode_items(sliding, stages, 3.0, 1000.0)).hbm_bytes[0]
+    assert read == 2 * 2 * (100 * TOKEN_BYTES + ROW_BYTES)
 
 
 def test_the_slowest_stage_is_the_one_with_most_layers_without_a_window():
     """Of layers that have one and have none by turns a stage of three has two without, one of two has one."""
     model = replace(TOY, num_layers=6, full_layers=(1, 3, 5))
     read = attention(decode_items(setting(model), layouts(pp=2), 2.0, 1000.0)).hbm_bytes[0]
-    assert read == 2 * (2 * 1000 + 100) * TOKEN_BYTES  # two stages of three layers, one request in each
+    # Two stages of three layers, one request in each.
+    assert read == 2 * ((2 * 1000 + 100) * TOKEN_BYTES + 3 * ROW_BYTES)
     assert kv_bytes(setting(model), layouts(pp=3), 2.0, 1000.0)[0] == 2 * (1000 + 100) * TOKEN_BYTES
 
 

@@ -1,26 +1,28 @@
 """What a plan recommends: every target holds at the same time, and nothing better does."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhelix import Layout, UserError
-from longhelix.perf.layouts import Layouts
+from longhelix import UserError
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds, step_seconds
+from longhelix.perf.step import cycle_seconds, decode_seconds
 from longhelix.plan.answer import answer
+from longhelix.plan.candidate import as_layouts
 from longhelix.plan.choice import Chooser
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, service
-from longhelix.plan.space import STRATEGIES, space
+from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.plan.sweep import full_sweep, units
 from longhelix.presets import load_model, load_system
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -65,11 +67,11 @@ def test_others_than_multiples_of_a_unit_take_as_long_as_the_next():
     each = units(searched.layouts)
     assert each.max() == 8
     whole, more = (decode_seconds(R1, searched.layouts, batch, 1e5) for batch in (3 * each, 2 * each + 1))
-    local = searched.layouts.local
-    assert local.any()
-    np.testing.assert_array_equal(whole[~local], more[~local])
-    assert (more[local] <= whole[local]).all()
-    assert (more[local] > 0.9 * whole[local]).all()
+    grouped = searched.layouts.dp > 1
+    assert grouped.any()
+    np.testing.assert_array_equal(whole[~grouped], more[~grouped])
+    assert (more[grouped] <= whole[grouped]).all()
+    assert (more[grouped] > 0.9 * whole[grouped]).all()
 
 
 def test_shapes_are_those_of_clusters_and_engines():
@@ -108,7 +110,7 @@ TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("targets", few(TARGETS, 3), ids=str)
 def test_nothing_is_better_than_the_best(targets):
     question = Question(SMALL, 32_768, 4, **targets)
     best, most = None, {"ttl_s": np.inf, "ttft_s": np.inf, "users": 1, "fewest_gpus": False} | targets
@@ -129,7 +131,7 @@ def test_nothing_is_better_than_the_best(targets):
         assert found.best.users >= most["users"]
 
 
-@pytest.mark.parametrize("hit", [0.0, 0.6])
+@pytest.mark.parametrize("hit", few([0.6, 0.0]))
 @pytest.mark.parametrize("rate", [None, 3.0])
 def test_nothing_is_much_better_for_a_demand(rate, hit):
     """Not every batch is tried: a demand's rate depends on it smoothly."""
@@ -152,12 +154,11 @@ def test_what_is_told_of_a_choice_is_so():
     """Against the steps themselves."""
     question = Question(R1, 1_000_000, 64, ttl_s=0.02, ttft_s=60.0, gpu_hour=2.5)
     best = answer(question).best
-    degrees = {name: best.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-    layouts = Layouts.of([Layout(**degrees)], local=best.layout["placement"] == "local", hop_b=best.strategy == "helix")
+    layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
     decodes = layouts.decode(np.ceil(best.batch / layouts.pp), 1e6)
     chunk = layouts.chunk(float(best.chunk_tokens), 1e6 - best.chunk_tokens)
-    assert best.ttl_s == step_seconds(R1, layouts, decodes)[0]
-    assert best.ttl_p95_s == step_seconds(R1, layouts, decodes + chunk)[0] <= 0.02
+    assert best.ttl_s == decode_seconds(R1, layouts, float(best.batch), 1e6)[0]
+    assert best.ttl_p95_s == cycle_seconds(R1, layouts, decodes + chunk)[0] <= 0.02
     exact = prefill(R1, layouts, 1e6, float(best.chunk_tokens), beside=decodes, nodes=512).seconds[0]
     assert best.ttft_s == pytest.approx(exact, rel=0.005)
     assert best.ttft_s <= 60
@@ -165,6 +166,31 @@ def test_what_is_told_of_a_choice_is_so():
     assert best.cost_per_million_tokens == pytest.approx(2.5 / 3600 / best.tokens_per_s_per_gpu * 1e6)
     held = memory(R1, layouts, float(best.batch), 1e6, float(best.chunk_tokens)).total_bytes[0]
     assert best.headroom_bytes == pytest.approx(R1.capacity_bytes(layouts)[0] - held, abs=1)
+
+
+def test_accepted_drafts_shorten_the_time_of_a_token():
+    """Everything that a choice tells is per token, of steps with two rows of each request."""
+    drafted = replace(R1, draft_tokens=1, accepted_tokens=1.8)
+    best = answer(Question(drafted, 1_000_000, 16, ttl_s=0.02)).best
+    assert (best.draft_tokens, best.accepted_tokens) == (1, 1.8)
+    layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
+    assert best.ttl_s == decode_seconds(drafted, layouts, float(best.batch), 1e6)[0] / 1.8
+    assert best.ttl_p95_s <= 0.02
+    assert best.gpus * best.tokens_per_s_per_gpu == pytest.approx(best.users / best.ttl_s)
+    plain = answer(Question(R1, 1_000_000, 16, ttl_s=0.02)).best
+    assert 1 < best.tokens_per_s_per_gpu / plain.tokens_per_s_per_gpu < 1.8
+
+
+@pytest.mark.parametrize("accepted", [1.0, 1.5])
+def test_requests_with_drafts_end_as_their_tokens_come(accepted):
+    layouts = space(SMALL.model, 2, 8).layouts.take(np.zeros(3, dtype=np.intp))
+    drafted = replace(SMALL, draft_tokens=1, accepted_tokens=accepted)
+    given = service(
+        Use(drafted, 4400, Demand((Kind(1.0, 4000, 400),))), layouts, np.array([1.0, 8.0, 32.0]), np.full(3, 512.0)
+    )
+    np.testing.assert_allclose(given.rate_per_s * 400, given.tokens_per_s)
+    assert (given.users <= np.array([1.0, 8.0, 32.0]) * (1 + 1e-9)).all()
+    assert (given.ttl_s < given.ttl_p95_s).all()
 
 
 def demanded(layout_count=1, **changes):
@@ -288,10 +314,6 @@ def test_the_longest_request_is_served_in_time_though_there_are_none_of_it_on_av
     assert sum(kind.share for kind in demand.kinds) == 1
     question = Question(SMALL, demand.longest, 8, ttft_s=60.0, demand=demand)
     best = answer(question).best
-    layouts = Layouts.of(
-        [Layout(**{name: best.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")})],
-        local=best.layout["placement"] == "local",
-        hop_b=best.strategy == "helix",
-    )
+    layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
     alone = prefill(SMALL, layouts, 500_000.0, float(best.chunk_tokens)).seconds[0]
     assert alone < best.ttft_s <= 60

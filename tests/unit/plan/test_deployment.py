@@ -13,6 +13,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.kernels import native
 from longhelix.models.parameters import declare
 from longhelix.plan import deployment as module
+from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment, as_yaml, comment, runnable
 from longhelix.plan.space import space
 from longhelix.presets import load_model
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 SMOL, R1, LLAMA, MIXTRAL = (
     load_model(name) for name in ("smollm2-135m", "deepseek-r1", "llama-3.1-405b", "mixtral-8x22b")
 )
-ONE = {"kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
+ONE = {"dp": 1, "kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
 
 
 def deployment(
@@ -142,7 +143,7 @@ def test_weights_are_narrow_exactly_where_each_ranks_products_divide_into_blocks
     searched = space(model, 4)
     kept = set()
     for index in range(len(searched)):
-        layout = layout_of(searched, index)
+        layout = degrees(searched.layouts, index)
         planned = Deployment(model, layout, "int8", "bfloat16", "cpu", 100, 1)
         depths = {
             parameter.local_shape[1]
@@ -154,13 +155,6 @@ def test_weights_are_narrow_exactly_where_each_ranks_products_divide_into_blocks
         assert (runnable(planned).settings["weight_dtype"] == "int8") == divides, layout
         kept.add(divides)
     assert kept == {True, False}
-
-
-def layout_of(searched, index):
-    names = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
-    layouts = searched.layouts
-    placement = "local" if layouts.local[index] else "striped"
-    return {name: int(getattr(layouts, name)[index]) for name in names} | {"placement": placement}
 
 
 def test_every_file_is_one_of_the_engine(tmp_path):
@@ -232,6 +226,25 @@ def test_windows_bound_the_length():
     )
 
 
+def test_groups_of_kvp_ranks_become_one_and_the_file_says_so(tmp_path):
+    planned = deployment(R1, users=7, dp=2, kvp=4, tpf=1, ep=8)
+    assert (planned.groups, planned.kvp, planned.group_ranks, planned.users_of_a_group) == (2, 4, 4, 4)
+    found = runnable(planned)
+    assert (
+        "2 groups of 4 KVP ranks with requests of their own, which longhelix plans and does not run: all 8 KVP ranks "
+        "share every request here"
+    ) in found.missing
+    degrees, settings = read(found, tmp_path)
+    assert (degrees["kvp"], degrees["ep"], settings["placement"]) == (8, 8, "striped")
+    assert settings["kv_cache_tokens"] == 7 * 8192
+    assert not any("groups" in sentence for sentence in runnable(deployment(kvp=4, tpf=4, placement="local")).missing)
+
+
+def test_tokens_that_only_drafts_give_are_said():
+    planned = replace(deployment(kvp=2, tpf=2), accepted_tokens=1.8)
+    assert any("counts on 1.8 tokens of every step" in sentence for sentence in runnable(planned).missing)
+
+
 def test_more_than_one_host():
     on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
     assert on_gpus.missing == ("ranks on several hosts do not run yet: all 16 GPUs have to be of one host",)
@@ -259,6 +272,8 @@ def test_comments_keep_their_words(words):
         ({"ep": 2, "kvp": 2}, "ep"),
         ({"kvp": 4, "tpf": 2, "ffn_replicas": 2}, "set ffn_replicas to 4 and ep to 1"),
         ({"kvp": 2, "ffn_replicas": 2, "placement": "local"}, "are one server each"),
+        ({"dp": 2, "kvp": 2, "ffn_replicas": 4}, "are one server each"),
+        ({"dp": 0}, "dp"),
         ({"pp": 31}, "."),
     ],
 )
@@ -269,7 +284,7 @@ def test_layouts_that_none_can_have(changes, words):
 
 def test_a_layout_without_a_degree():
     layout = {name: value for name, value in ONE.items() if name != "ep"}
-    with pytest.raises(UserError, match="the layout has no ep: give a number for each of kvp, tpa"):
+    with pytest.raises(UserError, match="the layout has no ep: give a number for each of dp, kvp, tpa"):
         Deployment(SMOL, layout, "bfloat16", "bfloat16", "cpu", 100, 1)
 
 

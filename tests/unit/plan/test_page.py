@@ -14,22 +14,24 @@ from rich.console import Console
 from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items, step_items, step_seconds
+from longhelix.perf.step import decode_items
 from longhelix.plan import page_data as page_data_module
 from longhelix.plan import plots, report, terminal
 from longhelix.plan.answer import answer
+from longhelix.plan.candidate import as_layouts
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_POINTS, gpu_caps, kind_of, page_data
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts, service
-from longhelix.plan.space import STRATEGIES
+from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.presets import load_model, load_system, model_names
 
 pytestmark = pytest.mark.unit
 
 GB200, LLAMA = load_system("gb200"), load_model("llama-3.1-405b")
 ASKED = Question(Setting(LLAMA, GB200, "fp4", "fp8"), 1_000_000, 16, ttl_s=0.03, ttft_s=300.0)
+SMALL = Setting(load_model("llama-3-8b"), GB200, "fp8", "fp8")
 DEMAND = Demand((Kind(0.9, 20_000, 500), Kind(0.1, 400_000, 200)), prefix_hit=0.5)
 DEMANDED = replace(ASKED, context=DEMAND.longest, demand=DEMAND, gpu_hour=3.0)
 
@@ -75,9 +77,7 @@ class Tables:
 
 
 def _layouts(layout):
-    degrees = {name: layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-    hop_b = STRATEGIES[layout["strategy"]].name == "helix"
-    return Layouts.of([Layout(**degrees)], local=layout["placement"] == "local", hop_b=hop_b)
+    return as_layouts(layout, hop_b=STRATEGIES[layout["strategy"]].name in OVERLAPPED)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_configurations_numbers_are_the_performance_models(which, request):
         batch, chunk = (np.array([float(row)]) for row in (points["batch"][point], rows["chunk"][index]))
         decodes = use.decodes(layouts, batch)
         expected = prompts(use, layouts, chunk, decodes)
-        assert points["ttl_s"][point] == pytest.approx(step_seconds(use.setting, layouts, decodes)[0], rel=1e-6)
+        assert points["ttl_s"][point] == pytest.approx(use.token_seconds(layouts, batch)[0], rel=1e-6)
         assert rows["ttl_p95_s"][index] == pytest.approx(mixed_seconds(use, layouts, batch, chunk)[0], rel=1e-6)
         assert rows["longest_s"][index] == pytest.approx(expected.longest_s[0], rel=1e-6)
         held = use.memory(layouts, batch, chunk)
@@ -205,7 +205,7 @@ def test_shorter_and_longer_requests_of_a_demand_have_the_same_answers(demanded_
     rows = demanded_tables.points[table]
     for point in range(0, len(rows["batch"]), 29):
         layouts, batch = _layouts(demanded_tables.layout(table, point)), float(rows["batch"][point])
-        items = step_items(use.setting, layouts, use.decodes(layouts, batch))
+        items = decode_items(use.setting, layouts, batch, use.kv_tokens)
         assert rows["ttl_s"][point] == pytest.approx(sum(item.seconds[0] for item in items), rel=1e-6)
 
 
@@ -243,7 +243,7 @@ def test_every_part_has_a_kind(name):
 
 
 def test_owners_are_the_layouts(tables):
-    owners = tables.document["owners"]["2 8 16 1 1"]
+    owners = tables.document["owners"]["1 2 8 16 1 1"]
     assert len(owners) == 16
     assert dict(zip(tables.document["owner_rows"], owners[9], strict=True)) == {
         "kvp_rank": 1, "tpa_rank": 1, "tpf_rank": 9, "ep_rank": 0, "kv_heads": [1, 1], "query_heads": [16, 31],
@@ -251,13 +251,78 @@ def test_owners_are_the_layouts(tables):
     }  # fmt: skip
 
 
+def test_ranks_of_a_group_merge_heads_among_themselves(tables):
+    """Groups of 2 KVP x 2 TPA ranks: a rank merges half of the 64 heads of its TPA share, in every group the same."""
+    rows, owners = tables.document["owner_rows"], tables.document["owners"]["2 2 2 8 1 1"]
+    owners = [dict(zip(rows, owned, strict=True)) for owned in owners]
+    merged = [owned["merged_query_heads"] for owned in owners]
+    assert merged == [[0, 31], [64, 95], [32, 63], [96, 127]] * 2
+    assert [owned["kvp_rank"] for owned in owners] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [owned["tpf_rank"] for owned in owners] == list(range(8))
+
+
+def test_stages_are_named_by_their_groups(tables):
+    """Data parallel attention, which layouts tell as local KVP ranks, has other owners than Helix of the same ranks."""
+    for layout in tables.document["layouts"]:
+        dp, kvp = (layout["kvp"], 1) if layout["placement"] == "local" else (layout["dp"], layout["kvp"])
+        others = (layout[name] for name in ("tpa", "tpf", "ep", "ffn_replicas"))
+        assert layout["stage"] == " ".join(map(str, (dp, kvp, *others)))
+        assert len(tables.document["owners"][layout["stage"]]) == dp * kvp * layout["tpa"]
+        assert layout["gpus"] == dp * kvp * layout["tpa"] * layout["pp"]
+
+
+def test_drafts_count_in_every_number_of_the_page():
+    """A step verifies drafts, and gives each request more than one token: all times are of one of them."""
+    drafts = replace(SMALL, draft_tokens=3, accepted_tokens=2.5)
+    demand = Demand((Kind(1.0, 50_000, 500),))
+    question = Question(drafts, demand.longest, 4, ttl_s=0.02, demand=demand)
+    tables = Tables(answer(question))
+    assert tables.document["accepted_tokens"] == 2.5
+    for dtypes, pair in enumerate(tables.document["dtypes"]):
+        setting = replace(drafts, weight_dtype=pair[0], kv_dtype=pair[1])
+        table, use = tables.index(demand.longest, dtypes), Use(setting, demand.longest, demand)
+        points, rows = tables.points[table], tables.configurations[table]
+        assert len(points["batch"])
+        for point in range(0, len(points["batch"]), 17):
+            layouts, batch = _layouts(tables.layout(table, point)), float(points["batch"][point])
+            items = decode_items(setting, layouts, batch, use.kv_tokens)
+            step_s = sum(item.seconds[0] for item in items)
+            assert points["ttl_s"][point] == pytest.approx(step_s / 2.5, rel=1e-6)
+            told = sum(points[f"seconds {item.name}"][point] for item in items)
+            assert told == pytest.approx(step_s / 2.5, rel=1e-3)
+        for index in range(0, len(rows["chunk"]), 53):
+            point = int(rows["point"][index])
+            layouts = _layouts(tables.layout(table, point))
+            batch, chunk = (np.array([float(row)]) for row in (points["batch"][point], rows["chunk"][index]))
+            found = prompts(use, layouts, chunk, use.decodes(layouts, batch))
+            step_s = layouts.pp * found.busy_s / found.chunks
+            assert rows["step_s"][index] == pytest.approx(step_s[0] / 2.5, rel=1e-6)
+            assert rows["busy_s"][index] == pytest.approx(found.busy_s[0], rel=1e-6)
+
+
+def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with():
+    setting = Setting(load_model("gpt-oss-120b"), GB200, "fp8", "bfloat16", expert_dtype="fp4")
+    tables = Tables(answer(Question(setting, 50_000, 2)))
+    pairs = list(zip(tables.document["dtypes"], tables.document["expert_dtypes"], strict=True))
+    assert pairs == [(["fp8", "bfloat16"], "fp4"), (["fp4", "fp8"], "fp4"), (["fp8", "fp8"], "fp4")]
+    assert page_data_module._settings(setting)[1].expert_dtype is None
+    for dtypes, ((weights, kv), _) in enumerate(pairs):
+        priced = replace(setting, weight_dtype=weights, kv_dtype=kv)
+        table = tables.index(50_000, dtypes)
+        rows = tables.points[table]
+        for point in range(0, len(rows["batch"]), 11):
+            layouts, batch = _layouts(tables.layout(table, point)), float(rows["batch"][point])
+            held = Use(priced, 50_000).memory(layouts, batch, 0.0)
+            assert rows["weights_bytes"][point] == pytest.approx(held.weights_bytes[0], rel=4e-4)
+
+
 def test_large_stages_are_planned_and_not_drawn(monkeypatch):
     monkeypatch.setattr(page_data_module, "MOST_DRAWN", 8)
     setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
     document = Tables(answer(Question(setting, 1_000_000, 32))).document
-    kvp, tpa = np.array([stage.split()[:2] for stage in document["owners"]], dtype=int).T
-    assert (kvp * tpa).max() == 8
-    assert max(layout["kvp"] * layout["tpa"] for layout in document["layouts"]) > 8
+    dp, kvp, tpa = np.array([stage.split()[:3] for stage in document["owners"]], dtype=int).T
+    assert (dp * kvp * tpa).max() == 8
+    assert max(layout["gpus"] // layout["pp"] for layout in document["layouts"]) > 8
 
 
 def _written(folder, plan):

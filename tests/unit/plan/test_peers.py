@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from longhelix import UserError
+from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment
 from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Option, Options
 from longhelix.plan.peers import CONFIG_FILE, OPTIONS, commands
@@ -27,7 +28,7 @@ NAMES = ("smollm2-135m", "llama-3.1-405b", "mixtral-8x22b", "qwen3-235b-a22b", "
 MODELS = {name: load_model(name) for name in NAMES}
 SMOL, LLAMA, MIXTRAL, QWEN, R1 = MODELS.values()
 DENSE_QWEN = replace(LLAMA, architecture="qwen3")
-ONE = {"kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
+ONE = {"dp": 1, "kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
 PREFIXES = {
     "vLLM": ["vllm", "serve"],
     "TensorRT-LLM": ["trtllm-serve"],
@@ -86,8 +87,7 @@ def layouts(model, most_gpus):
     """Each layout of the planner's space once."""
     searched = space(model, most_gpus)
     for index in range(len(searched)):
-        degrees = {name: int(getattr(searched.layouts, name)[index]) for name in list(ONE)[:-1]}
-        yield degrees | {"placement": "local" if searched.layouts.local[index] else "striped"}
+        yield degrees(searched.layouts, index)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,6 +210,33 @@ def test_data_parallel_attention():
     assert asked["--max-running-requests"] == 12
 
 
+def test_groups_of_kvp_ranks():
+    """Two groups of four GPUs, each of which shards its requests' KV."""
+    layout = {"dp": 2, "kvp": 4, "tpf": 1, "ep": 8}
+    vllm, tensorrt, sglang = commands(deployment(R1, users=10, chunk=1024, **layout), "a/model")
+    asked = settings_of(vllm)
+    sizes = ("tensor-parallel-size", "data-parallel-size", "decode-context-parallel-size", "max-num-seqs")
+    assert [asked[f"--{name}"] for name in sizes] == [4, 2, 4, 5]
+    asked = settings_of(tensorrt)
+    assert (asked["tensor_parallel_size"], asked["context_parallel_size"], asked["max_batch_size"]) == (2, 4, 5)
+    assert (asked["enable_attention_dp"], asked["moe_expert_parallel_size"]) == (True, 8)
+    asked = settings_of(sglang)
+    assert [asked[f"--{name}-size"] for name in ("tp", "dp", "dcp", "ep")] == [8, 2, 4, 8]
+    assert asked["--enable-dp-attention"] is True
+    assert asked["--max-running-requests"] == 10
+    dense = {"dp": 2, "kvp": 2, "tpa": 2, "tpf": 8}
+    for command in commands(deployment(DENSE_QWEN, **dense), "a/model"):
+        assert any("data parallel" in sentence for sentence in command.cannot), command.engine
+    assert any(
+        "groups of 2 GPUs that share heads" in sentence for sentence in found("TensorRT-LLM", QWEN, **dense).cannot
+    )
+
+
+def test_drafts_have_to_be_set_up_as_well():
+    for command in commands(replace(deployment(LLAMA, tpa=8, tpf=8), accepted_tokens=1.8), "a/model"):
+        assert any("counts on 1.8 tokens of every step" in note for note in command.notes)
+
+
 def test_experts_by_columns_and_whole():
     both = {"kvp": 1, "tpa": 4, "tpf": 2, "ep": 2}
     assert found("vLLM", QWEN, **both).cannot[0].startswith("TPF 2 x EP 2: experts are shared by columns over all")
@@ -284,6 +311,19 @@ def test_windows_with_decode_context_parallelism():
         found("vLLM", window, kvp=2, tpa=8, tpf=16).cannot[0].startswith("decode context parallelism of a model with")
     )
     assert not found("vLLM", window, tpa=8, tpf=8).cannot
+
+
+def test_indexers_and_linear_attention_with_kvp():
+    sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
+    grid = {"kvp": 8, "tpf": 8}
+    assert not found("vLLM", sparse, **grid).cannot
+    assert found("SGLang", sparse, **grid).cannot[0].startswith("decode context parallelism of deepseek_v32, whose")
+    (no_helix,) = found("TensorRT-LLM", sparse, **grid).cannot
+    assert no_helix.startswith("Helix of deepseek_v32")
+    assert not found("TensorRT-LLM", sparse, tpa=8, tpf=8).cannot
+    for engine in PREFIXES:
+        assert any("qwen3_next" in reason for reason in found(engine, linear, **grid).cannot)
+    assert not found("vLLM", linear, tpa=8, tpf=8).cannot
 
 
 def test_each_family_is_answered():

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill, prefill_seconds
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds, step_seconds
+from longhelix.perf.step import decode_seconds
 from longhelix.plan import report
 from longhelix.plan.answer import answer
+from longhelix.plan.candidate import as_layouts, degrees
 from longhelix.plan.crossover import crossovers
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.estimate import estimate
@@ -52,14 +53,20 @@ def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
     seen = set()
     for index in range(len(searched)):
         layouts = searched.layouts.take(np.array([index]))
-        degrees = {name: int(getattr(layouts, name)[0]) for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
-        layout = Layout(**degrees)
+        dp, kvp, *others = (
+            int(getattr(layouts, name)[0]) for name in ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
+        )
+        layout = Layout(dp * kvp, *others)
         layout.check(R1.heads, model.num_layers)
-        assert layout.world_size <= 24
+        assert layout.world_size == layouts.world_size[0] <= 24
         name = STRATEGIES[searched.strategy[index]].name
         assert not layout.duplicates_kv(R1.heads) or name == "tp"
-        assert (layout.kvp > 1) == (name != "tp")
-        seen.add((name, *degrees.values()))
+        assert (dp > 1, kvp > 1) == (name.startswith(("dp", "helix_dp")), name.startswith(("helix", "tied")))
+        seen.add((name, dp, kvp, *others))
+        words = degrees(layouts, 0)
+        again = as_layouts(words, hop_b=bool(layouts.hop_b[0]))
+        assert all(getattr(again, field.name)[0] == getattr(layouts, field.name)[0] for field in fields(Layouts))
+        assert (words["placement"], words["dp"]) == (("local", 1) if name.startswith("dp") else ("striped", dp))
     assert len(seen) == len(searched)
 
 
@@ -75,6 +82,21 @@ def test_the_space_of_helix_is_all_factorisations():
     assert len(layouts) == len(expected)
 
 
+def test_the_space_of_groups_is_all_factorisations():
+    searched = space(LLAMA.model, 24)
+    layouts = searched.layouts.take(
+        searched.strategy == next(i for i, s in enumerate(STRATEGIES) if s.title == "DP x KVP")
+    )
+    expected = {
+        (dp, kvp, tpa, pp) for tpa in range(1, 9) for kvp in range(2, 13) for dp in range(2, 13) for pp in range(1, 7)
+        if dp * kvp * tpa * pp <= 24
+    }  # fmt: skip
+    found = zip(*(getattr(layouts, name).astype(int) for name in ("dp", "kvp", "tpa", "pp")), strict=True)
+    assert set(found) == expected
+    assert len(layouts) == len(expected)
+    assert (layouts.tpf == layouts.num_ranks).all()
+
+
 def test_a_sweep_costs_what_each_configuration_costs_alone(r1):
     points, searched = r1.sweep.points, r1.sweep.space
     for position in np.random.default_rng(0).choice(len(points), 40, replace=False):
@@ -87,9 +109,9 @@ def test_a_sweep_costs_what_each_configuration_costs_alone(r1):
 
 def test_estimate_equals_the_sweep(llama):
     for candidate in llama.strategies["helix"][::7] + llama.strategies["tied"][::7]:
-        degrees = {name: candidate.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")}
+        layout = Layout(*(candidate.layout[name] for name in ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")))
         hop_b = candidate.strategy == "helix"
-        one = estimate(LLAMA, Layout(**degrees), context=10**6, batch=candidate.batch, chunk=1, hop_b=hop_b)
+        one = estimate(LLAMA, layout, context=10**6, batch=candidate.batch, chunk=1, hop_b=hop_b)
         assert one.tokens_per_s_per_user == pytest.approx(candidate.tokens_per_s_per_user, rel=1e-12)
         assert one.tokens_per_s_per_gpu == pytest.approx(candidate.tokens_per_s_per_gpu, rel=1e-12)
         assert one.ttl_s == pytest.approx(sum(item.seconds for item in one.items), rel=1e-12)
@@ -178,8 +200,7 @@ def test_a_demand_is_priced_at_its_mean_lengths():
     for position in range(0, len(points), 501):
         layouts = searched.layouts.take(points.layout[[position]])
         batch = points.batch[[position]]
-        assert points.ttl_s[position] == step_seconds(LLAMA, layouts, layouts.decode(np.ceil(batch / layouts.pp),
-                                                                                     MIXED.kv_tokens))[0]  # fmt: skip
+        assert points.ttl_s[position] == decode_seconds(LLAMA, layouts, batch, MIXED.kv_tokens)[0]
         assert points.memory_bytes[position] == use.memory_bytes(layouts, batch, 0.0)[0]
     index, column = divmod(int(found.latencies.frontier()[0]), len(CHUNKS))
     layouts, chunk = searched.layouts.take(np.array([index])), float(CHUNKS[column])
@@ -253,7 +274,7 @@ def test_kvp_starts_to_pay_with_context(r1):
 def test_reports_hold_every_candidate(r1):
     rows = list(csv.DictReader(io.StringIO(report.as_csv(r1))))
     assert len(rows) == sum(map(len, r1.strategies.values()))
-    assert float(rows[-1]["tokens_per_s_per_user"]) == r1.strategies["helix"][-1].tokens_per_s_per_user
+    assert float(rows[-1]["tokens_per_s_per_user"]) == r1.strategies["helix_dp"][-1].tokens_per_s_per_user
     as_json = report.as_json(r1, 1.0, [], [], [])
     assert set(as_json) >= {"configurations", "seconds", "frontier", "baseline", "users_at_ttl", "headline"}
     assert as_json["headline"]["interactivity_gain"] == r1.headline.interactivity

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.unit
 # Published totals; deepseek-r1's with 58 layers' routing biases of 256, without the layer that predicts a second token.
 PARAMETERS = {
     "deepseek-r1": 671_026_404_352 + 58 * 256,
+    # That, and an indexer in each of 61 layers: queries of 64 heads of 128 channels from a latent of 1,536, a key and a
+    # weight of each head from 7,168, and a norm with a bias.
+    "deepseek-v3.2": 671_026_404_352 + 58 * 256 + 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128),
     "llama-3-70b": 70_553_706_496,
     "llama-3-8b": 8_030_261_248,
     "llama-3.1-405b": 405_853_388_800,
@@ -40,6 +43,8 @@ ROUNDED = {
     "gpt-oss-120b": (116.8e9, 5.1e9, None),
     # huggingface.co/blog/llama4-release: "17B active parameters out of ~400B total".
     "llama-4-maverick": (400e9, 17e9, "embedding"),
+    # Its model card, "80B in total and 3B activated", which are 3.25 without the head.
+    "qwen3-next-80b-a3b": (80e9, None, None),
     # mistral.ai/news/mistral-large-2407, "123 billion parameters"; dense.
     "mistral-large": (123e9, 123e9, None),
 }
@@ -85,6 +90,8 @@ def test_parameters_are_the_published_ones_to_two_hundredths(model):
     total, active, counting = ROUNDED[model]
     spec = load_model(model)
     assert num_parameters(spec) == pytest.approx(total, rel=0.02)
+    if active is None:
+        return
     # The head is as large as the embedding.
     more = {None: 0, "head": -1, "embedding": 1}[counting] * spec.vocab_size * spec.hidden_size
     assert num_active_parameters(spec) + more == pytest.approx(active, rel=0.02)
@@ -112,6 +119,13 @@ def test_kv_sizes_are_the_published_ones():
     assert round(kv_bytes("llama-3.1-405b", 10**6, "fp4") / 1e9, 1) == 129.0
     assert round(kv_bytes("llama-3.1-405b", 10**6, "bfloat16") / 1e9) == 516
     assert kv_bytes("llama-3-70b", 2**20, "bfloat16") == 320 * 2**30
+
+
+def test_sparse_and_linear_attention_keep_what_they_keep():
+    """64 more numbers of a key; two KV heads in 12 of 48 layers."""
+    sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
+    assert sparse.kv_elements_per_token == 61 * (512 + 64 + 128)
+    assert linear.kv_elements_per_token == 12 * 2 * 2 * 256
 
 
 def test_builtin_is_smollm2():
@@ -163,11 +177,13 @@ TABLES = {
     "h200": (4.8e12, 151.4e9, 0.989e15, 1.978e15, None, 450e9, 50e9, 8, 8),
     "mi300x": (5.3e12, 206.2e9, 1.3074e15, 2.6149e15, None, 448e9, 50e9, 8, 8),
     "mi355x": (8.0e12, 309.2e9, 2.5e15, 5e15, 10.1e15, 537.6e9, 50e9, 8, 8),
+    # Google Cloud TPU documentation: 95 GiB, 1,200 GBps both ways, 50 Gbps; hosts of four chips, slices of up to 6,144.
+    "tpu-v5p": (2.765e12, 102.0e9, 0.459e15, 0.459e15, None, 600e9, 6.25e9, 4, 6144),
 }
-NVIDIA = [name for name in TABLES if not name.startswith("mi")]
+NVIDIA = [name for name in TABLES if not name.startswith(("mi", "tpu"))]
 AMD = [name for name in TABLES if name.startswith("mi")]
 # What has no reason to differ between the GPUs of one vendor, and of one generation.
-OF_A_VENDOR = ("memory_efficiency", "kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s", "prefetch",
+OF_A_VENDOR = ("memory_efficiency", "kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s",
                "scale_up.latency_s", "scale_out.latency_s")  # fmt: skip
 OF_A_GENERATION = ("compute_efficiency", "attention_efficiency")
 
@@ -184,7 +200,8 @@ def test_systems_hold_the_vendors_figures(name):
         system.memory_bytes_per_s, system.memory_bytes, *rates, system.scale_up.bytes_per_s,
         system.scale_out.bytes_per_s, system.node_ranks, system.scale_up.ranks,
     ) == TABLES[name]  # fmt: skip
-    assert system.rate("float16") == system.rate("int4") == system.rate("bfloat16")
+    assert system.rate("int4") == system.rate("bfloat16")
+    assert system.computes_in("float16") == (name != "tpu-v5p")
     assert not system.shared
 
 
@@ -216,6 +233,16 @@ def test_a_generation_shares_its_efficiencies(generation):
     systems = [load_system(name) for name in generation]
     for constant in OF_A_GENERATION:
         assert len({system.constants[constant] for system in systems}) == 1, constant
+
+
+def test_what_google_does_not_publish_of_a_tpu_is_said_to_be_assumed():
+    system = load_system("tpu-v5p")
+    assumed = {name for name, source in system.sources.items() if source.startswith("assumed")}
+    assert assumed == {
+        *("cores", "reserve_bytes", "memory_efficiency", "compute_efficiency", "attention_efficiency"),
+        *("kernel_s", "collective_s", "step_s", "part_fixed_share", "part_s", "swap_bytes_per_s"),
+        *("scale_up.latency_s", "scale_out.latency_s"),
+    }
 
 
 @pytest.mark.parametrize("name", TABLES)

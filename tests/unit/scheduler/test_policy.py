@@ -86,15 +86,39 @@ def test_medhas_example():
     # The shorts that come while the long one runs wait for it; and those that come after it for them.
     assert late["fcfs"] == [1, 2, 3]
     assert late["lars"] == late["edf"] == late["srpt"] == []
-    # The long one gives way only when a short one has less to spare than its own 0.6 prefills: 0.2 s after it came.
-    assert found["lars"][1] == pytest.approx(5 + 0.2 + 0.5, abs=0.05)
-    assert found["edf"][1] == found["srpt"][1] == pytest.approx(5.5, abs=0.05)
+    # The long one has 6 s to spare, and gives way at once.
+    assert found["edf"][1] == found["srpt"][1] == found["lars"][1] == pytest.approx(5.5, abs=0.05)
+
+
+@pytest.mark.parametrize(("short_slo_s", "long_s", "short_s"), [(6, 10.0, 10.5), (1, 10.5, 5.5)])
+def test_lars_makes_no_prompt_late_for_one_that_can_wait(short_slo_s, long_s, short_s):
+    """A long prompt of 10 s has 0.4 to spare, and a short one takes 0.5: if that can wait, both are in time."""
+    prompts = [request(0, 10_000, ttft_slo_s=10.4), request(1, 500, arrival_s=5, ttft_slo_s=short_slo_s)]
+    first_s = served(prompts, policy="lars", chunk_tokens=20)
+    assert [first_s[0], first_s[1]] == pytest.approx([long_s, short_s], abs=0.03)
+
+
+@pytest.mark.parametrize("ttft_slo_s", [100, 4, 1])
+@pytest.mark.parametrize("arrivals_s", [[0.0] * 8, [0.0, 0.3, 0.35, 0.4, 0.5, 0.8, 0.81, 0.82]])
+def test_lars_finishes_equal_prompts_one_by_one(ttft_slo_s, arrivals_s):
+    """Whether all are in time, some, or none: the k-th has its token after k prefills of 0.5 s."""
+    prompts = [request(id, 500, arrival_s, ttft_slo_s=ttft_slo_s) for id, arrival_s in enumerate(arrivals_s)]
+    first_s = served(prompts, policy="lars", chunk_tokens=50)
+    assert [first_s[id] for id in range(8)] == pytest.approx([0.5 * (1 + id) for id in range(8)], abs=0.02)
+
+
+def test_lars_lets_no_late_long_prompt_wait_for_ever():
+    """Shorts that take all of the machine's time, each late soon after it came: the long one goes on among them."""
+    long = request(0, 2_000, ttft_slo_s=2)
+    shorts = [request(1 + index, 500, arrival_s=0.5 * index, ttft_slo_s=0.6) for index in range(60)]
+    first_s = served([long, *shorts], policy="lars", chunk_tokens=20)
+    assert 2 < first_s[0] < 2 + 2 * 5
 
 
 @pytest.mark.parametrize("step_tokens", [20, 150, 300])
 def test_lars_knows_that_a_step_takes_its_time(step_tokens):
-    """A short prompt beside a long one that has time waits for its own deadline, and not until a step later."""
-    long = request(0, 20_000, ttft_slo_s=100)
+    """A short prompt beside a long one that cannot wait does so until its own deadline, and not until a step later."""
+    long = request(0, 20_000, ttft_slo_s=20.005)
     shorts = [request(1 + index, 10, arrival_s=0.37 * index, ttft_slo_s=1) for index in range(50)]
     first_s = served([long, *shorts], policy="lars", chunk_tokens=step_tokens)
     waits_s = [first_s[one.id] - one.arrival_s for one in shorts]

@@ -282,6 +282,7 @@ def test_every_request_gets_all_its_tokens(shapes):
     assert all(account.arrival_s <= account.begin_s < account.first_s for account in seen.accounts.values())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_run(monkeypatch):
     """Twice the steps and requests take less than a byte for each step more."""
     monkeypatch.setattr("longhelix.simulate.ledger._SPARE", 64)

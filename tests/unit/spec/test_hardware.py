@@ -18,7 +18,6 @@ SYSTEM = {
     "memory_bytes_per_s": constant(1e12, "measured"),
     "memory_bytes": constant(64e9),
     "reserve_bytes": constant(6e9),
-    "cache_bytes": constant(40e6),
     "memory_efficiency": constant(0.9),
     "compute_efficiency": constant(1),
     "attention_efficiency": constant(1),
@@ -29,8 +28,8 @@ SYSTEM = {
     "part_s": constant(1e-6),
     "swap_bytes_per_s": constant(5e10),
     "in_switch_reduction": constant(True),
-    "prefetch": constant(False),
     "shared": constant(False),
+    "cores": constant(64),
     "node_ranks": constant(8),
     "flops_per_s": {"bfloat16": constant(4e14), "float32": constant(2e13)},
     "scale_up": {"latency_s": constant(1e-6, "guessed"), "bytes_per_s": constant(450e9), "ranks": constant(8)},
@@ -67,10 +66,10 @@ def test_a_system_is_its_values_with_their_sources_beside():
     assert (spec.in_switch_reduction, spec.shared) == (True, False)
     assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
-    assert len(spec.sources) == 17 + 2 + 3 + 3
+    assert len(spec.sources) == 16 + 2 + 3 + 3
 
 
-OPTIONAL = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1}
+OPTIONAL = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_ranks": 1, "cores": 2**20}
 
 
 def test_a_file_that_is_older_than_a_constant_is_read():
@@ -152,6 +151,7 @@ def test_a_constant_without_its_source_is_refused(entry):
         ("scale_out.bytes_per_s", (0, -5e9), "a number above 0"),
         ("reserve_bytes", (-1.0, float("nan"), True), "a number of bytes, 0 or more"),
         ("node_ranks", (0, 4.0, True), "a whole number above 0"),
+        ("cores", (0, 1.5, True), "a whole number above 0"),
         ("kernel_s", (-1e-9, float("inf"), False), "seconds, 0 or more"),
         ("scale_up.latency_s", (-1e-9,), "seconds, 0 or more"),
         ("memory_efficiency", (0, -0.5, 1.01), "a number above 0, at most 1"),
@@ -178,3 +178,9 @@ def test_constants_are_replaced_by_name_and_keep_their_sources():
         **dict.fromkeys(("scale_up.latency_s", "flops_per_s.bfloat16", "step_s"), "fitted"),
     }
     assert changed_spec.replaced(spec.constants, "again") == spec
+
+
+def test_what_older_files_say_and_nothing_asks_for_is_passed_over():
+    older = SYSTEM | {"cache_bytes": constant(40e6), "prefetch": constant(False)}
+    assert HardwareSpec.from_mapping("mine", older) == HardwareSpec.from_mapping("mine", SYSTEM)
+    assert not {"cache_bytes", "prefetch"} & set(HardwareSpec.from_mapping("mine", older).sources)

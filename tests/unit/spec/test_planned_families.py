@@ -10,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV32Config,
     Glm4MoeConfig,
     GptOssConfig,
     Llama4TextConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from anything import VALUES
 from longhelix.errors import UserError
 from longhelix.presets import load_model
-from longhelix.spec import FAMILIES, PLANNED_FAMILIES, ModelSpec, MoE
+from longhelix.spec import FAMILIES, PLANNED_FAMILIES, Indexer, LinearAttention, ModelSpec, MoE
 from longhelix.spec.weights import num_parameters
 
 pytestmark = pytest.mark.unit
@@ -43,7 +45,33 @@ GLM = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+LATENT = GLM | {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "index_n_heads": 4,
+    "index_head_dim": 10,
+    "index_topk": 32,
+}
+NEXT = {
+    "num_experts": 5,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 14,
+    "linear_conv_kernel_dim": 3,
+}
 CONFIGS = {
+    "deepseek_v32": (DeepseekV32Config, LATENT),
+    "qwen3_next": (Qwen3NextConfig, NEXT),
     "glm4_moe": (Glm4MoeConfig, GLM),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 5}),
     "llama4_text": (Llama4TextConfig, {"num_local_experts": 5, "intermediate_size_mlp": 200}),
@@ -96,6 +124,10 @@ def test_whoever_plans_is_told_what_can_be_planned_for():
         ("llama4_text", {}),
         ("llama4_text", {"interleave_moe_layer_step": 2}),
         ("llama4_text", {"interleave_moe_layer_step": 2, "attention_bias": True}),
+        ("deepseek_v32", {}),
+        ("deepseek_v32", {"attention_bias": True}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"attention_bias": True, "full_attention_interval": 3}),
     ],
 )
 def test_parameters_are_those_of_transformers(family, changes):
@@ -106,7 +138,32 @@ def test_parameters_are_those_of_transformers(family, changes):
     assert num_parameters(read(config.to_dict())) == sum(map(torch.numel, model.parameters())) + routing_biases
 
 
+def test_what_chooses_tokens_and_linear_attention_are_those_of_the_config():
+    assert planned("deepseek_v32").indexer == Indexer(num_heads=4, head_size=10, chosen_tokens=32)
+    linear = LinearAttention(num_key_heads=2, num_value_heads=6, key_size=12, value_size=14, kernel_size=3)
+    assert planned("qwen3_next").linear == linear
+    assert all(planned(family).linear is None for family in CONFIGS if family != "qwen3_next")
+    assert all(planned(family).indexer is None for family in CONFIGS if family != "deepseek_v32")
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 4}])
+def test_linear_layers_are_those_that_transformers_says(changes):
+    config = made("qwen3_next", **changes)
+    whole = config.to_dict()
+    spec = read(whole)
+    linear = [kind == "linear_attention" for kind in config.layer_types]
+    assert list(map(spec.is_linear, range(6))) == linear
+    assert spec.num_linear_layers == sum(linear)
+    assert spec.num_windowed_layers == 0
+    if not changes:
+        assert read({key: whole[key] for key in whole if key != "layer_types"}) == spec
+
+
 def test_experts_are_those_of_the_config():
+    assert planned("deepseek_v32").moe == MoE(
+        6, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True, num_groups=2, scale=2.5
+    )
+    assert planned("qwen3_next").moe == MoE(5, 2, 40, shared_size=56, shared_gate=True)
     assert planned("glm4_moe").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True)
     assert planned("gpt_oss").moe == MoE(5, 2, 40, biases=True)
     assert planned("llama4_text", interleave_moe_layer_step=3).moe == MoE(
@@ -208,6 +265,13 @@ def test_the_part_of_a_head_that_turns_is_no_matter():
         ("gpt_oss", {"num_local_experts": None}),
         ("gpt_oss", {"layer_types": [1]}),
         ("glm4_moe", {"use_qk_norm": 1}),
+        ("deepseek_v32", {"index_topk": 0}),
+        ("deepseek_v32", {"index_head_dim": None}),
+        ("deepseek_v32", {"q_lora_rank": None}),
+        ("qwen3_next", {"linear_num_key_heads": 4}),
+        ("qwen3_next", {"linear_conv_kernel_dim": "4"}),
+        ("qwen3_next", {"layer_types": "linear_attention"}),
+        ("qwen3_next", {"mlp_only_layers": [1]}),
     ],
 )
 def test_what_no_config_can_have_is_refused_by_name(family, change):

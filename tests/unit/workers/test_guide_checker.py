@@ -1,8 +1,11 @@
 """The process that compiles guides: what takes too much of it ends it alone."""
 
+import json
 import os
+import re
 import resource
 import signal
+import subprocess
 import threading
 import time
 
@@ -57,6 +60,9 @@ def test_guides_are_compiled_once(checker, monkeypatch):
             checker.check(Guide("regex", "a(b"))
         assert refused.value.code == "invalid_guide"
     assert len(asked) == 2
+    assert checker.knows(Guide("regex", "(once|only)"))
+    with pytest.raises(UserError, match="unclosed group"):
+        checker.knows(Guide("regex", "a(b"))
 
 
 def test_it_forgets_the_first_of_very_many(checker, monkeypatch):
@@ -97,6 +103,73 @@ def test_a_process_that_says_nothing_refuses_no_guide(monkeypatch):
     monkeypatch.undo()
     checker.check(Guide("regex", "a"))
     checker.close()
+
+
+def test_a_process_that_reads_nothing_keeps_nobody_waiting(monkeypatch):
+    """A guide may be longer than a pipe has room for."""
+    checker = GuideChecker(lambda: TABLE)
+    checker.check(Guide("json"))
+    checker._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(guide_checker, "_ANSWER_S", 0.1)
+    refused = []
+
+    def ask():
+        try:
+            checker.check(Guide("choice", json.dumps(["long", "x" * 100_000])))
+        except RequestError as error:
+            refused.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(30)
+    stands_still = asking.is_alive()
+    checker.close()
+    asking.join()
+    assert not stands_still
+    assert re.search(r"nothing was found within 0.1 s; .* had a core for \d+\.\d s .* waited \d+\.\d s", refused[0])
+
+
+def test_whoever_ends_the_process_refuses_no_guide(checker, monkeypatch):
+    """While it has nothing to do, and while it compiles."""
+    checker.check(Guide("json"))
+    checker._process.kill()
+    checker.check(Guide("regex", "after an end"))
+    exchange, left = guide_checker._exchange, [1]
+
+    def ended(process, message, timeout_s):
+        if timeout_s == guide_checker._ANSWER_S and left[0]:
+            left[0] -= 1
+            process.kill()
+        return exchange(process, message, timeout_s)
+
+    monkeypatch.setattr(guide_checker, "_exchange", ended)
+    checker.check(Guide("regex", "beside an end"))
+    left[0] = 2
+    with pytest.raises(RequestError, match="SIGKILL ends the process"):
+        checker.check(Guide("regex", "beside two ends"))
+    assert not checker.knows(Guide("regex", "beside two ends"))
+    checker.check(Guide("regex", "beside two ends"))
+
+
+def test_an_end_beside_a_start_is_that_of_the_new_process(monkeypatch):
+    """Which `close` cannot know yet."""
+    checker = GuideChecker(lambda: TABLE)
+    closing = threading.Thread(target=checker.close)
+    start = subprocess.Popen
+
+    def started(*given, **more):
+        process = start(*given, **more)
+        closing.start()
+        while not checker._closed:
+            time.sleep(0.001)
+        return process
+
+    monkeypatch.setattr(guide_checker.subprocess, "Popen", started)
+    with pytest.raises(EngineError, match="the engine has ended"):
+        checker.check(Guide("json"))
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not checker.knows(Guide("json"))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ const SHAPES = {
   diamond: (x, y, r) => ["rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r,
     transform: `rotate(45 ${x} ${y})` }],
   triangle: (x, y, r) => ["path", { d: `M${x - 1.2 * r},${y + r} L${x},${y - 1.2 * r} L${x + 1.2 * r},${y + r}Z` }],
+  wedge: (x, y, r) => ["path", { d: `M${x - 1.2 * r},${y - r} L${x},${y + 1.2 * r} L${x + 1.2 * r},${y - r}Z` }],
   cross: (x, y, r) => ["path", { d: `M${x - r},${y - r} L${x + r},${y + r} M${x - r},${y + r} L${x + r},${y - r}` }],
 };
 

@@ -30,7 +30,8 @@ function told(answer) {
   const of = (name, words) => known(found?.[name], words);
   return [
     ["Model", `${answer.model ?? "?"} on ${answer.system}`],
-    ["Weights, KV", `${answer.weight_dtype}, ${answer.kv_dtype}`],
+    ["Weights, KV", `${weightWords(answer.weight_dtype, answer.expert_dtype)}, ${answer.kv_dtype}`],
+    ["Tokens per step", known(answer.accepted_tokens, (accepted) => digits(accepted))],
     ["Requests", `${tokens(answer.context)} tokens`],
     ["Targets", targetsOf(answer)],
     ["Answer", found && (answer.best ? "meets the targets" : `nearest, misses ${found.violates.join(", ")}`)],

@@ -9,6 +9,9 @@ const NUMBERS = {
   rate: { unit: 1, words: "requests/s", asked: plan.asked.rate_per_s },
   price: { unit: 1, words: "the price of a GPU hour", asked: plan.asked.gpu_hour },
 };
+// Strategies without HOP-B that others of the same layouts have, and those with it.
+const EXPOSED = ["helix_exposed"];
+const OVERLAPPED = ["helix", "helix_dp"];
 let picked = null;
 
 // A number in its base unit, null where none is set, NaN where it cannot be.
@@ -48,12 +51,12 @@ function stateSet() {
   const found = numbersSet();
   if (found === null) return null;
   const [length, dtypes, capIndex] = ["length", "dtypes", "gpus"].map((id) => Number(at(id).value));
-  const leftOut = at("hop-b").checked ? "helix_exposed" : "helix";
+  const leftOut = at("hop-b").checked ? EXPOSED : OVERLAPPED;
   return {
     ...found, users: found.users ?? 1, length, dtypes, capIndex, cap: plan.gpu_caps[capIndex],
     tokens: plan.lengths[length], fewest: at("fewest").checked, table: tableOf(length, dtypes),
     strategies: plan.strategies.filter((strategy, index) =>
-      strategy.name !== leftOut && plan.layouts.some((layout) => layout.strategy === index)),
+      !leftOut.includes(strategy.name) && plan.layouts.some((layout) => layout.strategy === index)),
   };
 }
 
@@ -88,7 +91,8 @@ function showSliders(state) {
 function startControls(draw) {
   at("length").max = plan.lengths.length - 1;
   at("gpus").max = plan.gpu_caps.length - 1;
-  at("dtypes").append(...plan.dtypes.map((pair, index) => element("option", { value: index }, pair.join(", "))));
+  at("dtypes").append(...plan.dtypes.map(([weights, kv], index) =>
+    element("option", { value: index }, `${weightWords(weights, plan.expert_dtypes[index])}, ${kv}`)));
   if (plan.output_tokens === null) {
     at("rate").disabled = true;
     at("rate").title = at("rate").placeholder = "needs --isl, --osl";

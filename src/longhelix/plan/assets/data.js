@@ -48,9 +48,23 @@ function ranksOf(layout) {
     Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));
 }
 
-function layoutWords({ dp = 1, kvp, tpa, tpf, ep, pp, ffn_replicas: copies, placement }) {
-  const groups = dp > 1 ? `DP ${dp} × ` : "";
-  const attention = placement === "local" ? `DP ${kvp} × TPA ${tpa}` : `${groups}KVP ${kvp} × TPA ${tpa}`;
-  return [attention, `TPF ${tpf}${ep > 1 ? ` × EP ${ep}` : ""}${copies > 1 ? ` × ${copies} copies` : ""}`,
+// Groups that have requests of their own, and the KVP ranks of each.
+function groupsOf({ dp = 1, kvp, placement }) {
+  return placement === "local" ? [kvp, 1] : [dp, kvp];
+}
+
+function attentionWords(layout) {
+  const [groups, kvp] = groupsOf(layout);
+  return (groups > 1 ? `DP ${groups} × ` : "") + (kvp > 1 || groups === 1 ? `KVP ${kvp} × ` : "")
+    + `TPA ${layout.tpa}`;
+}
+
+function weightWords(weights, experts) {
+  return experts && experts !== weights ? `${weights} (experts ${experts})` : weights;
+}
+
+function layoutWords(layout) {
+  const { tpf, ep, pp, ffn_replicas: copies } = layout;
+  return [attentionWords(layout), `TPF ${tpf}${ep > 1 ? ` × EP ${ep}` : ""}${copies > 1 ? ` × ${copies} copies` : ""}`,
     ...(pp > 1 ? [`PP ${pp}`] : [])].join(", ");
 }

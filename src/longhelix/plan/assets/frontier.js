@@ -2,6 +2,7 @@
 
 const LOOKS = {
   tp: "square", dp_ep: "diamond", dp_tp: "triangle", tied: "cross", helix_exposed: "circle", helix: "circle",
+  helix_dp: "wedge",
 };
 const TITLES = ["tokens/s per user", "tokens/s per GPU"];
 let drawnLines = [];

@@ -34,15 +34,15 @@ function drawGrid(id, columns, cells) {
 }
 
 function sequenceOf(layout, rank) {
-  const { kvp, placement, ffn_replicas: copies } = layout.chosen;
-  if (placement === "local") {
-    return `all ${tokens(layout.context)} tokens of one request in ${whole(kvp)}`;
-  }
-  if (kvp === 1) return `all ${tokens(layout.context)} tokens of every request`;
-  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`;
-  return copies > 1
-    ? `span ${rank.kvp_rank} of ${kvp}: ${share}`
-    : `blocks ${rank.kvp_rank}, ${rank.kvp_rank + kvp}, … of 16 tokens: ${share}`;
+  const [groups, kvp] = groupsOf(layout.chosen);
+  const requests = groups > 1 ? `one request in ${whole(groups)}` : "every request";
+  if (kvp === 1) return `all ${tokens(layout.context)} tokens of ${requests}`;
+  const first = rank.kvp_rank % kvp;
+  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`
+    + (groups > 1 ? ` of ${requests}` : "");
+  return layout.chosen.ffn_replicas > 1
+    ? `span ${first} of ${kvp}: ${share}`
+    : `blocks ${first}, ${first + kvp}, … of 16 tokens: ${share}`;
 }
 
 function ffnOf(layout, rank) {
@@ -61,7 +61,7 @@ function showGpu(number) {
     return;
   }
   drawn.shown = number;
-  const exchanges = drawn.chosen.kvp > 1 && drawn.chosen.placement !== "local";
+  const exchanges = groupsOf(drawn.chosen)[1] > 1;
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
   const entries = [
     ["KV", `${held}, ${sequenceOf(drawn, rank)}`],
@@ -89,18 +89,19 @@ function moveGpu(event) {
 for (const grid of document.querySelectorAll(".grid")) grid.addEventListener("keydown", moveGpu);
 
 function drawLayout({ layout }, context) {
-  const { kvp, tpa, tpf, ep, pp, ffn_replicas: copies, placement } = layout;
+  const { tpa, tpf, ep, pp, ffn_replicas: copies } = layout;
   const ranks = ranksOf(layout);
-  const outer = placement === "local" ? "DP" : "KVP";
+  const [groups, kvp] = groupsOf(layout);
+  const [count, outer] = [groups * kvp, kvp > 1 || groups === 1 ? "K" : "D"];
   drawn = { chosen: { ...layout, ranks }, context, shown: 0 };
   const stages = pp > 1 ? `: one of ${pp} stages, ${Math.ceil(plan.num_layers / pp)} of ${plan.num_layers} layers` : "";
-  document.getElementById("layout-title").textContent = `${plural(kvp * tpa, "GPU")} in two roles${stages}`;
-  document.getElementById("attention-caption").textContent = `Attention: ${outer} ${kvp} × TPA ${tpa}`;
+  document.getElementById("layout-title").textContent = `${plural(count * tpa, "GPU")} in two roles${stages}`;
+  document.getElementById("attention-caption").textContent = `Attention: ${attentionWords(layout)}`;
   document.getElementById("ffn-caption").textContent =
     `FFN: TPF ${tpf} × EP ${ep}` + (copies > 1 ? `, ${copies} copies` : "");
-  const columns = columnsOf(kvp * tpa, tpa);
+  const columns = columnsOf(count * tpa, tpa);
   drawGrid("attention-grid", columns, ranks.map((rank, number) =>
-    cell(number, rank.kvp_rank, kvp, outer[0], rank.tpa_rank, tpa, "T")));
+    cell(number, rank.kvp_rank, count, outer, rank.tpa_rank, tpa, "T")));
   drawGrid("ffn-grid", columns, ranks.map((rank, number) =>
     cell(number, rank.ep_rank, ep, "E", rank.tpf_rank, tpf, "F")));
   showGpu(0);

@@ -28,7 +28,9 @@ function itemRow(item, total, longest) {
 function drawStep(costs, total) {
   const items = shownItems(costs, total);
   const longest = Math.max(...items.map((item) => item.seconds));
-  document.getElementById("step-title").textContent = `One step of decodes on one GPU: ${time(total)}`;
+  const what = plan.accepted_tokens === 1 ? "One step of decodes"
+    : `A token's part of a step of decodes that gives ${digits(plan.accepted_tokens)}`;
+  document.getElementById("step-title").textContent = `${what} on one GPU: ${time(total)}`;
   document.querySelector("#items tbody").replaceChildren(...items.map((item) => itemRow(item, total, longest)));
   const kinds = new Map();
   for (const item of costs) kinds.set(item.kind, (kinds.get(item.kind) ?? 0) + item.seconds);

@@ -1,0 +1,55 @@
+"""Linear attention: a state of fixed size in place of keys and values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count
+
+_CHUNK_TOKENS = 64  # of the form for many rows, in flash-linear-attention and transformers
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Gated DeltaNet (arXiv 2412.06464). Each value head has a state of `key_size` x `value_size` numbers of a request;
+    key heads, of which each serves as many value heads, have queries as well. Queries, keys and values pass through a
+    convolution over the last `kernel_size` tokens, of which it keeps all but one.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    kernel_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise UserError(
+                f"{self.num_value_heads} value heads do not divide into groups over {self.num_key_heads} key heads: "
+                "correct linear_num_value_heads or linear_num_key_heads in the model's config",
+                "invalid_model",
+            )
+
+    @property
+    def row_flops(self) -> int:
+        """Of a row and value head, one row after another: the state is read by the key, written, and read by the
+        query."""
+        return 6 * self.key_size * self.value_size
+
+    @property
+    def chunk_row_flops(self) -> int:
+        """Of a row and value head, in chunks of 64 rows: as above, and with the rows of its chunk keys by keys, queries
+        by keys, the inverse by keys and values, and weights by values."""
+        return self.row_flops + _CHUNK_TOKENS * (6 * self.key_size + 4 * self.value_size)
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> "LinearAttention":
+        """Read the config.json of a qwen3_next model; raises UserError."""
+        return cls(
+            num_key_heads=count(config, "linear_num_key_heads"),
+            num_value_heads=count(config, "linear_num_value_heads"),
+            key_size=count(config, "linear_key_head_dim"),
+            value_size=count(config, "linear_value_head_dim"),
+            kernel_size=count(config, "linear_conv_kernel_dim"),
+        )

@@ -1,0 +1,35 @@
+"""Attention to chosen tokens: an indexer scores all of them, and attention reads the best alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longhelix.spec.config import count
+
+_SCALED_NUMBERS, _SCALE_BYTES = 128, 4
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """DeepSeek sparse attention (arXiv 2512.02556, section 2): of each token a key of `head_size` channels is kept,
+    which the `num_heads` queries of a row score; the row attends to the `chosen_tokens` with the best scores.
+    """
+
+    num_heads: int
+    head_size: int
+    chosen_tokens: int
+
+    @property
+    def key_bytes(self) -> float:
+        """Of a token in one layer: FP8, with a scale for 128 channels (TensorRT-LLM, tech blog 15)."""
+        return self.head_size + _SCALE_BYTES * -(-self.head_size // _SCALED_NUMBERS)
+
+    @property
+    def pair_flops(self) -> int:
+        """Of a row and a key."""
+        return 2 * self.num_heads * self.head_size
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> "Indexer":
+        """Read the config.json of a deepseek_v32 model; raises UserError."""
+        return cls(count(config, "index_n_heads"), count(config, "index_head_dim"), count(config, "index_topk"))
