@@ -6,11 +6,13 @@ import re
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+import longhelix
 from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
@@ -233,6 +235,15 @@ def test_caps_are_powers_of_two_and_the_most():
     assert gpu_caps(1) == [1]
     assert gpu_caps(64) == [1, 2, 4, 8, 16, 32, 64]
     assert gpu_caps(72) == [1, 2, 4, 8, 16, 32, 64, 72]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_every_strategy_has_a_colour_on_light_and_on_dark_and_a_mark(strategy):
+    source = Path(longhelix.__file__).parent
+    assert (source / "page/assets/page.css").read_text().count(f"--{strategy.name}: #") == 2
+    looks = (source / "plan/assets/frontier.js").read_text().partition("};")[0]
+    mark = re.search(rf'\b{strategy.name}: "(\w+)"', looks)[1]
+    assert f"  {mark}: (x, y, r) =>" in (source / "plan/assets/chart.js").read_text()
 
 
 @pytest.mark.parametrize("name", model_names())

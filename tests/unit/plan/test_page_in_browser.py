@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from longhelix.plan.answer import answer
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.page import write_page
 from longhelix.plan.question import Question
+from longhelix.plan.space import STRATEGIES
 from longhelix.presets import load_model, load_system
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
@@ -78,6 +80,8 @@ SPARSE = Question(
     Setting(load_model("qwen3-30b-a3b"), load_system("h100"), "bfloat16", "bfloat16"),
     DEMAND.longest, 16, ttl_s=0.03, ttft_s=30.0, demand=DEMAND, gpu_hour=2.5,
 )  # fmt: skip
+# As the page opens, with HOP-B.
+TITLES = {strategy.name: strategy.title for strategy in STRATEGIES} | {"helix_exposed": "Helix"}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +194,7 @@ def test_the_page_opens_with_the_plans_answer(page, dense):
         "Strategy", "Tokens/s per user", "Tokens/s per GPU", "ms beside a prompt", "TTFT, s", "Users", "Requests/s",
         "Cost of 1M tokens", "GPUs",
     ]  # fmt: skip
-    check_row(row_of(found, "Helix" if best.strategy.startswith("helix") else "TP"), best)
+    check_row(row_of(found, TITLES[best.strategy]), best)
     assert "attention" in found["items"]
     assert page.find_element("id", "length-shown").text == "1M tokens"
     assert page.find_element("id", "rate").get_attribute("disabled")
@@ -199,10 +203,19 @@ def test_the_page_opens_with_the_plans_answer(page, dense):
 def test_a_demands_page_opens_with_the_plans_answer(demanded, sparse):
     found, best = shown(demanded), sparse.plan.best
     assert found["title"] == "The best within the targets"
-    titles = {"tp": "TP", "dp_ep": "DP attention + EP", "dp_tp": "DP attention + TP FFN", "helix": "Helix"}
-    check_row(row_of(found, titles[best.strategy]), best)
+    check_row(row_of(found, TITLES[best.strategy]), best)
     assert number(demanded.find_element("id", "rate").get_attribute("value")) == 2
     assert number(demanded.find_element("id", "price").get_attribute("value")) == 2.5
+
+
+def test_drafts_are_in_the_pages_answer_as_in_the_plans(browser, tmp_path):
+    setting = replace(SPARSE.setting, draft_tokens=3, accepted_tokens=2.25)
+    drafted = Written(tmp_path, replace(SPARSE, setting=setting), "drafted")
+    for page in _opened(browser, drafted):
+        found, best = shown(page), drafted.plan.best
+        check_row(row_of(found, TITLES[best.strategy]), best)
+        title = page.find_element("id", "step-title").text
+        assert title.startswith("A token's part of a step of decodes that gives 2.25 on one GPU: ")
 
 
 def test_the_headline_is_the_gain_at_the_target_and_then_the_largest(page, dense):
@@ -309,6 +322,30 @@ def test_requests_apart_are_labelled_so(demanded):
     assert re.search(r"DP attention \+ EP: (\d+ × )?DP \d+ × TPA", found["chosen"])
     assert found["captions"][0].startswith("Attention: DP ")
     assert "KVP" not in found["captions"][0] + found["chosen"]
+
+
+def test_groups_of_kvp_ranks_are_drawn_whole(page):
+    row = next(each for each in page.find_elements("css selector", "#strategies button") if each.text == "DP x KVP")
+    row.click()
+    found = shown(page)
+    words, *degrees = re.search(r"DP (\d+) × KVP (\d+) × TPA (\d+)", found["chosen"]).group(0, 1, 2, 3)
+    dp, kvp, tpa = map(int, degrees)
+    assert found["captions"][0] == f"Attention: {words}"
+    cells = page.find_elements("css selector", "#attention-grid > div")
+    assert len(cells) == dp * kvp * tpa
+    webdriver.ActionChains(page).move_to_element(cells[-1]).perform()
+    told = page.find_element("id", "gpu").text
+    assert f"{dp - 1} of {dp}, KVP rank {kvp - 1} of {kvp}" in told
+    assert f"blocks {kvp - 1}, {2 * kvp - 1}, " in told
+    assert f"one request in {dp}" in told
+
+
+def test_without_hop_b_no_strategy_has_it(page):
+    assert {"Helix", "DP x KVP"} <= {row[0] for row in shown(page)["rows"]}
+    page.execute_script(SET, "hop-b", None)
+    titles = {row[0] for row in shown(page)["rows"]}
+    assert "Helix without HOP-B" in titles
+    assert titles.isdisjoint({"Helix", "DP x KVP"})
 
 
 @pytest.mark.parametrize("width", [400, 1400])

@@ -61,12 +61,14 @@ function showGpu(number) {
     return;
   }
   drawn.shown = number;
-  const exchanges = groupsOf(drawn.chosen)[1] > 1;
+  const [groups, kvp] = groupsOf(drawn.chosen);
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
   const entries = [
+    ...(groups > 1 && kvp > 1
+      ? [["Group", `${Math.floor(rank.kvp_rank / kvp)} of ${groups}, KVP rank ${rank.kvp_rank % kvp} of ${kvp}`]] : []),
     ["KV", `${held}, ${sequenceOf(drawn, rank)}`],
     ["Attention", range(rank.query_heads, "query head")],
-    ...(exchanges && drawn.chosen.ffn_replicas === 1
+    ...(kvp > 1 && drawn.chosen.ffn_replicas === 1
       ? [["After exchange", `${range(rank.merged_query_heads, "query head")}, whole`]] : []),
     ["FFN", ffnOf(drawn, rank)],
   ];
