@@ -311,19 +311,27 @@ def test_drafts_count_in_every_number_of_the_page():
             assert rows["busy_s"][index] == pytest.approx(found.busy_s[0], rel=1e-6)
 
 
-def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with():
-    setting = Setting(load_model("gpt-oss-120b"), GB200, "fp8", "bfloat16", expert_dtype="fp4")
+@pytest.mark.parametrize(
+    ("weights", "kv", "experts", "expected"),
+    [
+        ("fp8", "bfloat16", "fp4", [("fp8", "bfloat16", "fp4"), ("fp4", "fp8", "fp4"), ("fp8", "fp8", "fp4")]),
+        ("fp8", "fp8", "bfloat16", [
+            ("fp8", "fp8", "bfloat16"), ("fp4", "fp8", "fp4"), ("bfloat16", "bfloat16", "bfloat16"),
+        ]),
+    ],
+)  # fmt: skip
+def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with(weights, kv, experts, expected):
+    setting = Setting(load_model("gpt-oss-120b"), GB200, weights, kv, expert_dtype=experts)
     tables = Tables(answer(Question(setting, 50_000, 2)))
-    pairs = list(zip(tables.document["dtypes"], tables.document["expert_dtypes"], strict=True))
-    assert pairs == [(["fp8", "bfloat16"], "fp4"), (["fp4", "fp8"], "fp4"), (["fp8", "fp8"], "fp4")]
-    assert page_data_module._settings(setting)[1].expert_dtype is None
-    for dtypes, ((weights, kv), _) in enumerate(pairs):
-        priced = replace(setting, weight_dtype=weights, kv_dtype=kv)
+    pairs = zip(tables.document["dtypes"], tables.document["expert_dtypes"], strict=True)
+    assert [(*pair, told) for pair, told in pairs] == expected
+    for dtypes, (weights, kv, experts) in enumerate(expected):
+        use = Use(replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts), 50_000)
         table = tables.index(50_000, dtypes)
         rows = tables.points[table]
         for point in range(0, len(rows["batch"]), 11):
             layouts, batch = _layouts(tables.layout(table, point)), float(rows["batch"][point])
-            held = Use(priced, 50_000).memory(layouts, batch, 0.0)
+            held = use.memory(layouts, batch, 0.0)
             assert rows["weights_bytes"][point] == pytest.approx(held.weights_bytes[0], rel=4e-4)
 
 
