@@ -83,7 +83,8 @@ def plan(
     others = neighbours(question, found.best) if found.best else []
     rejected = rejections(question, found.sweep)
     crossed = crossovers(question, found.sweep.space, max_gpus)
-    as_object = report.as_json(found, time.perf_counter() - start_s, others, rejected, crossed)
+    seconds = time.perf_counter() - start_s
+    as_object = {"model": model.model} | report.as_json(found, seconds, others, rejected, crossed)
     if out is not None:
         _write(out, found, model.model, as_object)
     if json:
@@ -122,27 +123,14 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
-    """All files of a plan; plotly and matplotlib are loaded for them alone."""
+    """All files of a plan; matplotlib is loaded for them alone."""
     from longhelix.plan import page, plots
 
     question = found.question
     setting = question.setting
     title = f"{model} on {setting.system.name}, {question.context:,} tokens, up to {question.max_gpus} GPUs"
     plots.draw_frontier(folder / "frontier", report.series(found), title, ttl_s=question.ttl_s)
-    page.write_page(
-        folder / "plan.html",
-        setting.model,
-        model,
-        setting.system,
-        max_gpus=question.max_gpus,
-        context=question.context,
-        weight_dtype=setting.weight_dtype,
-        kv_dtype=setting.kv_dtype,
-        ttl_s=question.ttl_s,
-        expert_dtype=setting.expert_dtype,
-        draft_tokens=setting.draft_tokens,
-        accepted_tokens=setting.accepted_tokens,
-    )
+    page.write_page(folder / "plan.html", found, as_object)
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
     for name in _OF_THE_BEST:  # of another plan, which was here before

@@ -12,18 +12,19 @@ _SHARED = Path(__file__).parent / "assets"
 
 
 def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, bytes]) -> None:
-    """Write the page of `assets`: page.html with page.css and `scripts`, plotly, and `data` by the names that the
-    template has for it, compressed.
+    """Write the page of `assets`: page.html with page.css and `scripts`, plotly where the template has a place for it,
+    and `data` by the names that it has for them, compressed.
 
     Raises UserError where plotly is missing and where `path` cannot be written.
     """
+    template = _read(assets / "page.html")
     inserts = {
         "style": "\n".join(_read(folder / "page.css") for folder in (_SHARED, assets)),
-        "plotly": _plotly(),
+        "plotly": _plotly() if "{{plotly}}" in template else "",
         "scripts": "\n".join([_read(_SHARED / "shared.js"), *(_read(assets / name) for name in scripts)]),
         **{name: base64.b64encode(zlib.compress(content)).decode() for name, content in data.items()},
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda place: inserts[place[1]], _read(assets / "page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda place: inserts[place[1]], template)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -11,8 +11,9 @@ from longhelix.plan.apart import Apart, apart
 from longhelix.plan.candidate import Candidate, candidates
 from longhelix.plan.choice import Choice, Chooser
 from longhelix.plan.latency import Latencies, latencies
-from longhelix.plan.pareto import Gain, frontier, gain
+from longhelix.plan.pareto import AtSpeed, Gain, at_least, frontier, gain
 from longhelix.plan.question import Question
+from longhelix.plan.service import Use
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import Points, Sweep, full_sweep
 
@@ -35,8 +36,8 @@ class Plan:
 
     best: what meets all targets together, None where nothing does; nearest: what misses them by least, where nothing
     does. apart: with prefill and decode on instances of their own, None where nothing meets the targets so, or where
-    requests do not end. headline: Helix over the baseline, None where one is empty. latencies: TTFT against TBT, where
-    the question sets a TTFT.
+    requests do not end. headline: Helix over the baseline, None where one is empty. at_ttl: both at the TTL that the
+    question sets, None where it sets none. latencies: TTFT against TBT, where it sets a TTFT.
     """
 
     question: Question
@@ -46,6 +47,7 @@ class Plan:
     baseline: list[Candidate]
     strategies: dict[str, list[Candidate]]
     headline: Gain | None
+    at_ttl: AtSpeed | None
     best: Choice | None
     nearest: list[Choice]
     apart: Apart | None
@@ -57,7 +59,8 @@ def answer(question: Question) -> Plan:
     """Search every layout; raises UserError where no configuration fits in memory."""
     budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
     every = space(question.setting.model, question.max_gpus, question.node_gpus)
-    searched = full_sweep(question.setting, every, question.context, budgets_s)
+    use = Use(question.setting, question.context, question.demand, question.ttft_s)
+    searched = full_sweep(use, every, budgets_s)
     points = searched.points
     if not len(points):
         raise UserError(_nothing_fits(question, searched), "out_of_memory")
@@ -73,11 +76,12 @@ def answer(question: Question) -> Plan:
         baseline=_frontier(searched, ~helix),
         strategies={each.name: _frontier(searched, strategy == index) for index, each in enumerate(STRATEGIES)},
         headline=_headline(points, helix),
+        at_ttl=None if question.ttl_s is None else _at_ttl(points, helix, question.ttl_s),
         best=best,
         apart=apart(question, every),
         nearest=[] if best is not None else chooser.nearest(),
         users_at_ttl=_users_at_ttl(budgets_s, searched, strategy),
-        latencies=None if question.ttft_s is None else latencies(question, every),
+        latencies=None if question.ttft_s is None else latencies(use, every, question.users),
     )
 
 
@@ -91,6 +95,15 @@ def _headline(points: Points, helix: Mask) -> Gain | None:
         return None
     ours, others = points.take(helix), points.take(~helix)
     return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, others.user_tokens_per_s, others.gpu_tokens_per_s)
+
+
+def _at_ttl(points: Points, helix: Mask, ttl_s: float) -> AtSpeed:
+    within, wanted = points.ttl_s <= ttl_s, np.zeros(1)
+    ours, others = (
+        float(at_least(kept.user_tokens_per_s, kept.gpu_tokens_per_s, wanted)[0]) if len(kept) else 0.0
+        for kept in (points.take(within & helix), points.take(within & ~helix))
+    )
+    return AtSpeed(1 / ttl_s, ours, others)
 
 
 def _balanced(chooser: Chooser, points: Points) -> Choice | None:

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.memory import memory
-from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.step import cycle_seconds
-from longhelix.plan.question import Question
+from longhelix.perf.layouts import Array
+from longhelix.perf.prefill import prefill
+from longhelix.plan.service import CHUNKS, Use, mixed_seconds
 from longhelix.plan.space import Space
-
-CHUNKS = tuple(2**power for power in range(5, 14))
 
 
 @dataclass(frozen=True)
@@ -49,24 +45,18 @@ class Latencies:
         return int(np.lexsort((self.ttft_s.ravel(), gpus.ravel()))[0])
 
 
-def latencies(question: Question, space: Space) -> Latencies:
-    """Cost every layout with every chunk size for one prompt of the question's context beside its users."""
-    layouts, setting = space.layouts, question.setting
+def latencies(use: Use, space: Space, users: int) -> Latencies:
+    """Cost every layout with every chunk size for one of the longest prompts, which comes beside `users` - 1 others."""
+    layouts, setting = space.layouts, use.setting
     shape = (len(layouts), len(CHUNKS))
     ttft_s, tbt_s = np.full(shape, np.inf), np.full(shape, np.inf)
+    known = use.longest_prompt * use.prefix_hit
     for column, chunk in enumerate(CHUNKS):
-        needed = memory(setting, layouts, float(question.users), question.context, float(chunk)).total_bytes
+        needed = use.memory_bytes(layouts, float(users), float(chunk))
         fits = np.flatnonzero(needed <= setting.capacity_bytes(layouts))
         if len(fits):
             held = layouts.take(fits)
-            ttft_s[fits, column] = prefill_seconds(setting, held, float(question.context), float(chunk))
-            tbt_s[fits, column] = _mixed_seconds(question, held, float(chunk))
+            alone = prefill(setting, held, use.longest_prompt - known, float(chunk), prefix=known)
+            ttft_s[fits, column] = alone.seconds
+            tbt_s[fits, column] = mixed_seconds(use, held, users - 1.0, float(chunk))
     return Latencies(ttft_s, tbt_s, layouts.world_size)
-
-
-def _mixed_seconds(question: Question, layouts: Layouts, chunk: float) -> Array:
-    """A step with the last chunk of a prompt, and one token for each of the other users."""
-    rows = min(chunk, float(question.context))
-    chunk_work = layouts.chunk(rows, question.context - rows)
-    decodes = layouts.decode(np.ceil((question.users - 1) / layouts.pp), float(question.context))
-    return cycle_seconds(question.setting, layouts, chunk_work + decodes) / question.setting.accepted_tokens

@@ -1,41 +1,30 @@
-"""The planner's page: one HTML file that needs nothing else, with the frontiers behind sliders."""
+"""The planner's page: one HTML file that needs nothing else, with the plan's frontiers and answer behind controls."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from longhelix.page import page
-from longhelix.plan.page_data import Asked, page_data
-from longhelix.spec import HardwareSpec, ModelSpec
+from longhelix.plan.answer import Plan
+from longhelix.plan.page_data import page_data
 
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("data.js", "frontier.js", "step.js", "layout.js", "page.js")
+_SCRIPTS = (
+    "data.js", "service.js", "chart.js", "frontier.js", "step.js", "layout.js", "compare.js", "controls.js", "page.js",
+)  # fmt: skip
+# Of a plan's JSON what the page of another one compares with its own.
+_COMPARED = (
+    "model", "system", "weight_dtype", "expert_dtype", "kv_dtype", "draft_tokens", "accepted_tokens", "context",
+    "max_gpus", "targets", "gpu_hour", "at_ttl", "headline", "best", "nearest", "frontier",
+)  # fmt: skip
 
 
-def write_page(
-    path: Path,
-    model: ModelSpec,
-    model_name: str,
-    system: HardwareSpec,
-    *,
-    max_gpus: int,
-    context: float,
-    weight_dtype: str,
-    kv_dtype: str,
-    ttl_s: float | None,
-    expert_dtype: str | None = None,
-    draft_tokens: int = 0,
-    accepted_tokens: float = 1.0,
-) -> None:
-    """Write the page, which opens with `context` tokens, these dtypes and `ttl_s` seconds per token (None: a balance).
-    Steps verify `draft_tokens` of each request, and give it `accepted_tokens` (`Setting`).
+def write_page(path: Path, plan: Plan, as_object: Mapping[str, Any]) -> None:
+    """Write the page of a plan, which opens with its question; as_object: the plan as JSON, with the model's name.
 
-    expert_dtype: of experts, with `weight_dtype` of all others; other choices on the page have one dtype for both.
-
-    Raises UserError where plotly is missing, where the system has no arithmetic in a dtype, and where `path` cannot be
-    written.
+    Raises UserError where `path` cannot be written.
     """
-    drafts = draft_tokens, accepted_tokens
-    asked = Asked(max_gpus, float(context), weight_dtype, kv_dtype, ttl_s, expert_dtype, *drafts)
-    data = page_data(model, model_name, system, asked)
+    data = page_data(plan, as_object["model"], {name: as_object[name] for name in _COMPARED})
     document = json.dumps(data.document, separators=(",", ":")).encode()
     page.write(path, _ASSETS, _SCRIPTS, {"document": document, "numbers": data.numbers.astype("<f4").tobytes()})

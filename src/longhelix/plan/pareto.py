@@ -43,6 +43,20 @@ class Gain:
     at_user_tokens_per_s: float
 
 
+@dataclass(frozen=True)
+class AtSpeed:
+    """The most tokens/s/GPU of points, and of a baseline's, that reach `user_tokens_per_s`; 0 where none does."""
+
+    user_tokens_per_s: float
+    gpu_tokens_per_s: float
+    base_gpu_tokens_per_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """None where the baseline does not reach it."""
+        return self.gpu_tokens_per_s / self.base_gpu_tokens_per_s if self.base_gpu_tokens_per_s else None
+
+
 def gain(user: Array, gpu: Array, base_user: Array, base_gpu: Array) -> Gain:
     """Compare points (tokens/s/user, tokens/s/GPU) with a baseline's; neither may be empty."""
     both = min(user.max(), base_user.max())

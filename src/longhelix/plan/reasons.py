@@ -13,13 +13,15 @@ from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import as_layouts, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.question import Question
+from longhelix.plan.service import Use, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.plan.sweep import Sweep
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Another layout for the same batch on as many GPUs: what it is, its TTL (None where it does not fit), and why."""
+    """Another layout for the same batch and chunks on as many GPUs: what it is, its TTL, the mean as that of a choice
+    (None where it does not fit), and which parts of a step of decodes make it longer."""
 
     change: str
     layout: str
@@ -39,20 +41,20 @@ class Rejection:
 
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
     """What would change with one decision made otherwise."""
-    own = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
-    own_items = decode_items(question.setting, own, float(best.batch), float(question.context))
+    use = Use(question.setting, question.context, question.demand, question.ttft_s)
+    own_items = _decode_items(use, as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED), best)
     found = []
     for change, layout, hop_b in _changes(question.setting, best):
         layouts = as_layouts(layout, hop_b=hop_b)
-        needed = memory(question.setting, layouts, float(best.batch), float(question.context))
+        needed = use.memory(layouts, float(best.batch), float(best.chunk_tokens))
         words = in_words(layout)
         short = _short(question.setting, layouts, needed)
         if short:
             found.append(Neighbour(change, words, None, short))
             continue
-        items = decode_items(question.setting, layouts, float(best.batch), float(question.context))
-        ttl_s = sum(float(item.seconds[0]) for item in items) / question.setting.accepted_tokens
-        found.append(Neighbour(change, words, ttl_s, _difference(own_items, items)))
+        given = service(use, layouts, best.batch * layouts.ones, best.chunk_tokens * layouts.ones)
+        why = _difference(own_items, _decode_items(use, layouts, best))
+        found.append(Neighbour(change, words, float(given.ttl_s[0]), why))
     return found
 
 
@@ -70,6 +72,10 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
         words = f"nearest: {in_words(degrees(held, 0))}: {_short(question.setting, held, needed)}"
         found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
     return found
+
+
+def _decode_items(use: Use, layouts: Layouts, best: Choice) -> list[CostItem]:
+    return decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:

@@ -17,8 +17,8 @@ from longhelix.plan.candidate import Candidate, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.latency import CHUNKS
 from longhelix.plan.reasons import Neighbour, Rejection
+from longhelix.plan.service import CHUNKS
 from longhelix.plan.space import STRATEGIES
 from longhelix.spec.weights import num_parameters
 
@@ -38,9 +38,20 @@ def as_json(
         "weight_dtype": question.setting.weight_dtype,
         "expert_dtype": question.setting.experts_in,
         "kv_dtype": question.setting.kv_dtype,
+        "attention_dtype": question.setting.attends_in,
         "draft_tokens": question.setting.draft_tokens,
         "accepted_tokens": question.setting.accepted_tokens,
         "context": question.context,
+        "max_gpus": question.max_gpus,
+        "targets": {
+            "ttl_s": question.ttl_s,
+            "ttft_s": question.ttft_s,
+            "users": question.users,
+            "rate_per_s": question.rate_per_s,
+            "fewest_gpus": question.fewest_gpus,
+        },
+        "gpu_hour": question.gpu_hour,
+        "any_shape": question.any_shape,
         "configurations": plan.configurations,
         "seconds": seconds,
         "frontier": [asdict(candidate) for candidate in plan.frontier],
@@ -51,6 +62,12 @@ def as_json(
             "interactivity_gain": headline.interactivity,
             "throughput_gain": headline.throughput,
             "throughput_gain_at_tokens_per_s_per_user": headline.at_user_tokens_per_s,
+        },
+        "at_ttl": plan.at_ttl
+        and {
+            "throughput_gain": plan.at_ttl.ratio,
+            "helix_tokens_per_s_per_gpu": plan.at_ttl.gpu_tokens_per_s,
+            "others_tokens_per_s_per_gpu": plan.at_ttl.base_gpu_tokens_per_s,
         },
         "best": plan.best and asdict(plan.best),
         "nearest": [asdict(choice) for choice in plan.nearest],
@@ -286,14 +303,26 @@ def _said(plan: Plan, choice: Choice) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Helix over the baseline; empty where one of them has nothing."""
+    """Helix over the baseline, decodes alone: at the TTL that is asked for first, then where it gains most; empty where
+    one of them has nothing."""
     gain = plan.headline
     if gain is None:
         return ""
-    return (
-        f"Helix over every other strategy: {gain.interactivity:.2f}x tokens/s/user at best; up to "
-        f"{gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user."
+    largest = (
+        f"up to {gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user, and "
+        f"{gain.interactivity:.2f}x tokens/s/user at best."
     )
+    return f"Helix over every other strategy, decodes alone: {_at_ttl(plan)}{largest}"
+
+
+def _at_ttl(plan: Plan) -> str:
+    found, ttl_s = plan.at_ttl, plan.question.ttl_s
+    if found is None or ttl_s is None:
+        return ""
+    at, ours, others = f"at {1e3 * ttl_s:g} ms", found.gpu_tokens_per_s, found.base_gpu_tokens_per_s
+    if found.ratio is None:
+        return f"{at} {f'it alone, {ours:.2f} tokens/s/GPU' if ours else 'neither'}; "
+    return f"{at} {found.ratio:.2f}x tokens/s/GPU ({ours:.2f} for {others:.2f}); "
 
 
 def _thinned(found: list[_Row]) -> list[_Row]:

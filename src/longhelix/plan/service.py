@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.memory import memory
+from longhelix.perf.memory import Memory, memory
 from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import cycle_seconds, token_seconds
@@ -73,14 +73,17 @@ class Use:
         """Of a prompt, whose KV is not there before."""
         return kind.input_tokens * (1 - self.prefix_hit)
 
-    def memory_bytes(self, layouts: Layouts, batch: Array, chunk: float | Array) -> Array:
+    def memory(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Memory:
         """On the fullest rank, with the tokens that `batch` requests hold at their ends, one of them a longest one."""
         held = float(self.context) if self.demand is None else self.demand.held_tokens
         longest = float(self.context) if self.demand is None else float(self.demand.longest)
         context = held + (longest - held) / np.maximum(batch, 1.0)
-        return memory(self.setting, layouts, batch, context, np.minimum(chunk, longest)).total_bytes
+        return memory(self.setting, layouts, batch, context, np.minimum(chunk, longest))
 
-    def decodes(self, layouts: Layouts, batch: Array) -> Work:
+    def memory_bytes(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
+        return self.memory(layouts, batch, chunk).total_bytes
+
+    def decodes(self, layouts: Layouts, batch: float | Array) -> Work:
         """What one stage has of them at a time."""
         return layouts.decode(np.ceil(batch / layouts.pp), self.kv_tokens)
 
@@ -89,7 +92,7 @@ class Use:
         return token_seconds(self.setting, layouts, batch, self.kv_tokens)
 
 
-def mixed_seconds(use: Use, layouts: Layouts, batch: Array, chunk: float | Array) -> Array:
+def mixed_seconds(use: Use, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
     """From token to token in a step with the last chunk of the longest prompt beside `batch` requests that decode."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts, Mask
-from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import token_seconds
+from longhelix.plan.service import Use
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
@@ -72,32 +72,34 @@ def batches(most: int = MOST_BATCH) -> Array:
 def sweep(
     setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = token_seconds
 ) -> Sweep:
-    """Cost every layout at every one of those batch sizes that its memory holds; `seconds`: what a step takes."""
-    return _sweep(setting, space, context, batch_sizes, space.layouts.ones, [], seconds)
+    """Cost every layout at every one of those batch sizes that its memory holds, of requests of `context` tokens;
+    `seconds`: what a step takes."""
+    return _sweep(Use(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
 
 
-def full_sweep(setting: Setting, space: Space, context: float, budgets_s: Sequence[float]) -> Sweep:
+def unit_sweep(use: Use, space: Space, batch_sizes: Array) -> Sweep:
+    """Cost every layout at what `units` says times each of those sizes, where its memory holds them."""
+    return _sweep(use, space, batch_sizes, units(space.layouts), [])
+
+
+def full_sweep(use: Use, space: Space, budgets_s: Sequence[float]) -> Sweep:
     """Cost every layout at the batch sizes that matter: what `units` says times each of `batches`, the most that its
     memory holds, and the most that keep each of these TTLs."""
-    return _sweep(setting, space, context, batches(), units(space.layouts), [np.inf, *budgets_s], token_seconds)
+    return _sweep(use, space, batches(), units(space.layouts), [np.inf, *budgets_s])
 
 
 def _sweep(
-    setting: Setting,
+    use: Use,
     space: Space,
-    context: float,
     sizes: Array,
     units: Array,
     budgets_s: Sequence[float],
-    seconds: DecodeSeconds,
+    seconds: DecodeSeconds = token_seconds,
 ) -> Sweep:
-    blocks = [
-        _block(setting, space.layouts, index, context, sizes, units, seconds)
-        for index in _blocks(len(space), len(sizes))
-    ]
-    blocks += [_fullest(setting, space.layouts, context, budget_s) for budget_s in budgets_s]
-    alone = memory(setting, space.layouts, 1.0, context).total_bytes
-    short_bytes = np.maximum(alone - setting.capacity_bytes(space.layouts), 0.0)
+    blocks = [_block(use, space.layouts, index, sizes, units, seconds) for index in _blocks(len(space), len(sizes))]
+    blocks += [_fullest(use, space.layouts, budget_s) for budget_s in budgets_s]
+    alone = use.memory_bytes(space.layouts, 1.0, 0.0)
+    short_bytes = np.maximum(alone - use.setting.capacity_bytes(space.layouts), 0.0)
     return Sweep(space, _joined(blocks), len(space) * (len(sizes) + len(budgets_s)), short_bytes)
 
 
@@ -107,45 +109,39 @@ def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
 
 
 def _block(
-    setting: Setting,
-    layouts: Layouts,
-    index: NDArray[np.intp],
-    context: float,
-    sizes: Array,
-    units: Array,
-    seconds: DecodeSeconds,
+    use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
 ) -> Points:
     """What fits of some layouts (down) with all batch sizes (across)."""
     block = layouts.take(index).as_column()
     sizes = np.multiply.outer(units[index], sizes)
-    needed = memory(setting, block, sizes, context).total_bytes
-    fits = needed <= setting.capacity_bytes(block)
+    needed = use.memory_bytes(block, sizes, 0.0)
+    fits = needed <= use.setting.capacity_bytes(block)
     # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
     held = int(fits.any(axis=0).sum())
-    ttl_s = seconds(setting, block, sizes[:, :held], context)
+    ttl_s = seconds(use.setting, block, sizes[:, :held], use.kv_tokens)
     rows, columns = np.nonzero(fits[:, :held])
     return Points(
         index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]
     )
 
 
-def _fullest(setting: Setting, layouts: Layouts, context: float, budget_s: float) -> Points:
+def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
     """Each layout with the most requests that its memory holds and that keep the TTL, and with the most that are whole
     units; without those that keep none."""
 
     def keeps(batch: Array) -> Mask:
-        kept: Mask = memory(setting, layouts, batch, context).total_bytes <= setting.capacity_bytes(layouts)
+        kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
         if np.isfinite(budget_s):
             held = np.flatnonzero(kept)
-            kept[held] = token_seconds(setting, layouts.take(held), batch[held], context) <= budget_s
+            kept[held] = use.token_seconds(layouts.take(held), batch[held]) <= budget_s
         return kept
 
     most, unit = largest(keeps, np.full(len(layouts), float(MOST_BATCH))), units(layouts)
     batch = np.stack([most, most // unit * unit])
     rows, index = np.nonzero(batch > 0)
     kept, batch = layouts.take(index), batch[rows, index]
-    needed = memory(setting, kept, batch, context).total_bytes
-    return Points(index, batch, kept.world_size, token_seconds(setting, kept, batch, context), needed)
+    needed = use.memory_bytes(kept, batch, 0.0)
+    return Points(index, batch, kept.world_size, use.token_seconds(kept, batch), needed)
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:

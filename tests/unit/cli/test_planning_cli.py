@@ -145,7 +145,8 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     assert (folder / "frontier.csv").read_text().startswith("strategy,dp,kvp,tpa")
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "frontier.svg").read_text()
-    assert "plotly" in (folder / "plan.html").read_text()
+    assert json.loads((folder / "plan.json").read_text())["model"] == "llama-3.1-405b"
+    assert "longhelix plan" in (folder / "plan.html").read_text()
 
 
 def test_estimate_has_the_parts_of_a_step(capfd):
@@ -185,6 +186,8 @@ def test_hop_b_and_tied_are_options(capfd, tmp_path):
 MISTAKES = {
     "unknown model": (changed(PLAN, model="deepseek-r2"), "deepseek-r1"),
     "unknown system": (changed(PLAN, system="gb20"), "gb200"),
+    "no time at all": ((*PLAN, "--ttl", "0ms"), "ttl is 0.0 s: set it above 0"),
+    "no time to the first token": ((*PLAN, "--ttft", "0s"), "ttft is 0.0 s: set it above 0"),
     "no context": (changed(PLAN, context="0"), "context is 0"),
     "no lengths": (("plan", *MODEL), "set one of --context, --isl with --osl, --mix and --trace"),
     "two lengths": ((*PLAN, "--mix", "chat"), "set one of --context, --isl with --osl, --mix and --trace"),

@@ -130,6 +130,13 @@ def test_files(capfd, tmp_path):
     assert sum(event["cat"] == "decode" for event in events) == 40
 
 
+def test_without_plotly_the_extra_is_named(capfd, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    status, _, err = run(capfd, *DRAWN, "--out", str(tmp_path))
+    assert status == 2
+    assert "pip install 'longhelix[plan]'" in err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,7 +2,8 @@
 
 import csv
 import io
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,18 +13,19 @@ from hypothesis import strategies as st
 from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
-from longhelix.perf.prefill import prefill_seconds
+from longhelix.perf.prefill import prefill, prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.plan import report
 from longhelix.plan.answer import answer
 from longhelix.plan.candidate import as_layouts, degrees
 from longhelix.plan.crossover import crossovers
+from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.estimate import estimate
-from longhelix.plan.latency import CHUNKS
 from longhelix.plan.pareto import at_least, frontier, gain
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import neighbours, rejections
+from longhelix.plan.service import CHUNKS, Use, mixed_seconds, service
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.presets import load_model, load_system
@@ -185,6 +187,68 @@ def test_neighbours_say_what_they_cost(llama):
     assert "exchange" in found["no HOP-B"].reason
     assert "dense FFN" in found["FFN tied to TPA (Medha)"].reason
     assert all(neighbour.ttl_s is None or neighbour.ttl_s > llama.best.ttl_s for neighbour in found.values())
+
+
+MIXED = Demand((Kind(0.8, 4000, 500), Kind(0.2, 200_000, 100)), prefix_hit=0.25)
+
+
+def test_a_demand_is_priced_at_its_mean_lengths():
+    """Frontiers, latencies and neighbours as the best is, and not as if all requests were as long as the longest."""
+    question = Question(LLAMA, MIXED.longest, 16, ttl_s=0.05, ttft_s=60.0, demand=MIXED)
+    use, found = Use(LLAMA, MIXED.longest, MIXED, 60.0), answer(question)
+    points, searched = found.sweep.points, found.sweep.space
+    for position in range(0, len(points), 501):
+        layouts = searched.layouts.take(points.layout[[position]])
+        batch = points.batch[[position]]
+        assert points.ttl_s[position] == decode_seconds(LLAMA, layouts, batch, MIXED.kv_tokens)[0]
+        assert points.memory_bytes[position] == use.memory_bytes(layouts, batch, 0.0)[0]
+    index, column = divmod(int(found.latencies.frontier()[0]), len(CHUNKS))
+    layouts, chunk = searched.layouts.take(np.array([index])), float(CHUNKS[column])
+    alone = prefill(LLAMA, layouts, 150_000.0, chunk, prefix=50_000.0).seconds[0]
+    assert found.latencies.ttft_s[index, column] == alone
+    assert found.latencies.tbt_s[index, column] == mixed_seconds(use, layouts, 0.0, chunk)[0]
+    layout = found.best.layout | {"kvp": 4, "tpa": 4, "tpf": 16, "ep": 1, "pp": 1, "placement": "striped"}
+    best = replace(found.best, strategy="helix", layout=layout, batch=4, chunk_tokens=512)
+    told = [each for each in neighbours(question, best) if each.ttl_s is not None and "DP" not in each.layout]
+    assert told
+    for each in told:
+        degrees = {
+            name.lower(): int(degree) for name, degree in re.findall(r"(KVP|TPA|TPF|EP|PP) ([0-9]+)", each.layout)
+        }
+        copies = {"ffn_replicas": degrees["kvp"]} if "copies" in each.layout else {}
+        hop_b = best.strategy == "helix" and each.change in (
+            "stages in place of half of KVP",
+            "TPA doubled, KVP halved",
+        )
+        layouts = Layouts.of([Layout(**degrees, **copies)], hop_b=hop_b or each.change.startswith("KV sharded"))
+        given = service(use, layouts, np.array([float(best.batch)]), np.array([float(best.chunk_tokens)]))
+        assert each.ttl_s == given.ttl_s[0], each.change
+
+
+def test_the_headline_is_the_gain_at_the_asked_ttl(llama, r1):
+    question = replace(llama.question, ttl_s=0.02)
+    found = answer(question)
+    points = found.sweep.points
+    helix = np.array([STRATEGIES[index].name in HELIX for index in found.sweep.space.strategy[points.layout]])
+    within = points.ttl_s <= 0.02
+    ours, others = (points.gpu_tokens_per_s[within & kept].max() for kept in (helix, ~helix))
+    assert (found.at_ttl.gpu_tokens_per_s, found.at_ttl.base_gpu_tokens_per_s) == (ours, others)
+    first, _, rest = report.headline(found).partition("; ")
+    assert first.endswith(f"at 20 ms {ours / others:.2f}x tokens/s/GPU ({ours:.2f} for {others:.2f})")
+    assert rest.startswith(f"up to {found.headline.throughput:.1f}x tokens/s/GPU")
+    at_ttl = report.as_json(found, 1.0, [], [], [])["at_ttl"]
+    assert at_ttl["throughput_gain"] == found.at_ttl.ratio == ours / others
+    assert r1.at_ttl is None
+    assert "decodes alone: up to" in report.headline(r1)
+
+
+def test_a_ttl_that_one_side_alone_reaches_is_said_to_be(llama):
+    fastest = {name: found[-1].ttl_s for name, found in llama.strategies.items() if found}
+    between = (min(fastest[name] for name in HELIX) + min(fastest[name] for name in fastest if name not in HELIX)) / 2
+    found = answer(replace(llama.question, ttl_s=between))
+    assert found.at_ttl.ratio is None
+    assert "it alone" in report.headline(found)
+    assert "ms neither; " in report.headline(answer(replace(llama.question, ttl_s=1e-5)))
 
 
 def test_a_neighbour_without_room_says_what_it_lacks():

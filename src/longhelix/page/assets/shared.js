@@ -1,8 +1,12 @@
 // What all pages share: data that Python packed, numbers and words as people read them, the looks of plots.
 
-async function inflated(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+async function unpacked(packed) {
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
+
+async function inflated(id) {
+  return unpacked(document.getElementById(id).textContent);
 }
 
 function digits(number, most = 3) {

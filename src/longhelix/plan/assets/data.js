@@ -1,59 +1,70 @@
-// What Python computed: choices in a document, and numbers, a matrix for each of its tables. Nothing is costed here.
+// What Python computed: choices in a document, and numbers, two matrices for each of its tables.
 
 const plan = await (await inflated("document")).json();
 const numbers = new Float32Array(await (await inflated("numbers")).arrayBuffer());
 
-const rows = [...plan.rows, ...plan.item_rows.flatMap((row) => plan.items.map((item) => `${row} ${item.name}`))];
-const rowIndex = Object.fromEntries(rows.map((row, index) => [row, index]));
+const pointRows = [
+  ...plan.point_rows, ...plan.item_rows.flatMap((row) => plan.items.map((item) => `${row} ${item.name}`)),
+];
+
+// Rows of a matrix that begins at `start`, by name.
+function rowsAt(start, names, columns) {
+  return Object.fromEntries(names.map((name, row) =>
+    [name, numbers.subarray(start + row * columns, start + (row + 1) * columns)]));
+}
 
 let nextStart = 0;
-for (const table of Object.values(plan.tables)) {
-  table.start = nextStart;
-  nextStart += table.points * rows.length;
+for (const table of plan.tables) {
+  table.point = rowsAt(nextStart, pointRows, table.points);
+  nextStart += pointRows.length * table.points;
+  table.configuration = rowsAt(nextStart, plan.configuration_rows, table.configurations);
+  nextStart += plan.configuration_rows.length * table.configurations;
 }
 
-function tableOf(context, weightDtype, kvDtype) {
-  return plan.tables[`${context} ${weightDtype} ${kvDtype}`];
+function tableOf(length, dtypes) {
+  return plan.tables[dtypes * plan.lengths.length + length];
 }
 
-function value(table, row, point) {
-  return numbers[table.start + rowIndex[row] * table.points + point];
+function layoutOf(table, point) {
+  return plan.layouts[table.point.layout[point]];
 }
 
-function gpusOf(table, point) {
-  return ["dp", "kvp", "tpa", "pp"].reduce((product, degree) => product * value(table, degree, point), 1);
-}
-
-// What the frontiers are drawn over: tokens/s for each user, and for each GPU.
+// What the frontiers are drawn over, of decodes alone: tokens/s for each user, and for each GPU.
 function speeds(table, point) {
-  const ttl = value(table, "ttl_s", point);
-  return { user: 1 / ttl, gpu: value(table, "batch", point) / ttl / gpusOf(table, point) };
+  const ttl = table.point.ttl_s[point];
+  return { user: 1 / ttl, gpu: table.point.batch[point] / ttl / layoutOf(table, point).gpus };
 }
 
-// Everything about one point, by the names that Python gave.
-function configuration(table, point) {
-  const found = { gpus: gpusOf(table, point), ...speeds(table, point) };
-  for (const row of plan.rows) found[row] = value(table, row, point);
-  found.strategy = plan.strategies[found.strategy];
-  found.items = plan.items.map((item) => ({
+function itemsOf(table, point) {
+  return plan.items.map((item) => ({
     ...item,
-    ...Object.fromEntries(plan.item_rows.map((row) => [row, value(table, `${row} ${item.name}`, point)])),
+    ...Object.fromEntries(plan.item_rows.map((row) => [row, table.point[`${row} ${item.name}`][point]])),
   }));
-  const stage = ["dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas"].map((degree) => found[degree]).join(" ");
-  // Stages that are too large to draw have no owners.
-  found.ranks = (plan.owners[stage] ?? []).map((owners) =>
-    Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));
-  return found;
 }
 
-// The slider's ends: the fastest and the slowest point of all, and what is asked for between them.
-function ttlLimits() {
-  let [least, most] = [plan.asked.ttl_s / 2, plan.asked.ttl_s * 2];
-  for (const table of Object.values(plan.tables)) {
-    for (let point = 0; point < table.points; point += 1) {
-      const ttl = value(table, "ttl_s", point);
-      [least, most] = [Math.min(least, ttl), Math.max(most, ttl)];
-    }
-  }
-  return [least, most];
+// Of a stage what each rank owns, by the names that Python gave; none of one that is too large to be drawn.
+function ranksOf(layout) {
+  return (plan.owners[layout.stage] ?? []).map((owners) =>
+    Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));
+}
+
+// Groups that have requests of their own, and the KVP ranks of each.
+function groupsOf({ dp = 1, kvp, placement }) {
+  return placement === "local" ? [kvp, 1] : [dp, kvp];
+}
+
+function attentionWords(layout) {
+  const [groups, kvp] = groupsOf(layout);
+  return (groups > 1 ? `DP ${groups} × ` : "") + (kvp > 1 || groups === 1 ? `KVP ${kvp} × ` : "")
+    + `TPA ${layout.tpa}`;
+}
+
+function weightWords(weights, experts) {
+  return experts && experts !== weights ? `${weights} (experts ${experts})` : weights;
+}
+
+function layoutWords(layout) {
+  const { tpf, ep, pp, ffn_replicas: copies } = layout;
+  return [attentionWords(layout), `TPF ${tpf}${ep > 1 ? ` × EP ${ep}` : ""}${copies > 1 ? ` × ${copies} copies` : ""}`,
+    ...(pp > 1 ? [`PP ${pp}`] : [])].join(", ");
 }

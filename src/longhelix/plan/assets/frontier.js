@@ -1,82 +1,135 @@
-// The plot of frontiers: a line for each strategy, the target, and the configuration that is shown.
+// The frontiers of decodes alone: a line for each strategy, the target, and the configuration that is shown.
 
-const SYMBOLS = {
-  tp: "square", dp_ep: "diamond", dp_tp: "triangle-up", tied: "x", helix_exposed: "circle", helix: "circle",
-  helix_dp: "triangle-down",
+const LOOKS = {
+  tp: "square", dp_ep: "diamond", dp_tp: "triangle", tied: "cross", helix_exposed: "circle", helix: "circle",
+  helix_dp: "wedge",
 };
-const CROWDED = 60;
-const LEAST_DECADES = 0.7;
+const TITLES = ["tokens/s per user", "tokens/s per GPU"];
+let drawnLines = [];
 
-function trace(table, strategy, points) {
-  const found = points.map((point) => speeds(table, point));
-  const helix = strategy.name.startsWith("helix");
+function lineOf(state, strategy) {
+  const { table } = state;
+  const points = table.frontiers[state.capIndex][plan.strategies.indexOf(strategy)];
   return {
-    type: "scatter",
-    mode: "lines+markers",
-    name: strategy.title,
-    x: found.map((speed) => speed.user),
-    y: found.map((speed) => speed.gpu),
-    customdata: points,
-    text: points.map((point) => `${plural(gpusOf(table, point), "GPU")}, batch ${whole(value(table, "batch", point))}`),
-    hovertemplate: "%{x:.3~r} per user, %{y:.3~r} per GPU<br>%{text}<extra>" + strategy.title + "</extra>",
-    line: { color: color(strategy.name), width: helix ? 2.5 : 1.5 },
-    marker: { symbol: SYMBOLS[strategy.name], size: points.length > CROWDED ? 3 : 6, color: color(strategy.name) },
+    name: strategy.title, color: `var(--${strategy.name})`, shape: LOOKS[strategy.name] ?? "circle", dashed: false,
+    points: points.map((point) => {
+      const { user, gpu } = speeds(table, point);
+      const { gpus } = layoutOf(table, point);
+      const words = `${plural(gpus, "GPU")}, batch ${whole(table.point.batch[point])}, ${digits(user)} tokens/s per `
+        + `user, ${digits(gpu)} per GPU`;
+      return { x: user, y: gpu, key: point, words: `${strategy.title}: ${words}` };
+    }),
   };
 }
 
-function chosenTrace(chosen) {
+function drawFrontier(state, shown) {
+  const lines = state.strategies.map((strategy) => lineOf(state, strategy)).filter(({ points }) => points.length);
+  const target = state.ttl === null ? null : { x: 1 / state.ttl, words: `${time(state.ttl)} per token` };
+  const chosen = shown && { x: shown.user, y: shown.gpu };
+  drawnLines = drawChart(at("frontier"), { lines, titles: TITLES, target, chosen });
+  legend(at("legend"), lines);
+  at("readout").textContent = "";
+}
+
+// Arrow keys go along a line, and from line to line.
+function pointAfter(key, shown) {
+  const line = Math.max(0, drawnLines.findIndex(({ placed }) => placed.some((point) => point.key === shown)));
+  const { placed } = drawnLines[line] ?? { placed: [] };
+  const position = Math.max(0, placed.findIndex((point) => point.key === shown));
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[key];
+  if (step) return placed[position + step];
+  const next = drawnLines[line + { ArrowDown: 1, ArrowUp: -1 }[key]]?.placed;
+  return next?.reduce((nearest, point) =>
+    (Math.abs(point.left - placed[position].left) < Math.abs(nearest.left - placed[position].left) ? point : nearest));
+}
+
+function placeIn(event) {
+  const box = at("frontier").getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+function watchFrontier(pick, shownPoint) {
+  const holder = at("frontier");
+  holder.addEventListener("pointermove", (event) => {
+    const near = pointNear(drawnLines, ...placeIn(event));
+    at("readout").textContent = near?.words ?? "";
+    holder.classList.toggle("near", near !== null);
+  });
+  holder.addEventListener("click", (event) => {
+    const near = pointNear(drawnLines, ...placeIn(event));
+    if (near) pick(near.key);
+  });
+  holder.addEventListener("keydown", (event) => {
+    if (!event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    const next = pointAfter(event.key, shownPoint());
+    if (!next) return;
+    pick(next.key);
+    at("readout").textContent = next.words;
+  });
+}
+
+// Tokens/s per GPU of a drawn line at a speed, between its points as it is drawn; 0 where it does not reach it.
+function gpuAt(points, user) {
+  const next = points.findIndex((point) => point.x >= user);
+  if (next < 0) return 0;
+  if (next === 0) return points[0].y;
+  const [from, to] = [points[next - 1], points[next]];
+  const share = Math.log(user / from.x) / Math.log(to.x / from.x);
+  return from.y * (to.y / from.y) ** share;
+}
+
+// Helix beside every other strategy: at the target, and where it gains most.
+function gains(state) {
+  const lines = state.strategies
+    .map((strategy) => ({ ...lineOf(state, strategy), helix: strategy.name.startsWith("helix") }))
+    .filter((line) => line.points.length);
+  const [ours, others] = [true, false].map((helix) => lines.filter((line) => line.helix === helix));
+  if (!ours.length || !others.length) return null;
+  const best = (group, user) => Math.max(...group.map(({ points }) => gpuAt(points, user)));
+  const pair = (user) => ({ user, ours: best(ours, user), others: best(others, user) });
+  const fastest = (group) => Math.max(...group.map(({ points }) => points.at(-1).x));
+  const reached = Math.min(fastest(ours), fastest(others));
+  const users = lines.flatMap(({ points }) => points.map(({ x }) => x)).filter((user) => user <= reached);
+  const largest = users.map(pair)
+    .reduce((most, each) => (each.ours / each.others > most.ours / most.others ? each : most));
   return {
-    type: "scatter", mode: "markers", hoverinfo: "skip", showlegend: false, x: [chosen.user], y: [chosen.gpu],
-    marker: { symbol: "circle-open", size: 17, color: color("text"), line: { width: 2.5 } },
+    largest: { gain: largest.ours / largest.others, user: largest.user }, speed: fastest(ours) / fastest(others),
+    target: state.ttl === null ? null : pair(1 / state.ttl),
   };
 }
 
-// Logarithms of a range that holds all numbers, wide enough for two ticks.
-function rangeOf(numbers) {
-  const logs = numbers.map(Math.log10);
-  const [least, most] = [Math.min(...logs), Math.max(...logs)];
-  const margin = Math.max(0.04 * (most - least), (LEAST_DECADES - (most - least)) / 2);
-  return numbers.length ? [least - margin, most + margin] : [0, LEAST_DECADES];
-}
-
-function axis(title, numbers) {
+// Python's, of all configurations, where the controls are as they were asked.
+function gainsAsAnswered(state) {
+  const { headline, at_ttl: answered } = plan.answer;
+  const found = gains(state);
+  if (!isAsked(state) || !headline || !found) return found;
   return {
-    range: rangeOf(numbers),
-    title: { text: title, standoff: 6 }, type: "log", gridcolor: color("line"), zeroline: false, automargin: true,
-    minor: { showgrid: true, gridcolor: color("faint") }, dtick: "D2", tickformat: "~s", ticks: "outside",
-    tickcolor: color("line"),
+    largest: { gain: headline.throughput_gain, user: headline.throughput_gain_at_tokens_per_s_per_user },
+    speed: headline.interactivity_gain,
+    target: answered && { ours: answered.helix_tokens_per_s_per_gpu, others: answered.others_tokens_per_s_per_gpu },
   };
 }
 
-// The target as a line with its name, or an arrow at the side where it lies outside.
-function targetMark(target, [least, most]) {
-  const log = Math.log10(1 / target);
-  const side = log < least ? -1 : log > most ? 1 : 0;
-  const words = { "-1": `← ${time(target)}`, 0: time(target), 1: `${time(target)} →` }[side];
-  return {
-    shapes: side ? [] : [{
-      type: "line", x0: 1 / target, x1: 1 / target, xref: "x", y0: 0, y1: 1, yref: "paper",
-      line: { color: color("target"), width: 1.5, dash: "dash" },
-    }],
-    annotations: [{
-      x: Math.min(Math.max(log, least), most), xref: "x", y: 1, yref: "paper", yanchor: "top", showarrow: false,
-      xanchor: log > (least + most) / 2 ? "right" : "left", xshift: log > (least + most) / 2 ? -3 : 3,
-      text: words, font: { color: color("target") },
-    }],
-  };
+function targetWords({ ours, others }, ttl) {
+  const target = `At ${time(ttl)} per token`;
+  if (ours && others) {
+    return [`${(ours / others).toFixed(2)}×`, `${target}, Helix against the best other strategy: ${digits(ours)} `
+      + `tokens/s per GPU against ${digits(others)}`];
+  }
+  if (ours) return ["–", `${target} Helix alone gets there, with ${digits(ours)} tokens/s per GPU`];
+  return ["–", `${target} ${others ? "Helix does not get there, and others do" : "no strategy gets there"}`];
 }
 
-function drawFrontier(table, lines, target, chosen) {
-  const traces = lines.filter(({ points }) => points.length)
-    .map(({ strategy, points }) => trace(table, strategy, points));
-  const xaxis = axis("tokens/s per user", traces.flatMap(({ x }) => x));
-  const yaxis = axis("tokens/s per GPU", traces.flatMap(({ y }) => y));
-  if (chosen) traces.push(chosenTrace(chosen));
-  const mark = traces.length ? targetMark(target, xaxis.range) : {};
-  const layout = {
-    ...plainLayout(),
-    legend: { x: 0.015, y: 0.02, xanchor: "left", yanchor: "bottom", bgcolor: color("veil") },
-    xaxis, yaxis, ...mark,
-  };
-  return Plotly.react("frontier", traces, layout, { responsive: true, displayModeBar: false });
+function drawHeadline(state) {
+  const found = gainsAsAnswered(state);
+  at("headline").hidden = found === null;
+  if (found === null) return;
+  const largest = `${digits(found.largest.gain)}× at ${digits(found.largest.user)} tokens/s per user, and `
+    + `${digits(found.speed)}× the tokens/s per user at best`;
+  const [gain, words] = found.target ? targetWords(found.target, state.ttl)
+    : [`${digits(found.largest.gain)}×`,
+      "Helix's largest gain in tokens/s per GPU; set a target to see the gain there"];
+  at("headline").replaceChildren(element("strong", { id: "gain" }, gain), element("span", {}, words),
+    element("small", { id: "largest" }, `Largest gain: ${largest}. Decodes alone, as papers compare them.`));
 }

@@ -25,11 +25,6 @@ function cell(rank, outer, outers, outerName, inner, inners, innerName) {
   return made;
 }
 
-function attentionWords({ dp, kvp, tpa }) {
-  const groups = dp > 1 ? `DP ${dp} × ` : "";
-  return groups + (kvp > 1 || dp === 1 ? `KVP ${kvp} × ` : "") + `TPA ${tpa}`;
-}
-
 function drawGrid(id, columns, cells) {
   const grid = document.getElementById(id);
   grid.style.gridTemplateColumns = `repeat(${columns}, 1fr)`;
@@ -39,12 +34,13 @@ function drawGrid(id, columns, cells) {
 }
 
 function sequenceOf(layout, rank) {
-  const { dp, kvp, strategy } = layout.chosen;
-  const requests = dp > 1 ? `one request in ${whole(dp)}` : "every request";
+  const [groups, kvp] = groupsOf(layout.chosen);
+  const requests = groups > 1 ? `one request in ${whole(groups)}` : "every request";
   if (kvp === 1) return `all ${tokens(layout.context)} tokens of ${requests}`;
   const first = rank.kvp_rank % kvp;
-  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens` + (dp > 1 ? ` of ${requests}` : "");
-  return strategy.name === "tied"
+  const share = `${whole(layout.context / kvp)} of ${tokens(layout.context)} tokens`
+    + (groups > 1 ? ` of ${requests}` : "");
+  return layout.chosen.ffn_replicas > 1
     ? `span ${first} of ${kvp}: ${share}`
     : `blocks ${first}, ${first + kvp}, … of 16 tokens: ${share}`;
 }
@@ -65,12 +61,14 @@ function showGpu(number) {
     return;
   }
   drawn.shown = number;
-  const exchanges = drawn.chosen.kvp > 1;
+  const [groups, kvp] = groupsOf(drawn.chosen);
   const held = plan.latent ? "the latent" : range(rank.kv_heads, "KV head");
   const entries = [
+    ...(groups > 1 && kvp > 1
+      ? [["Group", `${Math.floor(rank.kvp_rank / kvp)} of ${groups}, KVP rank ${rank.kvp_rank % kvp} of ${kvp}`]] : []),
     ["KV", `${held}, ${sequenceOf(drawn, rank)}`],
     ["Attention", range(rank.query_heads, "query head")],
-    ...(exchanges && drawn.chosen.ffn_replicas === 1
+    ...(kvp > 1 && drawn.chosen.ffn_replicas === 1
       ? [["After exchange", `${range(rank.merged_query_heads, "query head")}, whole`]] : []),
     ["FFN", ffnOf(drawn, rank)],
   ];
@@ -92,17 +90,20 @@ function moveGpu(event) {
 
 for (const grid of document.querySelectorAll(".grid")) grid.addEventListener("keydown", moveGpu);
 
-function drawLayout(chosen, context) {
-  const { dp, kvp, tpa, tpf, ep, pp, ranks, ffn_replicas: copies } = chosen;
-  drawn = { chosen, context, shown: 0 };
+function drawLayout({ layout }, context) {
+  const { tpa, tpf, ep, pp, ffn_replicas: copies } = layout;
+  const ranks = ranksOf(layout);
+  const [groups, kvp] = groupsOf(layout);
+  const [count, outer] = [groups * kvp, kvp > 1 || groups === 1 ? "K" : "D"];
+  drawn = { chosen: { ...layout, ranks }, context, shown: 0 };
   const stages = pp > 1 ? `: one of ${pp} stages, ${Math.ceil(plan.num_layers / pp)} of ${plan.num_layers} layers` : "";
-  document.getElementById("layout-title").textContent = `${plural(dp * kvp * tpa, "GPU")} in two roles${stages}`;
-  document.getElementById("attention-caption").textContent = `Attention: ${attentionWords(chosen)}`;
+  document.getElementById("layout-title").textContent = `${plural(count * tpa, "GPU")} in two roles${stages}`;
+  document.getElementById("attention-caption").textContent = `Attention: ${attentionWords(layout)}`;
   document.getElementById("ffn-caption").textContent =
     `FFN: TPF ${tpf} × EP ${ep}` + (copies > 1 ? `, ${copies} copies` : "");
-  const columns = columnsOf(dp * kvp * tpa, tpa);
+  const columns = columnsOf(count * tpa, tpa);
   drawGrid("attention-grid", columns, ranks.map((rank, number) =>
-    cell(number, rank.kvp_rank, dp * kvp, "K", rank.tpa_rank, tpa, "T")));
+    cell(number, rank.kvp_rank, count, outer, rank.tpa_rank, tpa, "T")));
   drawGrid("ffn-grid", columns, ranks.map((rank, number) =>
     cell(number, rank.ep_rank, ep, "E", rank.tpf_rank, tpf, "F")));
   showGpu(0);

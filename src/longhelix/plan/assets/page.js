@@ -1,159 +1,150 @@
-// The controls, what they choose, and everything drawn anew when one of them moves.
-
-const at = (id) => document.getElementById(id);
-const [LEAST_TTL, MOST_TTL] = ttlLimits();
-const ROUNDING = 1e-6;
-let picked = null;
-
-function chosenState() {
-  const state = {
-    context: plan.contexts[at("context").value],
-    cap: Number(at("gpus").value),
-    target: LEAST_TTL * (MOST_TTL / LEAST_TTL) ** at("ttl").value,
-    weightDtype: at("weight-dtype").value,
-    kvDtype: at("kv-dtype").value,
-  };
-  const leftOut = at("hop-b").checked ? "helix_exposed" : "helix";
-  state.table = tableOf(state.context, state.weightDtype, state.kvDtype);
-  state.lines = plan.strategies
-    .map((strategy, index) => ({ strategy, points: state.table.frontiers[state.cap][index] }))
-    .filter(({ strategy }) => strategy.name !== leftOut);
-  return state;
-}
-
-// Frontiers ascend in tokens/s/user, and descend in tokens/s/GPU: the first that is fast enough is the best.
-function bestOf(table, points, target) {
-  return points.find((point) => value(table, "ttl_s", point) <= target * (1 + ROUNDING)) ?? null;
-}
-
-function best(table, points) {
-  return points.reduce((most, point) => (speeds(table, point).gpu > speeds(table, most).gpu ? point : most));
-}
-
-function strategyRow(state, { strategy, point }, shown) {
-  const pressed = String(point !== null && point === shown);
-  const name = element("button", { type: "button", "aria-pressed": pressed }, strategy.title);
-  name.style.setProperty("--swatch", `var(--${strategy.name})`);
-  const row = element("tr", {}, element("th", { scope: "row" }, name));
-  if (point === null) {
-    name.disabled = true;
-    row.append(element("td", { colspan: 4 }, "not within the target"));
-    return row;
-  }
-  name.addEventListener("click", () => pick(point));
-  const found = configuration(state.table, point);
-  row.append(...[digits(found.user), digits(found.gpu), whole(found.gpus), whole(found.batch)]
-    .map((words) => element("td", {}, words)));
-  return row;
-}
-
-function layoutWords(found) {
-  const { tpf, ep, pp, ffn_replicas: copies } = found;
-  return [attentionWords(found), `TPF ${tpf} × EP ${ep}${copies > 1 ? ` × ${copies} copies` : ""}`,
-    ...(pp > 1 ? [`PP ${pp}`] : [])].join(", ");
-}
-
-function memoryBar(found) {
-  const bytes = [["weights", found.weights_bytes], ["KV", found.kv_bytes], ["activations", found.activations_bytes]];
-  const used = bytes.reduce((sum, [, size]) => sum + size, 0);
-  const words = bytes.map(([name, size]) => `${name} ${scaled(size, "B")}`).join(", ");
-  const bar = element("div", { class: "memory", role: "img", "aria-label": words, title: words },
-    ...bytes.map(([name, size]) =>
-      element("div", { class: name, style: `width:${(100 * size) / plan.capacity_bytes}%` })));
-  return [bar, element("p", { class: "note" },
-    `${scaled(used, "B")} of ${scaled(plan.capacity_bytes, "B")} per GPU: ${words}`)];
-}
+// What the controls choose, and everything drawn anew when one of them moves.
 
 function figure(number, words) {
   return element("div", { class: "figure" }, element("strong", {}, number), " ", words);
 }
 
-// How much more throughput than the best of all other strategies within the target.
-function comparison(state, bests, found) {
-  const others = bests.filter(({ strategy, point }) => point !== null && strategy !== found.strategy);
-  if (picked !== null || !others.length) return [];
-  const point = best(state.table, others.map((other) => other.point));
-  const { strategy } = others.find((other) => other.point === point);
-  const gain = digits(found.gpu / speeds(state.table, point).gpu);
-  return [element("p", {}, `${gain}× the tokens/s per GPU of ${strategy.title}, the next best`)];
+function orNone(number, words) {
+  return number === null ? "–" : words(number);
 }
 
-function drawChosen(found, compared) {
+// Users and answers are counted as the plan counts them.
+function people(users) {
+  return whole(Math.max(Math.floor(users + ROUNDING), Math.min(1, Math.ceil(users))));
+}
+
+const COLUMNS = [
+  ["Tokens/s per user", (found) => digits(found.user)],
+  ["Tokens/s per GPU", (found) => digits(found.gpu)],
+  ["ms beside a prompt", (found) => orNone(found.ttlBeside, (ttl) => digits(1e3 * ttl)), "ttlBeside"],
+  ["TTFT, s", (found) => orNone(found.ttft, digits), "ttft"],
+  ["Users", (found) => people(found.users)],
+  ["Requests/s", (found) => orNone(found.rate, digits)],
+  ["Cost of 1M tokens", (found) => orNone(found.cost, digits)],
+  ["GPUs", (found) => whole(found.gpus), "gpus"],
+];
+
+function strategyRow(strategy, found, shown) {
+  const pressed = String(found !== null && found.point === shown?.point && found.chunk === shown.chunk);
+  const name = element("button", { type: "button", "aria-pressed": pressed }, strategy.title);
+  name.style.setProperty("--swatch", `var(--${strategy.name})`);
+  const row = element("tr", {}, element("th", { scope: "row" }, name));
+  if (found === null) {
+    name.disabled = true;
+    row.append(element("td", { colspan: COLUMNS.length }, "does not fit"));
+    return row;
+  }
+  name.addEventListener("click", () => draw(found));
+  row.append(...COLUMNS.map(([label, words, target]) => {
+    const missed = found.missed[target] > 0;
+    return element("td", { "data-label": label, ...(missed ? { class: "missed", title: "over the target" } : {}) },
+      (missed ? "✗ " : "") + words(found));
+  }));
+  return row;
+}
+
+function memoryBar(table, found) {
+  const capacity = plan.capacity_bytes / (plan.shares_capacity ? found.layout.gpus : 1);
+  const bytes = [["weights", table.point.weights_bytes[found.point]], ["KV", table.point.kv_bytes[found.point]],
+    ["activations", found.activations_bytes]];
+  const used = bytes.reduce((sum, [, size]) => sum + size, 0);
+  const words = bytes.map(([name, size]) => `${name} ${scaled(size, "B") || "0"}`).join(", ");
+  const bar = element("div", { class: "memory", role: "img", "aria-label": words },
+    ...bytes.map(([name, size]) => element("div", { class: name, style: `width:${(100 * size) / capacity}%` })));
+  return [bar, element("p", { class: "note" }, `${scaled(used, "B")} of ${scaled(capacity, "B")} per GPU: ${words}`)];
+}
+
+function missedWords(found, state) {
+  const targets = [["ttlBeside", "ms per token beside a prompt", time(found.ttlBeside), state.ttl && time(state.ttl)],
+    ["ttft", "TTFT", time(found.ttft), state.ttft && time(state.ttft)], ["gpus", "GPUs", whole(found.gpus), state.cap]];
+  return targets.filter(([target]) => found.missed[target] > 0)
+    .map(([, name, has, most]) => `${name} (${has}, over ${most})`).join(" and ");
+}
+
+function drawChosen(state, found) {
+  const copies = found.replicas > 1 ? `${found.replicas} × ` : "";
+  const chunks = found.chunk === null ? "no room for a chunk of a prompt beside" : `chunks of ${whole(found.chunk)}`;
   at("chosen").replaceChildren(
     element("div", { class: "figures" },
       figure(digits(found.user), "tokens/s per user"), figure(digits(found.gpu), "tokens/s per GPU"),
-      figure(whole(found.gpus), noun(found.gpus, "GPU")),
-      figure(whole(found.batch), `${noun(found.batch, "request")} at once`)),
-    element("p", {}, element("b", {}, found.strategy.title), `: ${layoutWords(found)}`),
-    ...memoryBar(found), ...compared);
+      figure(orNone(found.ttft, time), "TTFT"), figure(people(found.users), "users"),
+      ...(found.rate === null ? [] : [figure(digits(found.rate), "requests/s")]),
+      ...(found.cost === null ? [] : [figure(digits(found.cost), "for 1M tokens")]),
+      figure(whole(found.gpus), noun(found.gpus, "GPU"))),
+    element("p", {}, element("b", {}, found.strategy.title), `: ${copies}${layoutWords(found.layout)}, `
+      + `${plural(found.batch, "request")} at once, ${chunks}`),
+    element("p", {}, `${time(found.ttl)} per token, ${orNone(found.ttlBeside, time)} beside a prompt`),
+    ...memoryBar(state.table, found),
+    ...(found.far > 0 ? [element("p", { class: "missed" }, `It misses ${missedWords(found, state)}.`)] : []));
 }
 
 function drawNothing(state) {
-  const short = state.table.short_bytes[state.cap];
+  const short = state.table.short_bytes[state.capIndex];
   const reason = short > 0
-    ? `Nothing fits: for one request of ${tokens(state.context)} tokens the nearest layout lacks ${scaled(short, "B")} `
-      + "on a GPU. More GPUs, a narrower dtype or a shorter context would help."
-    : `No configuration takes ${time(state.target)} or less per token. A higher target, or more GPUs, would help.`;
+    ? `Nothing fits: for one request of ${tokens(state.tokens)} tokens the nearest layout lacks ${scaled(short, "B")} `
+      + "on a GPU. More GPUs, a narrower dtype or shorter requests would help."
+    : "Nothing fits beside a chunk of a prompt. More GPUs, a narrower dtype or shorter requests would help.";
   at("chosen").replaceChildren(element("p", { class: "nothing" }, reason));
 }
 
-function fill(id, shown) {
-  at(`${id}-shown`).textContent = shown;
-  at(id).setAttribute("aria-valuetext", shown);
+function titleOf(state, shown) {
+  if (picked !== null) return "As picked";
+  if (shown === null) return "Nothing fits";
+  if (shown.far > 0) return "Nothing meets the targets together; the nearest";
+  return hasTargets(state) ? "The best within the targets" : "A balance of speed and throughput";
 }
 
-function draw() {
-  const state = chosenState();
-  fill("context", `${tokens(state.context)} tokens`);
-  fill("gpus", plural(plan.gpu_caps[state.cap], "GPU"));
-  fill("ttl", time(state.target));
-  const bests = state.lines.filter(({ points }) => points.length)
-    .map((line) => ({ ...line, point: bestOf(state.table, line.points, state.target) }));
-  const reaching = bests.map(({ point }) => point).filter((point) => point !== null);
-  const shown = picked ?? (reaching.length ? best(state.table, reaching) : null);
-  const found = shown === null ? null : configuration(state.table, shown);
-  at("chosen-title").textContent = picked === null ? `Best within ${time(state.target)} per token` : "As picked";
+let state = null;
+let shown = null;
+
+// `choice`: a configuration that is picked, or null for the best.
+function draw(choice) {
+  const next = stateSet();
+  if (next === null) return;
+  [state, picked] = [next, choice];
+  showSliders(state);
+  const rows = bests(state);
+  shown = picked ?? first(rows.filter((found) => found !== null), state);
+  at("chosen-title").textContent = titleOf(state, shown);
   at("back").hidden = picked === null;
-  at("strategies").hidden = !bests.length;
   document.querySelector("#strategies tbody").replaceChildren(
-    ...bests.map((line) => strategyRow(state, line, shown)));
-  document.body.classList.toggle("empty", found === null);
-  if (found === null) {
+    ...state.strategies.map((strategy, index) => strategyRow(strategy, rows[index], shown)));
+  document.body.classList.toggle("empty", shown === null);
+  if (shown === null) {
     drawNothing(state);
   } else {
-    drawChosen(found, comparison(state, bests, found));
-    drawStep(found);
-    drawLayout(found, state.context);
+    drawChosen(state, shown);
+    drawStep(itemsOf(state.table, shown.point), state.table.point.ttl_s[shown.point]);
+    drawLayout(shown, state.tokens);
   }
-  return drawFrontier(state.table, state.lines, state.target, found);
+  drawHeadline(state);
+  drawFrontier(state, shown);
 }
 
-function pick(point) {
-  picked = point;
-  draw();
+function watchWidth() {
+  const main = document.querySelector("main");
+  let width = main.clientWidth;
+  new ResizeObserver(() => {
+    if (main.clientWidth === width) return;
+    width = main.clientWidth;
+    drawFrontier(state, shown);
+    drawCompared();
+  }).observe(main);
 }
 
 function start() {
-  const { asked } = plan;
   at("title").textContent = `${plan.model} on ${plan.system}`;
   document.title = `${plan.model} on ${plan.system}: longhelix plan`;
-  at("about").textContent = `Decoding, predicted by a cost model from ${whole(plan.configurations)} configurations`;
-  at("context").max = plan.contexts.length - 1;
-  at("context").value = plan.contexts.indexOf(asked.context);
-  at("gpus").max = at("gpus").value = plan.gpu_caps.length - 1;
-  at("ttl").max = 1;
-  at("ttl").value = Math.log(asked.ttl_s / LEAST_TTL) / Math.log(MOST_TTL / LEAST_TTL);
-  for (const [id, dtypes, dtype] of [["weight-dtype", plan.weight_dtypes, asked.weight_dtype],
-    ["kv-dtype", plan.kv_dtypes, asked.kv_dtype]]) {
-    at(id).append(...dtypes.map((name) => element("option", {}, name)));
-    at(id).value = dtype;
-  }
-  at("controls").addEventListener("input", () => pick(null));
-  at("back").addEventListener("click", () => pick(null));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  draw().then((plot) => plot.on("plotly_click", ({ points: [clicked] }) => {
-    if (clicked.customdata !== undefined) pick(clicked.customdata);
-  }));
+  at("about").textContent = `Predicted by a cost model, from ${whole(plan.looked_at)} configurations; away from what `
+    + "was asked, from fewer batches and chunk sizes";
+  at("strategies").querySelector("thead tr").append(
+    ...COLUMNS.map(([label]) => element("th", { scope: "col" }, label)));
+  startControls(draw);
+  at("back").addEventListener("click", () => draw(null));
+  watchFrontier((point) => draw(atPoint(state, point)), () => shown?.point);
+  watchComparison();
+  draw(null);
+  watchWidth();
 }
 
 start();

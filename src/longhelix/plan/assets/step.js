@@ -18,21 +18,22 @@ function itemRow(item, total, longest) {
   bar.style.background = `var(--kind-${item.kind})`;
   return element("tr", {},
     element("th", { scope: "row" }, item.name),
-    element("td", {}, time(item.seconds)),
+    element("td", { "data-label": "Time" }, time(item.seconds)),
     element("td", { class: "lengths", title: `${digits((100 * item.seconds) / total)}% of the step` }, bar),
-    element("td", {}, scaled(item.flops, "")),
-    element("td", {}, scaled(item.hbm_bytes, "B")),
-    element("td", {}, scaled(item.net_bytes, "B")));
+    element("td", { "data-label": "FLOPs" }, scaled(item.flops, "")),
+    element("td", { "data-label": "Memory" }, scaled(item.hbm_bytes, "B")),
+    element("td", { "data-label": "Sent" }, scaled(item.net_bytes, "B")));
 }
 
-function drawStep(chosen) {
-  const total = chosen.ttl_s;
-  const items = shownItems(chosen.items, total);
+function drawStep(costs, total) {
+  const items = shownItems(costs, total);
   const longest = Math.max(...items.map((item) => item.seconds));
-  document.getElementById("step-title").textContent = `One step on one GPU: ${time(total)}`;
+  const what = plan.accepted_tokens === 1 ? "One step of decodes"
+    : `A token's part of a step of decodes that gives ${digits(plan.accepted_tokens)}`;
+  document.getElementById("step-title").textContent = `${what} on one GPU: ${time(total)}`;
   document.querySelector("#items tbody").replaceChildren(...items.map((item) => itemRow(item, total, longest)));
   const kinds = new Map();
-  for (const item of chosen.items) kinds.set(item.kind, (kinds.get(item.kind) ?? 0) + item.seconds);
+  for (const item of costs) kinds.set(item.kind, (kinds.get(item.kind) ?? 0) + item.seconds);
   const shown = [...kinds].filter(([, seconds]) => seconds > 0);
   const words = shown.map(([kind, seconds]) => `${kind} ${digits((100 * seconds) / total, 2)}%`);
   const bar = document.getElementById("bar");

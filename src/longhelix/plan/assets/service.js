@@ -1,0 +1,122 @@
+// What configurations give those who use them, and the best of them within targets: as service.py and choice.py in
+// longhelix/plan have it, of numbers that Python computed.
+
+const LATE = 0.05;
+const MOST_BUSY = 0.95;
+const HALVINGS = 40;
+const ROUNDING = 1e-6;
+
+// The longest prompt's, where prompts take a share `busy` of the time.
+function ttftOf({ longest_s, wait_s }, busy) {
+  return longest_s + (wait_s / (1 - busy)) * Math.log(Math.max(busy, LATE) / LATE);
+}
+
+function mostBusy(prompts, ttft, limit) {
+  let [least, most] = [0, Math.min(limit, MOST_BUSY)];
+  if (ttft === null || ttftOf(prompts, most) <= ttft) return most;
+  for (let halving = 0; halving < HALVINGS; halving += 1) {
+    const half = (least + most) / 2;
+    [least, most] = ttftOf(prompts, half) <= ttft ? [half, most] : [least, half];
+  }
+  return least;
+}
+
+// One instance, whose requests are there for ever, or come and go.
+function instance(batch, alone, prompts, { ttft, rate }) {
+  if (plan.output_tokens === null) {
+    return { ttl: alone, ttft: prompts.longest_s, users: batch, rate: null, replicas: 1 };
+  }
+  const { busy_s, step_s } = prompts;
+  const needed = (batch * busy_s) / plan.output_tokens;
+  let busy = mostBusy(prompts, ttft, needed / alone / (1 + needed * (1 / alone - 1 / step_s)));
+  let replicas = 1;
+  if (rate !== null) {
+    replicas = busy > 0 ? Math.max(1, Math.ceil((rate * busy_s) / busy)) : 1;
+    busy = Math.min((rate * busy_s) / replicas, busy);
+  }
+  const ttl = 1 / ((1 - busy) / alone + busy / step_s);
+  return { ttl, ttft: ttftOf(prompts, busy), users: (busy / busy_s) * plan.output_tokens * ttl, rate: busy / busy_s,
+    replicas };
+}
+
+function over(has, most) {
+  return most !== null && has > most * (1 + ROUNDING) ? Math.log(has / most) : 0;
+}
+
+// A configuration with as many replicas as are needed; `missed`: each target that it misses, as a logarithm.
+function served(table, index, state) {
+  const { configuration: rows } = table;
+  const prompts = Object.fromEntries(plan.configuration_rows.map((row) => [row, rows[row][index]]));
+  const { point } = prompts;
+  const layout = layoutOf(table, point);
+  const batch = table.point.batch[point];
+  const alone = table.point.ttl_s[point];
+  const one = instance(batch, alone, prompts, state);
+  const replicas = Math.max(one.replicas, state.users > 1 ? Math.ceil(state.users / one.users) : 1);
+  const perGpu = one.users / one.ttl / layout.gpus;
+  const found = {
+    index, point, layout, batch, replicas, chunk: prompts.chunk, strategy: plan.strategies[layout.strategy],
+    gpus: replicas * layout.gpus, users: one.users * replicas, ttl: one.ttl, ttlBeside: prompts.ttl_p95_s,
+    ttft: one.ttft, rate: one.rate === null ? null : one.rate * replicas, user: 1 / one.ttl, gpu: perGpu,
+    cost: state.price !== null && perGpu > 0 ? (state.price * 1e6) / (3600 * perGpu) : null,
+    activations_bytes: prompts.activations_bytes,
+  };
+  found.missed = {
+    ttlBeside: over(found.ttlBeside, state.ttl), ttft: over(found.ttft, state.ttft), gpus: over(found.gpus, state.cap),
+  };
+  found.far = Object.values(found.missed).reduce((sum, far) => sum + far, 0);
+  return found;
+}
+
+function hasTargets({ ttl, ttft, users, rate, fewest }) {
+  return ttl !== null || ttft !== null || users > 1 || rate !== null || fewest;
+}
+
+// What is to be least of what meets all targets, one number after the other.
+function worth(found, state) {
+  if (!hasTargets(state)) return [-found.user * found.gpu, found.ttft];
+  return [state.rate !== null || state.fewest ? found.gpus : -found.gpu, found.ttl, found.ttft];
+}
+
+function isBefore(first, second) {
+  const differs = first.findIndex((number, index) => number !== second[index]);
+  return differs >= 0 && first[differs] < second[differs];
+}
+
+// What meets all targets comes first, and then what misses them by least.
+function order(found, state) {
+  return found.far > 0 ? [found.far, found.gpus] : [0, ...worth(found, state)];
+}
+
+function first(configurations, state) {
+  return configurations.reduce((best, found) =>
+    (best === null || isBefore(order(found, state), order(best, state)) ? found : best), null);
+}
+
+// By strategy the best that meets all targets, or what comes nearest; null where memory holds none.
+function bests(state) {
+  const found = state.strategies.map(() => []);
+  const { layout } = state.table.point;
+  state.table.configuration.point.forEach((point, index) => {
+    const held = plan.layouts[layout[point]];
+    const strategy = state.strategies.indexOf(plan.strategies[held.strategy]);
+    if (strategy >= 0 && held.gpus <= state.cap) found[strategy].push(served(state.table, index, state));
+  });
+  return found.map((configurations) => first(configurations, state));
+}
+
+// A point with the chunk size that serves the targets best; without any where no chunk fits beside it.
+function atPoint(state, point) {
+  const found = [];
+  state.table.configuration.point.forEach((each, index) => {
+    if (each === point) found.push(served(state.table, index, state));
+  });
+  if (found.length) return first(found, state);
+  const layout = layoutOf(state.table, point);
+  const batch = state.table.point.batch[point];
+  return {
+    point, layout, batch, replicas: 1, chunk: null, strategy: plan.strategies[layout.strategy], gpus: layout.gpus,
+    users: batch, ttl: state.table.point.ttl_s[point], ttlBeside: null, ttft: null, rate: null, cost: null,
+    activations_bytes: 0, missed: {}, far: 0, ...speeds(state.table, point),
+  };
+}
