@@ -75,14 +75,17 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
 
 
 def _decode_items(use: Use, layouts: Layouts, best: Choice) -> list[CostItem]:
-    return decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
+    """Of a token: a step gives a request as many as are accepted."""
+    items = decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
+    return [item.times(1 / use.setting.accepted_tokens) for item in items]
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
     """Each decision made otherwise, where it can be: layout and HOP-B."""
     layout, heads = best.layout, setting.heads
-    dp, kvp, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
-    num_ranks, hop_b, kvp = dp * kvp * tpa, best.strategy in OVERLAPPED, dp * kvp
+    dp, of_group, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
+    kvp, hop_b = dp * of_group, best.strategy in OVERLAPPED
+    num_ranks = kvp * tpa
     striped: dict[str, int | str] = layout | {"dp": 1, "kvp": kvp, "ffn_replicas": 1, "placement": "striped"}
     helix_ffn: dict[str, int | str] = {"tpf": num_ranks, "ep": 1}
     if hop_b:
@@ -101,11 +104,11 @@ def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, in
         wide = num_ranks // min(tpa, heads.num_kv_heads)
         if wide > 1:
             yield "KV sharded (Helix)", striped | helix_ffn | {"kvp": wide, "tpa": num_ranks // wide}, True
-    if kvp % 2 == 0 and pp * 2 <= setting.model.num_layers:
-        halved = striped | {"kvp": kvp // 2, "pp": pp * 2, "tpf": num_ranks // 2, "ep": 1}
+    if of_group % 2 == 0 and pp * 2 <= setting.model.num_layers:
+        halved = striped | {"dp": dp, "kvp": of_group // 2, "pp": pp * 2, "tpf": num_ranks // 2, "ep": 1}
         yield "stages in place of half of KVP", halved, hop_b
-    if kvp % 2 == 0 and 2 * tpa <= heads.num_query_heads:
-        yield "TPA doubled, KVP halved", striped | helix_ffn | {"kvp": kvp // 2, "tpa": 2 * tpa}, hop_b
+    if of_group % 2 == 0 and 2 * tpa <= heads.num_query_heads:
+        yield "TPA doubled, KVP halved", striped | helix_ffn | {"dp": dp, "kvp": of_group // 2, "tpa": 2 * tpa}, hop_b
 
 
 def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:

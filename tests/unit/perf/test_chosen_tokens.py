@@ -146,3 +146,23 @@ def test_an_array_of_layouts_and_batches_costs_what_each_costs_alone():
     for row, column in np.ndindex(3, 2):
         alone = many.take(np.array([row]))
         assert decode_seconds(setting(), alone, float(batches[column]), 1e4)[0] == together[row, column]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"kvp": 4}])
+def test_every_draft_is_scored_against_all_keys_and_reads_its_own(degrees):
+    drafted = replace(setting(), draft_tokens=3, accepted_tokens=2.0)
+    own, four = (by_name(decode_items(how, layouts(**degrees), 3.0, 1000.0)) for how in (setting(), drafted))
+    for name in ("indexer", "attention"):
+        assert four[name].flops[0] == 4 * own[name].flops[0]
+    assert four["top-k"].hbm_bytes[0] == 4 * own["top-k"].hbm_bytes[0]
+    shared = degrees.get("kvp", 1)
+    keys, pairs = 3 * 1000 / shared, 4 * 3 * 1000 / shared
+    assert four["indexer"].hbm_bytes[0] == pytest.approx(3 * (keys * KEY_BYTES + pairs * 4))
+
+
+def test_schedulers_price_all_tokens_wherever_they_are():
+    """All of a request on one of eight ranks, which `Work` counts eight times."""
+    everything, model = setting().without_windows(), layouts(kvp=8)
+    work = Work.decode(1, 1e6)._replace(decode_kv_tokens=8e6)
+    found = by_name(step_items(everything, model, work))["attention"]
+    assert found.hbm_bytes[0] == 3 * (1e6 * LATENT_BYTES + 4 * ROW_BYTES)

@@ -15,6 +15,7 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
 from longhelix.request import Work
+from longhelix.simulate.pool import num_blocks
 from longhelix.spec import LinearAttention, ModelSpec, MoE, RopeSpec
 
 pytestmark = pytest.mark.unit
@@ -153,3 +154,11 @@ def test_an_array_of_layouts_and_batches_costs_what_each_costs_alone():
         alone = many.take(np.array([row]))
         assert decode_seconds(setting(), alone, float(batches[column]), 1e4)[0] == together[0][row, column]
         assert kv_bytes(setting(), alone, float(batches[column]), 1e4)[0] == together[1][row, column]
+
+
+def test_a_simulated_pool_is_what_states_leave():
+    """Blocks of 16 tokens; states count once for each request, however many tokens a pool holds."""
+    how, layout = setting(system="h100"), Layout(tpa=2)
+    blocks = [num_blocks(how, layout, block_tokens=16, rows=64, requests=requests) for requests in (0, 100_000)]
+    states = 100_000 * 3 * request_bytes(1, 2)
+    assert (blocks[0] - blocks[1]) * 16 * TOKEN_BYTES / 2 == pytest.approx(states, abs=16 * TOKEN_BYTES)

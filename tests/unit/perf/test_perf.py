@@ -333,6 +333,19 @@ def test_drafts_are_rows_of_their_request(name):
     assert held.activations_bytes[0] == wider.activations_bytes[0]
 
 
+@pytest.mark.parametrize("batch", [1.0, 96.0])
+def test_drafts_stay_with_their_request_in_its_group(batch):
+    """Of 64 groups the fullest has one request, or two, with four rows each."""
+    how = Setting(load_model("deepseek-r1"), load_system("gb200"), "fp8", "fp8")
+    layouts = Layouts.of([Layout(kvp=64, ep=64)], local=True)
+    own, drafted = (
+        {item.name: item for item in decode_items(each, layouts, batch, 1e4)}
+        for each in (how, replace(how, draft_tokens=3, accepted_tokens=2.0))
+    )
+    for name in ("QKV", "attention", "output projection", "norms"):
+        assert drafted[name].flops[0] == 4 * own[name].flops[0]
+
+
 @pytest.mark.parametrize(
     ("drafts", "accepted", "words"),
     [
