@@ -42,7 +42,7 @@ PEER_NOTE = (
 QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--json")
 _TIMEOUT_S = 300
 _SWEEP = """
-import json, resource, time
+import json, time
 from dataclasses import replace
 from longhelix.perf.setting import Setting
 from longhelix.plan.space import space
@@ -53,7 +53,8 @@ searched = space(model, 128)
 start = time.perf_counter()
 found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
 took_s = time.perf_counter() - start
-peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# Not ru_maxrss, which begins with that of who started this program.
+peak_bytes = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 print(json.dumps({"configurations": len(found.points), "time_s": took_s, "peak_bytes": peak_bytes}))
 """
 _IMPORT = """

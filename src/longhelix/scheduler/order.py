@@ -36,8 +36,12 @@ class Order:
         homes: dict[int | None, list[tuple[Key, Sequence]]] = {}
         for key, seq in ordered:
             homes.setdefault(seq.home, []).append((key, seq))
-        first = [self._first(of_home, left_s, now_s) for of_home in homes.values()]
-        return [*first, *(seq for _, seq in ordered if seq not in first)]
+        for of_home in homes.values():
+            first = self._first(of_home, left_s, now_s)
+            place = [seq for _, seq in of_home].index(first)
+            of_home.insert(0, of_home.pop(place))
+        rest = {home: iter(of_home) for home, of_home in homes.items()}
+        return [next(rest[seq.home])[1] for _, seq in ordered]
 
     def _first(self, ordered: list[tuple[Key, Sequence]], left_s: Mapping[Sequence, float], now_s: float) -> Sequence:
         peers = [seq for key, seq in ordered if key[:_POLICY] == ordered[0][0][:_POLICY]]

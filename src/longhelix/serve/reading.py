@@ -55,13 +55,12 @@ class AnswerRoute(BodyRoute):
             try:
                 await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
                 if not working.done():
-                    working.cancel()
-                    await asyncio.wait((working,))  # what it leaves behind is told before the request's end is
                     raise DisconnectedError
                 return await working
             finally:
                 working.cancel()
                 leaving.cancel()
+                await asyncio.wait((working, leaving))  # what is called off is told before the request's end is
 
         return handler
 
