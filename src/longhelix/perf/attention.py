@@ -4,7 +4,7 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.collectives import RankGroups, Sent
-from longhelix.perf.cost_item import CostItem, kernels, sends
+from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
@@ -61,21 +61,6 @@ def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
     """What one layer attends and exchanges, to be cut into parts."""
     own = layouts.of_rank(work, setting.request_rows)
     return _overlap(setting, _attention(setting, layouts, own), _exchange(setting, layouts, own)[1])
-
-
-def product(
-    name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
-) -> CostItem:
-    """`rows` times weights of `elements` numbers, in `count` kernels."""
-    return kernels(
-        name,
-        setting,
-        layouts,
-        flops=2 * rows * elements,
-        hbm_bytes=elements * setting.weight_bytes,
-        dtype=setting.weight_dtype,
-        count=count,
-    )
 
 
 def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem]:

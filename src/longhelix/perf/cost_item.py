@@ -66,6 +66,21 @@ def kernels(
     )  # fmt: skip
 
 
+def product(
+    name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
+) -> CostItem:
+    """`rows` times weights of `elements` numbers, in `count` kernels."""
+    return kernels(
+        name,
+        setting,
+        layouts,
+        flops=2 * rows * elements,
+        hbm_bytes=elements * setting.weight_bytes,
+        dtype=setting.weight_dtype,
+        count=count,
+    )
+
+
 def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostItem:
     """A collective, or a send."""
     zeros = np.zeros_like(seconds)

@@ -3,9 +3,8 @@
 import numpy as np
 
 from longhelix.perf import collectives, weights
-from longhelix.perf.attention import product
 from longhelix.perf.collectives import RankGroups, Sent
-from longhelix.perf.cost_item import CostItem, kernels, sends
+from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.request import Work

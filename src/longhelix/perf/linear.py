@@ -4,7 +4,7 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.collectives import RankGroups
-from longhelix.perf.cost_item import CostItem, kernels, sends
+from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, STATE_BYTES, Setting
 from longhelix.request import Work
@@ -29,7 +29,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     groups = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, groups, hidden_bytes + layouts.zeros)
     return [
-        _product("linear projections", setting, layouts, inputs, own.rows, count=2.0),
+        product("linear projections", setting, layouts, inputs, own.rows, count=2.0),
         kernels(
             "linear attention",
             setting,
@@ -39,7 +39,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
             count=_KERNELS,
             compute_efficiency=setting.system.attention_efficiency,
         ),
-        _product("output projection", setting, layouts, outputs, own.rows, count=1.0),
+        product("output projection", setting, layouts, outputs, own.rows, count=1.0),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
@@ -57,15 +57,3 @@ def request_bytes(layouts: Layouts, linear: LinearAttention) -> Array:
     channels = keys * 2 * linear.key_size + values * linear.value_size
     states = values * linear.key_size * linear.value_size
     return states * STATE_BYTES + channels * (linear.kernel_size - 1) * ACTIVATION_BYTES
-
-
-def _product(name: str, setting: Setting, layouts: Layouts, elements: Array, rows: Array, *, count: float) -> CostItem:
-    return kernels(
-        name,
-        setting,
-        layouts,
-        flops=2 * rows * elements,
-        hbm_bytes=elements * setting.weight_bytes,
-        dtype=setting.weight_dtype,
-        count=count,
-    )

@@ -4,7 +4,7 @@ import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.collectives import RankGroups
-from longhelix.perf.cost_item import CostItem, kernels, sends
+from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.request import Work
@@ -29,15 +29,7 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
     gathered_bytes = groups.size * candidates * _CANDIDATE_BYTES
     gathered = collectives.all_gather(setting.system, groups, gathered_bytes)
     return [
-        kernels(
-            "indexer projections",
-            setting,
-            layouts,
-            flops=2 * own.rows * elements,
-            hbm_bytes=elements * setting.weight_bytes,
-            dtype=setting.weight_dtype,
-            count=2.0,
-        ),
+        product("indexer projections", setting, layouts, elements, own.rows, count=2.0),
         kernels(
             "indexer",
             setting,

@@ -7,9 +7,9 @@ from functools import reduce
 import numpy as np
 
 from longhelix.perf import collectives, weights
-from longhelix.perf.attention import attention_items, product
+from longhelix.perf.attention import attention_items
 from longhelix.perf.collectives import RankGroups
-from longhelix.perf.cost_item import CostItem, kernels, sends, total_seconds
+from longhelix.perf.cost_item import CostItem, kernels, product, sends, total_seconds
 from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import linear_items
