@@ -2,6 +2,8 @@
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# Hundreds of processes start in the tests: none is to compile the sources again, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
 # Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
 RUN_DOCUMENTS := docs/shapes.md docs/simulate.md

@@ -1,7 +1,8 @@
 """Streams through HTTP beside the same through `LLM`, and through other servers: tokens a second, TTFT and TBT.
 
 python benchmarks/serving.py [--streams 1 16 64] [--prompt-tokens 512] [--new-tokens 64] [--repeats 3]
-    [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE] [--set policy=fcfs activation-dtype=int8]
+    [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE] [--tbt-target-s 0.7]
+    [--set policy=fcfs activation-dtype=int8]
 
 All take turns, each alone on the machine but for servers that wait. `--url`: another server with completions as OpenAI
 has them, which is already up (llama.cpp: `llama-server -m FILE -c CONTEXT -np STREAMS -t THREADS`). `--openvino`: the
@@ -53,8 +54,12 @@ def main() -> int:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="OPTION=VALUE", help="of ours, besides what it has here"
     )
+    parser.add_argument("--tbt-target-s", type=float, help="between two tokens of ours beside prompts")
     given = parser.parse_args()
-    options = OPTIONS | {name.replace("-", "_"): value for name, _, value in (one.partition("=") for one in given.set)}
+    options: dict[str, object] = dict(OPTIONS)
+    options |= {name.replace("-", "_"): value for name, _, value in (one.partition("=") for one in given.set)}
+    if given.tbt_target_s:
+        options["tbt_target_s"] = given.tbt_target_s
     print(environment(time.strftime("%Y-%m-%d")))
     print(f"prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones; medians of {given.repeats} turns")
     print(f"ours: {options}\n")
@@ -125,7 +130,9 @@ def in_process(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Turn:
 @contextmanager
 def served(tokens: int, options: dict[str, object]):
     """The address of a server of ours, which ends with it."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    times = {name.removesuffix("_s"): f"{value}s" for name, value in options.items() if name.endswith("_s")}
+    plain = {name: value for name, value in options.items() if not name.endswith("_s")}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (plain | times).items()]
     command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *flags]
     server = subprocess.Popen([*command, "--kv-cache-tokens", str(tokens)], stderr=subprocess.PIPE, text=True)
     try:

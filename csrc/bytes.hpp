@@ -105,7 +105,10 @@ INLINE V add_products(V sum, Pairs pairs, Words unit) {
         return {add_products(sum.low, pairs.low, unit), add_products(sum.high, pairs.high, unit)};
     } else {
 #if defined(LONGHELIX_AVX2)
-        return sum + (Ints)_mm256_madd_epi16((__m256i)pairs, (__m256i)unit);
+        sum += (Ints)_mm256_madd_epi16((__m256i)pairs, (__m256i)unit);
+        // Row by row: the products of later rows would be kept in memory until their sums' turn comes.
+        asm volatile("" : "+x"(sum));
+        return sum;
 #elif defined(__SSE2__)
         return sum + (Ints)_mm_madd_epi16((__m128i)pairs, (__m128i)unit);
 #else
