@@ -45,10 +45,10 @@ class Answer:
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of several refusals of one call the first is told: the others count as told, too.
         self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
+        self.aborted = False  # by the event loop; the engine thread looks
         # The engine thread's alone.
         self.request_id: int | None = None
         self.failures = 0  # of the engine while it was added
-        self.aborted = False
 
     @property
     def was_refused(self) -> bool:

@@ -5,6 +5,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ from longhelix.serve.refusals import ShuttingDownError
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
 _WATCH_S = 0.25  # between two looks at ranks that have nothing to do
+_OBEY_S = 0.05  # between two steps, which all requests that run wait for
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class EngineThread:
         self._llm, self._recovery, self._owner = llm, recovery, owner
         self._failed_s: list[float] = []  # when it failed, of which it has started again
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._aborted: deque[Answer] = deque()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,8 +90,9 @@ class EngineThread:
         self._commands.put(lambda: self._add(answer))
 
     def abort(self, answer: Answer) -> None:
-        """End a request in any phase."""
-        self._commands.put(lambda: self._abort(answer))
+        """End a request in any phase, before the next step, whatever else waits to be obeyed."""
+        answer.aborted = True  # now, so that nothing is begun that it has asked for
+        self._aborted.append(answer)
 
     def call(self, ask: Callable[[], _Value], seen: "asyncio.Future[_Value]") -> None:
         """What the LLM answers between two steps, or raises, comes to `seen`."""
@@ -155,17 +159,25 @@ class EngineThread:
         return come
 
     def _obey(self) -> None:
-        """Do what was asked for; wait for something if there is nothing else to do."""
+        """Do what was asked for, in order, until it has taken a while: the rest comes after the next step. Wait for
+        something if there is nothing else to do."""
+        self._end_aborted()
+        wait_s = 0.0
         if not self._llm.has_work:
             self._llm.watch()
-            with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=_WATCH_S)()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+            wait_s = _WATCH_S
+        command = self._next(wait_s)
+        until_s = time.monotonic() + _OBEY_S
+        while command is not None:
             command()
+            command = self._next() if time.monotonic() < until_s else None
+
+    def _next(self, wait_s: float = 0.0) -> Callable[[], None] | None:
+        """What was asked for first, once it is, in that time. None: nothing."""
+        try:
+            return self._commands.get(timeout=wait_s)
+        except queue.Empty:
+            return None
 
     def _add(self, answer: Answer) -> None:
         asked = answer.asked
@@ -189,13 +201,13 @@ class EngineThread:
             self._watched[request_id] = 0
         self._tell(self._owner.accepted, answer, request_id)
 
-    def _abort(self, answer: Answer) -> None:
-        answer.aborted = True
-        request_id = answer.request_id
-        if request_id is not None:
-            self._watched.pop(request_id, None)
-            self._llm.abort(request_id)
-            self._tell(self._owner.gone, request_id)
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            request_id = self._aborted.popleft().request_id
+            if request_id is not None:  # or it is not begun
+                self._watched.pop(request_id, None)
+                self._llm.abort(request_id)
+                self._tell(self._owner.gone, request_id)
 
     def _call(self, ask: Callable[[], Any], seen: asyncio.Future[Any]) -> None:
         try:
