@@ -13,13 +13,14 @@ from typing import Any, Protocol, TypeVar
 from longhelix.engine.llm import LLM
 from longhelix.engine.observation import RanStep
 from longhelix.engine.result import Delta
-from longhelix.errors import EngineError
+from longhelix.errors import EngineError, UserError
 from longhelix.serve.asked import Answer, Progress, fail, settle
 from longhelix.serve.refusals import ShuttingDownError
 
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
 _WATCH_S = 0.25  # between two looks at ranks that have nothing to do
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before ranks that did not start are started again; each is twice the last
 _OBEY_S = 0.05  # between two steps, which all requests that run wait for
 
 
@@ -69,7 +70,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._aborted: deque[Answer] = deque()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # On the event loop.
@@ -80,7 +81,7 @@ class EngineThread:
 
     async def close(self) -> None:
         """End the engine, with all that runs."""
-        self._closing = True
+        self._closing.set()
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._llm.close)
@@ -102,7 +103,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing.is_set():
                 try:
                     self._serve()
                 except Exception as error:
@@ -115,7 +116,7 @@ class EngineThread:
         """Until it is closed, or the engine fails."""
         while True:
             self._obey()
-            if self._closing:
+            if self._closing.is_set():
                 return
             if self._llm.has_work:
                 deltas = self._llm.step()
@@ -124,28 +125,31 @@ class EngineThread:
 
     def _recover(self, error: Exception) -> None:
         """Start an engine that has failed again, as often as it may be, or raise the error."""
-        first = reason = _reason(error)
+        first, pause_s = _reason(error), 0.0
         while True:
             now_s = time.monotonic()
             self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
-            if self._closing or not self._llm.has_failed or len(self._failed_s) >= self._recovery.restarts:
+            may_start = self._llm.has_failed and len(self._failed_s) < self._recovery.restarts
+            if self._closing.is_set() or not may_start:
                 raise error
             self._failed_s.append(now_s)
-            self._tell(self._owner.starts_again, reason)
+            self._tell(self._owner.starts_again, _reason(error))
+            if self._closing.wait(pause_s):
+                return
             try:
                 self._llm.restart(self._recovery.failures, on_load=self._check_open, on_warm_up=self._check_open)
             except ShuttingDownError:
                 return
-            except EngineError as again:
-                reason = f"{first}; and the ranks did not start again: {again}"
-                error = EngineError(reason)
+            except Exception as again:  # there may be no memory yet, or no descriptors
+                error = EngineError(f"{first}; and the ranks did not start again: {_reason(again)}")
+                pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
             else:
                 self._tell(self._owner.serves_again)
                 return
 
     def _check_open(self, share: float) -> None:
         """Raise ShuttingDownError if nobody needs the ranks that start."""
-        if self._closing:
+        if self._closing.is_set():
             raise ShuttingDownError
 
     def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
@@ -226,4 +230,4 @@ class EngineThread:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (EngineError, UserError)) else f"{type(error).__name__}: {error}"
