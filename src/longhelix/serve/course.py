@@ -8,7 +8,7 @@ from longhelix.engine.result import Delta, Result
 
 @dataclass
 class Course:
-    """Times are those of the event loop, by the monotonic clock. came_s: it was asked for; begun_s: its first step
+    """Times are those of the event loop, by the monotonic clock. came_s: its call came; begun_s: its first step
     began; first_s, last_s: its first token came, and its latest; ended_s: it ended.
 
     reason: why it ended, empty while it has not: that of its result, "abort" where the client or the server left it,

@@ -189,7 +189,9 @@ class EngineThread:
             self._tell(self._owner.left, answer)
             return
         try:
-            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
+            request_id = self._llm.add(
+                asked.prompt, asked.sampling, asked.service, context=asked.context, arrival_s=asked.came_s
+            )
         except EngineError as error:
             answer.failures += 1
             if answer.failures > self._recovery.failures:

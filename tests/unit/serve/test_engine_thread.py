@@ -29,7 +29,7 @@ class Engine:
     def watch(self):
         pass
 
-    def add(self, prompt, sampling, service, context=None):
+    def add(self, prompt, sampling, service, context, arrival_s):
         (token,) = prompt
         if token == 0:
             self.holds.set()
@@ -83,7 +83,7 @@ def run(check):
         thread.start()
 
         def answer(token):
-            return Answer(Asked([token], 1, SamplingParams(), ANY_SERVICE), lambda got: None)
+            return Answer(Asked([token], 1, SamplingParams(), ANY_SERVICE, 0.0), lambda got: None)
 
         async def told(*last):
             async with asyncio.timeout(10):
