@@ -190,7 +190,7 @@ class Driver:
         if self.failure:
             raise EngineError(self.failure)
         if self.restarting:
-            raise RestartingError(self.restarting)
+            raise RestartingError
 
     def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
         """Queue a request. A refusal is what its answer gets."""

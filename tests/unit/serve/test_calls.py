@@ -340,7 +340,13 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
 
     async def test(client, llm, serving):
         llm.failure = EngineError("rank 1 failed:\n\x1b[31mwhat\u2028a client said")
-        assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
+        answer = await client.post("/v1/completions", json={"prompt": [1]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = answer.json()["error"]
+        assert (error["code"], error["message"]) == (
+            "engine_failed",
+            "the engine has failed: the server's log says why",
+        )
         assert await counted(client, "longhelix:engine_up") == 0
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1
         assert (await client.get("/health")).status_code == 503
