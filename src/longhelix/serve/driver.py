@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -164,6 +164,11 @@ class Driver:
     def most_requests(self) -> int:
         """That may wait."""
         return self._limits.requests
+
+    @property
+    def request_ids(self) -> Set[int]:
+        """Of all that the engine has for somebody: contexts that are saved run beside them."""
+        return self._answers.keys()
 
     @property
     def running(self) -> int:
