@@ -59,6 +59,9 @@ class Watch(Protocol):
     def asked(self, course: Course) -> None:
         """A request goes to the engine."""
 
+    def taken(self, course: Course) -> None:
+        """The engine has taken it, and all others of its call."""
+
     def came(self, course: Course, delta: Delta) -> None:
         """It got something."""
 
@@ -70,6 +73,8 @@ class NoWatch:
     """Nobody."""
 
     def asked(self, course: Course) -> None: ...
+
+    def taken(self, course: Course) -> None: ...
 
     def came(self, course: Course, delta: Delta) -> None: ...
 

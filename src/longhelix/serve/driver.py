@@ -46,12 +46,15 @@ class Answers:
         for place, asked in enumerate(requests):
             self._open[place] = self._driver.add(asked, partial(self._come, place))
             self._watch.asked(self._open[place].course)
+        answers = list(self._open.values())
         try:
-            for answer in list(self._open.values()):
+            for answer in answers:
                 await answer.taken
         except BaseException:
             self.end()
             raise
+        for answer in answers:
+            self._watch.taken(answer.course)
 
     def __aiter__(self) -> Self:
         return self

@@ -154,8 +154,8 @@ class Metrics:
         )
         driver.listeners.append(self._stepped)
 
-    def asked(self, course: Course) -> None:
-        """A request goes to the engine."""
+    def taken(self, course: Course) -> None:
+        """The engine has taken a request, and all others of its call."""
         self._request_most.observe(course.most_new_tokens)
 
     def came(self, course: Course, delta: Delta) -> None:

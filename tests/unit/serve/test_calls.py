@@ -165,6 +165,7 @@ def test_a_request_is_one_line_with_an_id_of_ours():
         assert await counted(client, "longhelix:prompt_tokens_total") == 10
         assert await counted(client, "longhelix:prefix_cache_hits_total") == 8
         assert await counted(client, "longhelix:request_queue_time_seconds_count") == 4
+        assert await counted(client, "longhelix:request_params_max_tokens_sum") == 16
         assert len(lines) == 1, "scrapes are no lines"
 
     run(test, lines)
@@ -226,6 +227,7 @@ def test_refusals_are_lines_and_counts_by_status_and_code():
             assert await counted(client, "longhelix:request_refusals_total", status=status, code=code) == count
         for reason in ("stop", "length", "abort", "error"):
             assert await counted(client, "longhelix:request_success_total", finished_reason=reason) == 0
+        assert await counted(client, "longhelix:request_params_max_tokens_count") == 0
 
     run(test, lines, keys=("first",))
 

@@ -120,7 +120,7 @@ def test_requests_are_counted_by_how_they_end(result):
     def doing(metrics):
         ended, left, failed = (Course(tokens, 16, time.monotonic()) for tokens in (5, 7, 11))
         for course in (ended, left, failed):
-            metrics.asked(course)
+            metrics.taken(course)
         for course in (ended, left):
             course.began(course.came_s)
             for _ in range(3):
