@@ -134,8 +134,8 @@ class LLM:
 
         One that ran in more than `most_failures` failures, without two new tokens between them, ends with an error.
         on_load and on_warm_up: as of the constructor; what they raise ends the start. Raises EngineError if the ranks
-        cannot start, after which it may be tried again, UserError for another `most_failures` than a whole number
-        from 0.
+        cannot start, or what the constructor does, such as UserError where memory is short, after which it may be tried
+        again; UserError also for another `most_failures` than a whole number from 0.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
         _check_told(on_load=on_load, on_warm_up=on_warm_up)
