@@ -389,7 +389,8 @@ def test_an_engine_that_may_not_start_again_tells_every_client():
             os.kill(llm.process_ids[1], signal.SIGKILL)
             come = [line for line in lines if line]
         assert come[-1] == "data: [DONE]"
-        assert "rank 1" in json.loads(come[-2].removeprefix("data: "))["error"]["message"]
+        error = json.loads(come[-2].removeprefix("data: "))["error"]
+        assert (error["code"], "rank" in error["message"]) == ("engine_failed", False)
         assert client.get("/health").json()["status"] == "failed"
         assert client.get("/health").status_code == client.get("/ready").status_code == 503
         assert client.post("/v1/completions", json=ANY).status_code == 503

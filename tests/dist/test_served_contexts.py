@@ -86,6 +86,25 @@ def test_a_prompt_goes_on_after_a_context_as_after_its_text(server):
 
 
 @pytest.mark.slow
+def test_one_that_finds_no_room_now_waits_for_its_turn(tmp_path):
+    """And is computed then, with the same tokens."""
+    with served(contexts_dir=tmp_path, kv_cache_tokens=1024, max_model_len=1024) as (client, llm):
+        save(client, "long", prompt=[11] * 600)
+        body = {"prompt": [5, 7, 9], "context": "long", **GREEDY}
+        expected = client.post("/v1/completions", json=body).json()
+        other = {"prompt": [13] * 600, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=other) as got:
+            lines = got.iter_lines()
+            next(lines)
+            with httpx.Client(base_url=client.base_url, timeout=60) as second:
+                answer = second.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected["choices"]
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < 592
+        assert settled(client, llm)
+
+
+@pytest.mark.slow
 def test_messages_go_on_after_messages(server):
     """As the conversation of both does: without a second system prompt between them."""
     client, _, _ = server

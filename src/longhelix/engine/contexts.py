@@ -109,31 +109,44 @@ class Contexts:
 
     def load(self, name: str, cache_salt: str = "") -> LoadedContext:
         """Have the ranks take up what they do not have of a context."""
-        self._check_cache()
-        saved = self._folder.manifest(name)
-        saved.check(self._origin(saved.capacity_tokens))
-        prompt_ids = self._folder.token_ids(saved)
-        held = self._core.hold(prompt_ids, saved.capacity_tokens, cache_salt)
-        if held is None:
+        saved, prompt_ids = self._found(name)
+        loaded_blocks = self._take_up(saved, prompt_ids, cache_salt)
+        if loaded_blocks is None:
             raise UserError(
                 f"context {name!r} of {saved.num_tokens} tokens does not fit into what is free of the KV cache: set "
                 "--kv-cache-tokens to more, or wait until other requests have ended",
                 "kv_cache_exceeded",
             )
-        with self._core.releasing(held):
-            for first, part in _parts(held.blocks, held.num_cached, self._config):
-                self._core.carry(LoadBlocks(str(self._folder.at(name)), saved.files, first, part))
-            self._core.publish(held)
-        return LoadedContext(saved, prompt_ids, len(held.blocks) - held.num_cached)
+        return LoadedContext(saved, prompt_ids, loaded_blocks)
 
     def before(self, name: str, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel) -> "array[int]":
-        """The ids of a context, which the ranks take up, and of a prompt behind it."""
-        loaded = self.load(name, service.cache_salt)
+        """The ids of a context and of a prompt behind it. The ranks take the context up if there is room for it now;
+        if not, the request computes it when its turn comes."""
+        saved, context_ids = self._found(name)
         most = self._config.scheduler.max_model_len
-        given = loaded.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
+        given = context_ids + token_ids(prompt, self._config.spec.vocab_size, most)
         # Refuses keys that are rotated by other angles than the request's.
-        loaded.saved.check(self._origin(len(given) + sampling.most_sampled))
+        saved.check(self._origin(len(given) + sampling.most_sampled))
+        self._take_up(saved, context_ids, service.cache_salt)
         return given
+
+    def _found(self, name: str) -> tuple[SavedContext, "array[int]"]:
+        """A context that this engine can use, and its token ids."""
+        self._check_cache()
+        saved = self._folder.manifest(name)
+        saved.check(self._origin(saved.capacity_tokens))
+        return saved, self._folder.token_ids(saved)
+
+    def _take_up(self, saved: SavedContext, prompt_ids: "array[int]", cache_salt: str) -> int | None:
+        """Have the ranks read the KV blocks that they do not have. Returns how many; None: there is no room now."""
+        held = self._core.hold(prompt_ids, saved.capacity_tokens, cache_salt)
+        if held is None:
+            return None
+        with self._core.releasing(held):
+            for first, part in _parts(held.blocks, held.num_cached, self._config):
+                self._core.carry(LoadBlocks(str(self._folder.at(saved.name)), saved.files, first, part))
+            self._core.publish(held)
+        return len(held.blocks) - held.num_cached
 
     def _check_cache(self) -> None:
         if not self._config.scheduler.prefix_cache:

@@ -1,5 +1,6 @@
 """LLM: prompts in, results out. Holds the tokenizer and the token core, and gives every request its text."""
 
+import math
 import os
 import time
 from collections import deque
@@ -35,7 +36,7 @@ from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
-from longhelix.values import refused, whole
+from longhelix.values import real, refused, whole
 from longhelix.workers import ranks, torchrun
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
@@ -133,8 +134,8 @@ class LLM:
 
         One that ran in more than `most_failures` failures, without two new tokens between them, ends with an error.
         on_load and on_warm_up: as of the constructor; what they raise ends the start. Raises EngineError if the ranks
-        cannot start, after which it may be tried again, UserError for another `most_failures` than a whole number
-        from 0.
+        cannot start, or what the constructor does, such as UserError where memory is short, after which it may be tried
+        again; UserError also for another `most_failures` than a whole number from 0.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
         _check_told(on_load=on_load, on_warm_up=on_warm_up)
@@ -179,13 +180,15 @@ class LLM:
         service: ServiceLevel = ANY_SERVICE,
         *,
         context: str | None = None,
+        arrival_s: float | None = None,
     ) -> int:
-        """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name.
-        Returns the request's id; `step` gives its deltas.
+        """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name. It
+        came at `arrival_s` by `time.monotonic`, from when on its deadlines and its time to the first token count, or
+        just now. Returns the request's id; `step` gives its deltas.
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, service, self._deltas, context)
+        return self._queue(prompt, sampling, service, self._deltas, context, arrival_s)
 
     def read(self, prompt: ImagePrompt) -> ReadPrompt:
         """The prompt for `add` and the like, which then need not open its images, nor run the vision tower. Unlike all
@@ -296,9 +299,10 @@ class LLM:
         service: ServiceLevel,
         deltas: deque[Delta],
         context: str | None,
+        arrival_s: float | None = None,
     ) -> int:
         self._core.check_running()
-        arrival_s = time.monotonic()
+        arrival_s = _arrived(arrival_s, time.monotonic())
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
         images: Sequence[ShownImage] = ()
@@ -520,6 +524,14 @@ class LLM:
             error=error,
             prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
         )
+
+
+def _arrived(asked_s: float | None, now_s: float) -> float:
+    """When a request came. Raises UserError for what is no time up to now."""
+    if asked_s is None:
+        return now_s
+    allowed = "a time of time.monotonic() that has been, or leave it out"
+    return real("arrival_s", asked_s, lambda at_s: -math.inf < at_s <= now_s, allowed)
 
 
 def _check_told(**told: object) -> None:

@@ -1,7 +1,6 @@
 """A request for the engine, and its way there."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,13 +22,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for the engine. num_tokens: of the prompt, and of the saved context before it. watched: its progress is
-    told before its first token."""
+    """A request for the engine. num_tokens: of the prompt, and of the saved context before it. came_s: when its call
+    came, by the monotonic clock. watched: its progress is told before its first token."""
 
     prompt: Prompt
     num_tokens: int
     sampling: SamplingParams
     service: ServiceLevel
+    came_s: float
     watched: bool = False
     context: str | None = None
 
@@ -41,14 +41,14 @@ class Answer:
     def __init__(self, asked: Asked, give: Callable[["Got"], None]) -> None:
         self.asked, self.give = asked, give
         self.waits = True
-        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, time.monotonic())
+        self.course = Course(asked.num_tokens, asked.sampling.max_new_tokens, asked.came_s)
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of several refusals of one call the first is told: the others count as told, too.
         self.taken.add_done_callback(lambda taken: taken.cancelled() or taken.exception())
+        self.aborted = False  # by the event loop; the engine thread looks
         # The engine thread's alone.
         self.request_id: int | None = None
         self.failures = 0  # of the engine while it was added
-        self.aborted = False
 
     @property
     def was_refused(self) -> bool:

@@ -30,7 +30,9 @@ class Call:
 
     def asked(self, course: Course) -> None:
         self.courses.append(course)
-        self._metrics.asked(course)
+
+    def taken(self, course: Course) -> None:
+        self._metrics.taken(course)
 
     def came(self, course: Course, delta: Delta) -> None:
         self._metrics.came(course, delta)

@@ -24,6 +24,21 @@ def most_connections() -> int:
     return 2**31 if limit == resource.RLIM_INFINITY else max(limit - _RESERVE, limit // 2)
 
 
+class _Counted:
+    """A transport that counts what is written to it, in bytes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(H11Protocol):
     """Is closed where there are too many, and where a request has begun to come, but its head is not whole in time; the
     same of what comes once the answer has been sent. A client that reads nothing of what waits for it is cut off, which
@@ -33,10 +48,11 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._unread_bytes = 0  # when that timer began
+        self._read_bytes = 0  # when that timer began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(transport)
+        self._counted = _Counted(transport)
+        super().connection_made(self._counted)  # type: ignore[arg-type]  # it is one in all but its name
         if len(self.connections) > most_connections():
             transport.write(_FULL)
             transport.close()
@@ -83,19 +99,21 @@ class Connection(H11Protocol):
         """From now on, as long as something waits that the socket does not take."""
         self._forget_unread()
         if self.transport.get_write_buffer_size():
-            self._unread_bytes = self._waiting_bytes()
+            self._read_bytes = self._taken_bytes()
             self._unread = self.loop.call_later(_READ_S, self._cut_off_or_watch)
 
     def _cut_off_or_watch(self) -> None:
-        if self._waiting_bytes() < self._unread_bytes:
+        if self._taken_bytes() > self._read_bytes:
             self._watch()
         else:
             self.transport.abort()
 
-    def _waiting_bytes(self) -> int:
-        """Written, and not taken by the client's machine: here, and in the socket, which holds megabytes."""
+    def _taken_bytes(self) -> int:
+        """By the client's machine: what was written, but for what waits here and in the socket, which holds
+        megabytes."""
         held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-        return self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
+        waiting = self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
+        return self._counted.written - waiting
 
     def _forget_unread(self) -> None:
         if self._unread is not None:

@@ -8,7 +8,7 @@ from longhelix.engine.result import Delta, Result
 
 @dataclass
 class Course:
-    """Times are those of the event loop, by the monotonic clock. came_s: it was asked for; begun_s: its first step
+    """Times are those of the event loop, by the monotonic clock. came_s: its call came; begun_s: its first step
     began; first_s, last_s: its first token came, and its latest; ended_s: it ended.
 
     reason: why it ended, empty while it has not: that of its result, "abort" where the client or the server left it,
@@ -59,6 +59,9 @@ class Watch(Protocol):
     def asked(self, course: Course) -> None:
         """A request goes to the engine."""
 
+    def taken(self, course: Course) -> None:
+        """The engine has taken it, and all others of its call."""
+
     def came(self, course: Course, delta: Delta) -> None:
         """It got something."""
 
@@ -70,6 +73,8 @@ class NoWatch:
     """Nobody."""
 
     def asked(self, course: Course) -> None: ...
+
+    def taken(self, course: Course) -> None: ...
 
     def came(self, course: Course, delta: Delta) -> None: ...
 

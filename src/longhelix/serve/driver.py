@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -46,12 +46,15 @@ class Answers:
         for place, asked in enumerate(requests):
             self._open[place] = self._driver.add(asked, partial(self._come, place))
             self._watch.asked(self._open[place].course)
+        answers = list(self._open.values())
         try:
-            for answer in list(self._open.values()):
+            for answer in answers:
                 await answer.taken
         except BaseException:
             self.end()
             raise
+        for answer in answers:
+            self._watch.taken(answer.course)
 
     def __aiter__(self) -> Self:
         return self
@@ -166,6 +169,11 @@ class Driver:
         return self._limits.requests
 
     @property
+    def request_ids(self) -> Set[int]:
+        """Of all that the engine has for somebody: contexts that are saved run beside them."""
+        return self._answers.keys()
+
+    @property
     def running(self) -> int:
         """Requests that have their first token."""
         return sum(not answer.waits for answer in self._answers.values())
@@ -190,7 +198,7 @@ class Driver:
         if self.failure:
             raise EngineError(self.failure)
         if self.restarting:
-            raise RestartingError(self.restarting)
+            raise RestartingError
 
     def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
         """Queue a request. A refusal is what its answer gets."""

@@ -5,6 +5,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,13 +13,15 @@ from typing import Any, Protocol, TypeVar
 from longhelix.engine.llm import LLM
 from longhelix.engine.observation import RanStep
 from longhelix.engine.result import Delta
-from longhelix.errors import EngineError
+from longhelix.errors import EngineError, UserError
 from longhelix.serve.asked import Answer, Progress, fail, settle
 from longhelix.serve.refusals import ShuttingDownError
 
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
 _WATCH_S = 0.25  # between two looks at ranks that have nothing to do
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before ranks that did not start are started again; each is twice the last
+_OBEY_S = 0.05  # between two steps, which all requests that run wait for
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ class EngineThread:
         self._llm, self._recovery, self._owner = llm, recovery, owner
         self._failed_s: list[float] = []  # when it failed, of which it has started again
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._aborted: deque[Answer] = deque()
         self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # On the event loop.
@@ -77,7 +81,7 @@ class EngineThread:
 
     async def close(self) -> None:
         """End the engine, with all that runs."""
-        self._closing = True
+        self._closing.set()
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._llm.close)
@@ -87,8 +91,9 @@ class EngineThread:
         self._commands.put(lambda: self._add(answer))
 
     def abort(self, answer: Answer) -> None:
-        """End a request in any phase."""
-        self._commands.put(lambda: self._abort(answer))
+        """End a request in any phase, before the next step, whatever else waits to be obeyed."""
+        answer.aborted = True  # now, so that nothing is begun that it has asked for
+        self._aborted.append(answer)
 
     def call(self, ask: Callable[[], _Value], seen: "asyncio.Future[_Value]") -> None:
         """What the LLM answers between two steps, or raises, comes to `seen`."""
@@ -98,7 +103,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing.is_set():
                 try:
                     self._serve()
                 except Exception as error:
@@ -111,7 +116,7 @@ class EngineThread:
         """Until it is closed, or the engine fails."""
         while True:
             self._obey()
-            if self._closing:
+            if self._closing.is_set():
                 return
             if self._llm.has_work:
                 deltas = self._llm.step()
@@ -120,28 +125,31 @@ class EngineThread:
 
     def _recover(self, error: Exception) -> None:
         """Start an engine that has failed again, as often as it may be, or raise the error."""
-        first = reason = _reason(error)
+        first, pause_s = _reason(error), 0.0
         while True:
             now_s = time.monotonic()
             self._failed_s = [failed_s for failed_s in self._failed_s if now_s - failed_s < _HOUR_S]
-            if self._closing or not self._llm.has_failed or len(self._failed_s) >= self._recovery.restarts:
+            may_start = self._llm.has_failed and len(self._failed_s) < self._recovery.restarts
+            if self._closing.is_set() or not may_start:
                 raise error
             self._failed_s.append(now_s)
-            self._tell(self._owner.starts_again, reason)
+            self._tell(self._owner.starts_again, _reason(error))
+            if self._closing.wait(pause_s):
+                return
             try:
                 self._llm.restart(self._recovery.failures, on_load=self._check_open, on_warm_up=self._check_open)
             except ShuttingDownError:
                 return
-            except EngineError as again:
-                reason = f"{first}; and the ranks did not start again: {again}"
-                error = EngineError(reason)
+            except Exception as again:  # there may be no memory yet, or no descriptors
+                error = EngineError(f"{first}; and the ranks did not start again: {_reason(again)}")
+                pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
             else:
                 self._tell(self._owner.serves_again)
                 return
 
     def _check_open(self, share: float) -> None:
         """Raise ShuttingDownError if nobody needs the ranks that start."""
-        if self._closing:
+        if self._closing.is_set():
             raise ShuttingDownError
 
     def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
@@ -155,17 +163,25 @@ class EngineThread:
         return come
 
     def _obey(self) -> None:
-        """Do what was asked for; wait for something if there is nothing else to do."""
+        """Do what was asked for, in order, until it has taken a while: the rest comes after the next step. Wait for
+        something if there is nothing else to do."""
+        self._end_aborted()
+        wait_s = 0.0
         if not self._llm.has_work:
             self._llm.watch()
-            with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=_WATCH_S)()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+            wait_s = _WATCH_S
+        command = self._next(wait_s)
+        until_s = time.monotonic() + _OBEY_S
+        while command is not None:
             command()
+            command = self._next() if time.monotonic() < until_s else None
+
+    def _next(self, wait_s: float = 0.0) -> Callable[[], None] | None:
+        """What was asked for first, once it is, in that time. None: nothing."""
+        try:
+            return self._commands.get(timeout=wait_s)
+        except queue.Empty:
+            return None
 
     def _add(self, answer: Answer) -> None:
         asked = answer.asked
@@ -173,7 +189,9 @@ class EngineThread:
             self._tell(self._owner.left, answer)
             return
         try:
-            request_id = self._llm.add(asked.prompt, asked.sampling, asked.service, context=asked.context)
+            request_id = self._llm.add(
+                asked.prompt, asked.sampling, asked.service, context=asked.context, arrival_s=asked.came_s
+            )
         except EngineError as error:
             answer.failures += 1
             if answer.failures > self._recovery.failures:
@@ -189,13 +207,13 @@ class EngineThread:
             self._watched[request_id] = 0
         self._tell(self._owner.accepted, answer, request_id)
 
-    def _abort(self, answer: Answer) -> None:
-        answer.aborted = True
-        request_id = answer.request_id
-        if request_id is not None:
-            self._watched.pop(request_id, None)
-            self._llm.abort(request_id)
-            self._tell(self._owner.gone, request_id)
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            request_id = self._aborted.popleft().request_id
+            if request_id is not None:  # or it is not begun
+                self._watched.pop(request_id, None)
+                self._llm.abort(request_id)
+                self._tell(self._owner.gone, request_id)
 
     def _call(self, ask: Callable[[], Any], seen: asyncio.Future[Any]) -> None:
         try:
@@ -214,4 +232,4 @@ class EngineThread:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (EngineError, UserError)) else f"{type(error).__name__}: {error}"

@@ -148,7 +148,8 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
         case RestartingError():
             return 503, str(error), "restarting", None
         case EngineError():
-            return 503, f"the engine has failed: {error}", error.code, None
+            # Its words may name paths, processes and memory; whoever runs the server is told them when it fails.
+            return 503, "the engine has failed: the server's log says why", error.code, None
         case DisconnectedError():
             return 499, "the client has gone", "disconnected", None
         case RequestError():

@@ -142,7 +142,7 @@ class View:
         if self._driver.failure:
             raise EngineError(self._driver.failure)
         if self._driver.restarting:
-            raise RestartingError(self._driver.restarting)
+            raise RestartingError
         if len(self._watchers) >= MOST_WATCHERS:
             raise OverloadedError(f"{MOST_WATCHERS} watch already: close a page, or try again later")
         watcher = Watcher()

@@ -154,8 +154,8 @@ class Metrics:
         )
         driver.listeners.append(self._stepped)
 
-    def asked(self, course: Course) -> None:
-        """A request goes to the engine."""
+    def taken(self, course: Course) -> None:
+        """The engine has taken a request, and all others of its call."""
         self._request_most.observe(course.most_new_tokens)
 
     def came(self, course: Course, delta: Delta) -> None:
@@ -206,11 +206,11 @@ class Metrics:
 
     def _set_now(self, now_s: float) -> None:
         driver, seen = self._driver, self._seen
-        requests = driver.running + len(driver.waiting)
-        admitted = len(seen.running) if seen is not None else 0
-        running = max(driver.running, min(admitted, requests))  # what was seen may be old
+        # What was seen may be old, and contexts that are saved are no requests.
+        admitted = sum(each.id in driver.request_ids for each in seen.running) if seen is not None else 0
+        running = max(driver.running, admitted)
         self._running.set(running)
-        self._waiting.set(requests - running)
+        self._waiting.set(driver.running + len(driver.waiting) - running)
         ranks = seen.ranks if seen is not None else [RankBlocks(0, 0, 0, 0)] * len(self._blocks)
         for states, rank in zip(self._blocks, ranks, strict=True):
             states["held"].set(rank.held)

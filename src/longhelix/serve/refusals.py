@@ -8,8 +8,8 @@ class OverloadedError(RuntimeError):
 class RestartingError(RuntimeError):
     """The engine has failed, and starts again."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the engine has failed ({reason}) and starts again: try again later")
+    def __init__(self) -> None:
+        super().__init__("the engine has failed and starts again: try again later")
 
 
 class ShuttingDownError(RuntimeError):

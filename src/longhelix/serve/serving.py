@@ -184,7 +184,7 @@ class Serving:
                 f"{self.driver.most_requests} may wait here: send fewer",
                 body.prompt_field if body.choices == 1 else "n",
             )
-        asked, watched, service = [], body.asks_for("include_progress"), body.service()
+        asked, watched, service, came_s = [], body.asks_for("include_progress"), body.service(), self.call.came_s
         samplings: dict[int, list[SamplingParams]] = {}
         scored = 0  # tokens that have log-probabilities
         for prompt in prompts:
@@ -205,7 +205,8 @@ class Serving:
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
                 ]
             asked += [
-                Asked(prompt, given, sampling, service, watched, body.context) for sampling in samplings[most_new]
+                Asked(prompt, given, sampling, service, came_s, watched, body.context)
+                for sampling in samplings[most_new]
             ]
         entries = scored * ((logprobs or 0) + 1) * body.choices
         if entries > _MOST_LOGPROBS:

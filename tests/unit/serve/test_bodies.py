@@ -29,6 +29,21 @@ def test_more_are_none(given):
         CompletionBody(prompt="x", seed=given)
 
 
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (CompletionBody, {"prompt": "x"}),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
+        (ResponseBody, {"input": "x"}),
+    ],
+)
+def test_no_salt_has_a_context_loaded_again(kind, given):
+    assert kind(**given, context="papers", cache_salt="").service().cache_salt == ""
+    assert kind(**given, cache_salt="a").service().cache_salt == "a"
+    with pytest.raises(ValidationError, match="cache_salt is for KV that is not shared"):
+        kind(**given, context="papers", cache_salt="a")
+
+
 def test_a_developers_messages_are_the_systems_for_templates():
     told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     (chat, _), (response, _) = ChatBody(messages=told).messages, ResponseBody(input=told).take_messages()

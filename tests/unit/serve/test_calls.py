@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 import tracemalloc
 import types
 
@@ -48,7 +49,7 @@ class Counting:
         self.tokenizer = types.SimpleNamespace(encode=list)
         self.contexts_folder, self.is_saving = None, False
         self.still_s, self.failure = 0.0, None
-        self._left, self._asked, self._ran, self._next_id = {}, {}, [], 0
+        self._left, self._asked, self._ran, self._next_id, self.arrivals_s = {}, {}, [], 0, []
 
     @property
     def has_work(self):
@@ -61,10 +62,11 @@ class Counting:
     def watch(self):
         pass
 
-    def add(self, prompt, sampling, service, context=None):
+    def add(self, prompt, sampling, service, context, arrival_s):
         if max(prompt) >= 100:
             raise UserError("token outside of the vocabulary")
         self._next_id += 1
+        self.arrivals_s.append(arrival_s)
         self._left[self._next_id] = sampling.max_new_tokens
         self._asked[self._next_id] = prompt, sampling.max_new_tokens
         return self._next_id
@@ -163,9 +165,27 @@ def test_a_request_is_one_line_with_an_id_of_ours():
         assert await counted(client, "longhelix:prompt_tokens_total") == 10
         assert await counted(client, "longhelix:prefix_cache_hits_total") == 8
         assert await counted(client, "longhelix:request_queue_time_seconds_count") == 4
+        assert await counted(client, "longhelix:request_params_max_tokens_sum") == 16
         assert len(lines) == 1, "scrapes are no lines"
 
     run(test, lines)
+
+
+def test_a_request_counts_from_its_coming_and_not_from_when_its_text_is_read():
+    def encode(text):
+        time.sleep(0.2)
+        return [1, 2, 3]
+
+    async def test(client, llm, serving):
+        llm.tokenizer = types.SimpleNamespace(encode=encode, longest_token=10)
+        begun_s = time.monotonic()
+        assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
+        (arrival_s,) = llm.arrivals_s
+        assert begun_s <= arrival_s <= time.monotonic() - 0.2
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            assert await counted(client, f"longhelix:{name}_sum") >= 0.2
+
+    run(test)
 
 
 def test_refusals_are_lines_and_counts_by_status_and_code():
@@ -207,6 +227,7 @@ def test_refusals_are_lines_and_counts_by_status_and_code():
             assert await counted(client, "longhelix:request_refusals_total", status=status, code=code) == count
         for reason in ("stop", "length", "abort", "error"):
             assert await counted(client, "longhelix:request_success_total", finished_reason=reason) == 0
+        assert await counted(client, "longhelix:request_params_max_tokens_count") == 0
 
     run(test, lines, keys=("first",))
 
@@ -226,8 +247,9 @@ def test_a_client_that_goes_away_is_an_abort():
     async def test(client, llm, serving):
         llm.step = list  # nothing comes
         ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1, 2]}))
-        while not llm.has_work:
+        while not (llm.has_work and not serving.driver._asked):
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # its answer is waited for
         ask.cancel()
         await asyncio.wait((ask,))
         del llm.step
@@ -320,7 +342,13 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
 
     async def test(client, llm, serving):
         llm.failure = EngineError("rank 1 failed:\n\x1b[31mwhat\u2028a client said")
-        assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 503
+        answer = await client.post("/v1/completions", json={"prompt": [1]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = answer.json()["error"]
+        assert (error["code"], error["message"]) == (
+            "engine_failed",
+            "the engine has failed: the server's log says why",
+        )
         assert await counted(client, "longhelix:engine_up") == 0
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1
         assert (await client.get("/health")).status_code == 503

@@ -10,7 +10,9 @@ from longhelix.serve.serving import Serving
 
 pytestmark = pytest.mark.unit
 
-SERVING = SimpleNamespace(driver=SimpleNamespace(most_requests=64), max_model_len=131_072)
+SERVING = SimpleNamespace(
+    driver=SimpleNamespace(most_requests=64), max_model_len=131_072, call=SimpleNamespace(came_s=0.0)
+)
 
 
 def asked(prompts, most_tokens, **fields):

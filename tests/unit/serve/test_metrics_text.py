@@ -40,6 +40,7 @@ class Idle:
         self.failure, self.restarting, self.restarts = "", "", 3
         self.last_step_s = time.monotonic() - 30
         self.running, self.waiting, self.answer, self.looks = 1, [None, None], answer, 0
+        self.request_ids = {0, 1, 2}
 
     async def observe(self):
         self.looks += 1
@@ -88,6 +89,13 @@ def test_blocks_and_requests_are_those_that_were_seen():
     assert 30 <= found[("seconds_since_last_step",)] < 60
 
 
+def test_a_context_that_is_saved_is_no_request():
+    driver = Idle(replace(SEEN, running=(running(0), running(7))))
+    driver.running, driver.waiting, driver.request_ids = 0, [None, None], {0, 1}
+    found = scraped(driver)
+    assert (found[("num_requests_running",)], found[("num_requests_waiting",)]) == (1, 1)
+
+
 def test_a_step_is_counted_beside_its_prediction():
     driver = Idle()
 
@@ -112,7 +120,7 @@ def test_requests_are_counted_by_how_they_end(result):
     def doing(metrics):
         ended, left, failed = (Course(tokens, 16, time.monotonic()) for tokens in (5, 7, 11))
         for course in (ended, left, failed):
-            metrics.asked(course)
+            metrics.taken(course)
         for course in (ended, left):
             course.began(course.came_s)
             for _ in range(3):
@@ -146,7 +154,7 @@ def test_a_step_that_takes_long_holds_no_scrape_up(monkeypatch):
         metrics = Metrics(driver, Config, "small")
         first = read(await metrics.text())
         driver.answer = None
-        driver.running, driver.waiting = 0, [None]
+        driver.running, driver.waiting, driver.request_ids = 0, [None], {1}
         await asyncio.sleep(0.1)
         later = [read(text) for text in await asyncio.gather(*(metrics.text() for _ in range(8)))]
         later.append(read(await metrics.text()))

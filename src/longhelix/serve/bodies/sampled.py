@@ -91,6 +91,10 @@ class Sampled(Guided):
         for name, value in (self.model_extra or {}).items():
             if name in self.not_here and value is not None and value not in self.not_here[name]:
                 raise ValueError(f"{name} is not served here: {self.instead.get(name, 'leave it out')}")
+        if self.context is not None and self.cache_salt:  # or each new salt would have all of the context loaded again
+            raise ValueError(
+                "cache_salt is for KV that is not shared, and a context is everybody's: leave out one of them"
+            )
         stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
         if sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
             raise ValueError(

@@ -1,0 +1,98 @@
+"""A saved context before a prompt: taken up where there is room, computed where there is none now, and not read for
+what is refused."""
+
+import types
+from array import array
+from contextlib import nullcontext
+
+import pytest
+
+from longhelix import SamplingParams, UserError
+from longhelix.cache.saved_context import Origin, SavedContext
+from longhelix.engine.contexts import Contexts
+from longhelix.kv.blocks import Block
+from longhelix.request import ANY_SERVICE
+from longhelix.scheduler.held_prefix import HeldPrefix
+
+pytestmark = pytest.mark.unit
+
+TOKENS = array("i", range(40))
+NEW = SamplingParams(max_new_tokens=8)
+
+
+class Core:
+    """Has room for a context, or none. carried: the first blocks that ranks were to read."""
+
+    def __init__(self, has_room):
+        scheduler = types.SimpleNamespace(prefix_cache=True, max_model_len=128, block_tokens=16)
+        self.config = types.SimpleNamespace(
+            scheduler=scheduler,
+            spec=types.SimpleNamespace(vocab_size=100),
+            layout=types.SimpleNamespace(kvp=1),
+            kv_bytes_per_token=lambda rank: 2**20,  # so that ranks read a part at a time
+        )
+        self.has_room, self.carried, self.published = has_room, [], 0
+
+    def hold(self, prompt_ids, capacity_tokens, cache_salt):
+        return HeldPrefix((Block(0, 5), Block(0, 6)), 1, (b"first", b"second")) if self.has_room else None
+
+    def releasing(self, held):
+        return nullcontext()
+
+    def carry(self, message):
+        self.carried.append(message.first)
+
+    def publish(self, held):
+        self.published += 1
+
+
+class Folder:
+    def manifest(self, name):
+        return SavedContext(name, origin(41), "small", "", len(TOKENS), 41, "", ())
+
+    def token_ids(self, saved):
+        return TOKENS
+
+    def at(self, name):
+        return f"/contexts/{name}"
+
+
+def origin(capacity_tokens):
+    """Keys are rotated by other angles from 60 tokens on."""
+    return Origin("m", "float32", "float32", "float32", None, None, 16, "long" if capacity_tokens >= 60 else "short")
+
+
+@pytest.fixture
+def contexts_with(monkeypatch):
+    monkeypatch.setattr(Contexts, "_origin", lambda self, capacity_tokens: origin(capacity_tokens))
+    return lambda core: Contexts(core, "small", None, Folder())
+
+
+def test_what_is_not_there_is_read_before_a_prompt(contexts_with):
+    core = Core(has_room=True)
+    contexts = contexts_with(core)
+    assert contexts.before("papers", [7, 8], NEW, ANY_SERVICE) == TOKENS + array("i", [7, 8])
+    assert (core.carried, core.published) == ([1], 1)
+    assert contexts.load("papers").loaded_blocks == 1
+
+
+def test_a_prompt_waits_for_its_turn_where_the_context_finds_no_room_now(contexts_with):
+    """The request has its tokens, and computes it, as it does where others have displaced it."""
+    core = Core(has_room=False)
+    contexts = contexts_with(core)
+    assert contexts.before("papers", [7, 8], NEW, ANY_SERVICE) == TOKENS + array("i", [7, 8])
+    assert (core.carried, core.published) == ([], 0)
+    with pytest.raises(UserError, match="does not fit into what is free") as refused:
+        contexts.load("papers")
+    assert refused.value.code == "kv_cache_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "words"),
+    [([100], NEW, "prompt token 100"), ([7], SamplingParams(max_new_tokens=30), "rotated by other RoPE frequencies")],
+)
+def test_nothing_is_read_for_what_is_refused(contexts_with, prompt, sampling, words):
+    core = Core(has_room=True)
+    with pytest.raises(UserError, match=words):
+        contexts_with(core).before("papers", prompt, sampling, ANY_SERVICE)
+    assert core.carried == []
