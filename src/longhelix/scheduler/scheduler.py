@@ -40,7 +40,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
-_TBT_FACTOR = 2.0  # a target that nobody asked for is at least so many times what decodes take alone
+# No target but the engine's is less than so many times what decodes take alone, nor than a millisecond: our choice.
+_TBT_FACTOR, _LEAST_TBT_S = 2.0, 1e-3
 
 
 class Usage(NamedTuple):
@@ -372,14 +373,17 @@ class Scheduler:
     def _target_s(self, turn: Turn, beside: AnyLoad, first: Sequence, now_s: float) -> float:
         """What the step may take, where `first` is the prompt that goes first.
 
+        What a request asks for has a floor: one that asks for next to nothing would have its tokens hardly sooner, and
+        hold up the prompts of all others.
         A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
         would otherwise leave nothing to prompts that have slack.
         """
         decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.decode_rows else 0.0
+        least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
         target_s = self.config.tbt_target_s
         if target_s is None:
-            target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
-        target_s = _MARGIN * min(target_s, self._turns.tbt_slo_s(turn))
+            target_s = max(DEFAULT_TBT_S, least_s)
+        target_s = _MARGIN * min(target_s, max(self._turns.tbt_slo_s(turn), least_s))
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
