@@ -17,6 +17,7 @@ from longhelix.request import Chunk, Cost, PromptLogprobs, Request, SampledToken
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
+from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
@@ -121,7 +122,8 @@ class Scheduler:
                 self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
             )
         limits = GrowthLimits(config, cost)
-        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache)
+        self._guides = CompiledGuides(config.clocks)
+        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache, self._guides)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
@@ -206,6 +208,8 @@ class Scheduler:
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
         new, copies = self._notices.begun_in(turn)
+        if self._guides.heard(new):
+            self._waiting.try_again()
         enlisted = tuple(one for one in enlisted if one.id in self._running)
         joining += tuple(one.id for one in enlisted if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
@@ -324,6 +328,7 @@ class Scheduler:
             self._shares.remove(seq.request.service.client)
         self._turns.leave(seq)
         self._widening.forget(seq)
+        self._guides.end(seq.id)
         self.pool.release(seq)
         self._notices.end(seq)
 
