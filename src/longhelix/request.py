@@ -246,7 +246,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 class Request:
     """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds.
 
-    images: what the prompt shows, in order.
+    images: what the prompt shows, in order. guide_s: what a rank takes to compile its guide.
 
     num_generated: of the prompt's last tokens, those that the request itself has generated, before it was preempted.
     """
@@ -260,6 +260,7 @@ class Request:
     service: ServiceLevel = ANY_SERVICE
     num_generated: int = 0
     images: tuple[ImageSpan, ...] = ()
+    guide_s: float = 0.0
 
     @property
     def capacity_tokens(self) -> int:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from longhelix import Guide, SamplingParams, UserError
-from longhelix.guide import LONGEST_GUIDE
+from longhelix.guide import LONGEST_GUIDE, KeptGuides
 
 pytestmark = pytest.mark.unit
 
@@ -72,3 +72,38 @@ def test_what_is_none_is_refused_in_words(make, words):
         make()
     assert words in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def guide_of(characters, name):
+    return Guide("regex", name * characters)
+
+
+def test_of_long_guides_fewer_are_kept():
+    """The text of sixteen of the longest has 2 Mi characters."""
+    kept, longest = KeptGuides(), [guide_of(LONGEST_GUIDE, chr(ord("a") + number)) for number in range(16)]
+    for guide in longest:
+        assert kept.want(guide, lambda guide: guide.text[0]) == guide.text[0]
+    assert all(guide in kept for guide in longest)
+    assert kept.want(longest[0], lambda guide: "made again") == "a"
+    kept.want(Guide("regex", "short"), lambda guide: "")
+    assert [guide in kept for guide in longest] == [True, False] + [True] * 14
+    kept.forget(longest[2])
+    kept.forget(longest[2])  # which it has not any more
+    kept.want(guide_of(LONGEST_GUIDE - 5, "z"), lambda guide: "")
+    assert longest[0] in kept
+    assert longest[3] in kept
+    assert sum(guide in kept for guide in longest) == 14
+
+
+def test_what_cannot_be_made_is_not_kept():
+    def refuse(guide):
+        raise UserError("no grammar")
+
+    kept, longest = KeptGuides(), guide_of(LONGEST_GUIDE, "a")
+    for _ in range(20):
+        with pytest.raises(UserError, match="no grammar"):
+            kept.want(longest, refuse)
+    assert longest not in kept
+    kept.want(longest, lambda guide: "")
+    kept.want(guide_of(LONGEST_GUIDE, "b"), lambda guide: "")
+    assert longest in kept

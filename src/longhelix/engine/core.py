@@ -150,8 +150,7 @@ class TokenCore:
         self._check_images(prompt_ids, images)
         eos_token_ids = self.config.spec.eos_token_ids
         self._check_token_ids(sampling)
-        if sampling.guide is not None:
-            self._check_guide(sampling.guide)
+        guide_s = 0.0 if sampling.guide is None else self._check_guide(sampling.guide)
         request = Request(
             self._next_id,
             prompt_ids,
@@ -161,6 +160,7 @@ class TokenCore:
             time.monotonic() if arrival_s is None else arrival_s,
             service,
             images=tuple(image.span for image in images),
+            guide_s=guide_s,
         )
         self._scheduler.check(request)
         self._next_id += 1
@@ -192,10 +192,10 @@ class TokenCore:
                 "stop_token_ids, or min_tokens 0"
             )
 
-    def _check_guide(self, guide: Guide) -> None:
+    def _check_guide(self, guide: Guide) -> float:
         if self._guides is None:
             raise UserError("this engine knows no text, and its requests cannot have guides: use LLM")
-        self._guides.check(guide)
+        return self._guides.check(guide)
 
     def _tell_tokens(self) -> None:
         """Have the ranks that will follow guides know tokens."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide, TokenTable
+from longhelix.guide import Guide, KeptGuides, TokenTable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,7 +32,6 @@ _LIMITS = {
 _ANY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 _LONGEST_REASON = 200  # characters
 _MORE = re.compile(r"\n *(<|[0-9]+ \| )")  # behind a reason: its state, or the lines that it is about
-_KEPT = 8  # compiled guides
 _NAMES = {
     "json": "guide",
     "json_schema": "JSON schema",
@@ -132,16 +131,12 @@ class Matchers:
         self._new = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         self._tokenizer = llguidance.LLTokenizer(_Words(table), eos_token=list(table.eos_ids))
-        self._kept: dict[Guide, LLMatcher] = {}  # in the order in which they were last wanted
+        self._kept: KeptGuides[LLMatcher] = KeptGuides()
 
     def new(self, guide: Guide) -> Matcher:
         """At the beginning of a text. Raises UserError for what is no grammar; what else is wrong with it shows in
         `Matcher.allowed`."""
-        kept = self._kept.pop(guide, None)
-        self._kept[guide] = self.compiled(guide) if kept is None else kept
-        if len(self._kept) > _KEPT:
-            del self._kept[next(iter(self._kept))]
-        return Matcher(self, guide, self._kept[guide].deep_copy(), shared=True)
+        return Matcher(self, guide, self._kept.want(guide, self.compiled).deep_copy(), shared=True)
 
     def compiled(self, guide: Guide) -> "LLMatcher":
         """At the beginning of a text, and with nothing in common with others. Raises UserError as `new` does."""
@@ -151,7 +146,7 @@ class Matchers:
 
     def forget(self, guide: Guide) -> None:
         """Compile it again for the next text."""
-        self._kept.pop(guide, None)
+        self._kept.forget(guide)
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed from its first token on."""

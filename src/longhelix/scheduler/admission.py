@@ -8,6 +8,7 @@ from longhelix.kv.blocks import Block, Slot
 from longhelix.kv.placement import Continued, Local, Placement, blocks_needed
 from longhelix.request import NewSequence, Request
 from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import later_ranks
 from longhelix.scheduler.growth_limits import GrowthLimits
@@ -36,6 +37,7 @@ class Admission:
         limits: GrowthLimits,
         prefixes: Prefixes | None,
         cache: PrefixCache | None,
+        guides: CompiledGuides,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -43,6 +45,7 @@ class Admission:
         self._limits = limits
         self._prefixes = prefixes
         self._cache = cache
+        self._guides = guides
         self._chances = 0
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
 
@@ -112,7 +115,8 @@ class Admission:
         return begun
 
     def try_again(self) -> None:
-        """Blocks of a prompt can be found: a request that did not fit may now share them."""
+        """Blocks of a prompt can be found, which a request that did not fit may now share; or the step has begun that
+        one with a guide was not to be in."""
         self._chances += 1
 
     def hold(self, request: Request) -> HeldPrefix | None:
@@ -122,7 +126,7 @@ class Admission:
         return HeldPrefix.take(self._pool, self._cache.hashes(request), self._placement(request))
 
     def _begin(self, job: Job, *, alone: bool) -> Begun | None:
-        """A request that begins to run. None: there is no room for it now.
+        """A request that begins to run. None: there is no room for it now, or no time for its guide.
 
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
@@ -136,6 +140,10 @@ class Admission:
             room, promised = self._room(job, placement, prefix)
             if not self._pool.fits(room, promised, prefix.kept, alone=alone):
                 return None
+        clock = placement.start if self._config.own_clocks else 0  # of the ranks that sample its tokens
+        if not self._guides.may_begin(request, clock):
+            return None
+        self._guides.begin(request, clock)
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         self._waiting.pop(request.id)
         seq = Sequence(job, placement, room, promised, [array("q") for _ in room])

@@ -17,6 +17,7 @@ from longhelix.request import Chunk, Cost, PromptLogprobs, Request, SampledToken
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
+from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
@@ -40,7 +41,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
-_TBT_FACTOR = 2.0  # a target that nobody asked for is at least so many times what decodes take alone
+# No target but the engine's is less than so many times what decodes take alone, nor than a millisecond: our choice.
+_TBT_FACTOR, _LEAST_TBT_S = 2.0, 1e-3
 
 
 class Usage(NamedTuple):
@@ -120,7 +122,8 @@ class Scheduler:
                 self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
             )
         limits = GrowthLimits(config, cost)
-        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache)
+        self._guides = CompiledGuides(config.clocks)
+        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache, self._guides)
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
@@ -205,6 +208,8 @@ class Scheduler:
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
         new, copies = self._notices.begun_in(turn)
+        if self._guides.heard(new):
+            self._waiting.try_again()
         enlisted = tuple(one for one in enlisted if one.id in self._running)
         joining += tuple(one.id for one in enlisted if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
@@ -323,6 +328,7 @@ class Scheduler:
             self._shares.remove(seq.request.service.client)
         self._turns.leave(seq)
         self._widening.forget(seq)
+        self._guides.end(seq.id)
         self.pool.release(seq)
         self._notices.end(seq)
 
@@ -372,14 +378,17 @@ class Scheduler:
     def _target_s(self, turn: Turn, beside: AnyLoad, first: Sequence, now_s: float) -> float:
         """What the step may take, where `first` is the prompt that goes first.
 
+        What a request asks for has a floor: one that asks for next to nothing would have its tokens hardly sooner, and
+        hold up the prompts of all others.
         A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
         would otherwise leave nothing to prompts that have slack.
         """
         decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.decode_rows else 0.0
+        least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
         target_s = self.config.tbt_target_s
         if target_s is None:
-            target_s = max(DEFAULT_TBT_S, _TBT_FACTOR * decodes_s)
-        target_s = _MARGIN * min(target_s, self._turns.tbt_slo_s(turn))
+            target_s = max(DEFAULT_TBT_S, least_s)
+        target_s = _MARGIN * min(target_s, max(self._turns.tbt_slo_s(turn), least_s))
         return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:

@@ -43,23 +43,23 @@ class GuideChecker:
         self._lock = threading.Lock()
         self._closed = False
 
-    def check(self, guide: Guide) -> None:
-        """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
-        if self.knows(guide):
-            return
-        with self._lock:
-            found = self._asked(guide)
-            if len(self._found) >= _KNOWN:
-                del self._found[next(iter(self._found))]
-            self._found[_digest(guide)] = found
-        if found.refusal:
-            raise UserError(found.refusal, found.code)
+    def check(self, guide: Guide) -> float:
+        """The seconds of CPU time that it takes to be compiled. Raises UserError if it cannot be followed, or takes too
+        much of them; RequestError if nobody knows."""
+        found = self._found.get(_digest(guide))
+        if found is None:
+            with self._lock:
+                found = self._asked(guide)
+                if len(self._found) >= _KNOWN:
+                    del self._found[next(iter(self._found))]
+                self._found[_digest(guide)] = found
+        return _taken_s(found)
 
     def knows(self, guide: Guide) -> bool:
         """Whether it was looked at before, which nobody waits for. Raises the UserError that it was refused with."""
         found = self._found.get(_digest(guide))
-        if found is not None and found.refusal:
-            raise UserError(found.refusal, found.code)
+        if found is not None:
+            _taken_s(found)
         return found is not None
 
     def close(self) -> None:
@@ -125,6 +125,13 @@ class GuideChecker:
         status = self._process.wait()
         self._process = None
         return status
+
+
+def _taken_s(found: Checked) -> float:
+    """Raises the UserError of what is refused."""
+    if found.refusal:
+        raise UserError(found.refusal, found.code)
+    return found.taken_s
 
 
 def _digest(guide: Guide) -> bytes:

@@ -4,6 +4,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,10 +22,11 @@ _LENGTH_BYTES = 4
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """What was found of a guide: why it cannot be followed, with a UserError's code; or nothing."""
+    """What was found of a guide: why it cannot be followed, with a UserError's code; or the CPU time that it took."""
 
     refusal: str = ""
     code: str = ""
+    taken_s: float = 0.0
 
 
 def main() -> None:
@@ -52,11 +54,12 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _check(matchers: Matchers, guide: Guide) -> Checked:
+    begun_s = time.process_time()
     try:
         matchers.check(guide)
     except UserError as error:
         return Checked(str(error), error.code)
-    return Checked()
+    return Checked(taken_s=time.process_time() - begun_s)
 
 
 def _limit_memory() -> None:

@@ -248,6 +248,42 @@ def test_settings_out_of_range_are_refused(setting, wrong):
         config(**{setting: wrong})
 
 
+class WholeStep:
+    """A step with decodes takes `decodes_s`, each row of a prompt a hundredth of a millisecond."""
+
+    def __init__(self, decodes_s):
+        self.decodes_s = decodes_s
+
+    def seconds(self, work):
+        return (self.decodes_s if work.decode_rows else 0) + 1e-5 * work.chunk_rows
+
+
+def rows_beside_a_decode(decodes_s, tbt_slo_s, **settings):
+    """The tokens of a prompt in the first step that has one beside the row of a request with that target."""
+    clock = Clock(WholeStep(decodes_s))
+    loop = Loop(Scheduler(config(adaptive=True, chunk_tokens=8192, **settings), clock.cost), clock, lambda: clock.now_s)
+    loop.add(request(0, 4, new_tokens=1000, tbt_slo_s=tbt_slo_s))
+    loop.step()
+    loop.add(request(1, 50_000))
+    loop.step()
+    _, step = clock.steps[-1]
+    assert (step.work.decode_rows, len(step.chunks)) == (1, 1)
+    return step.chunks[0].num_tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("decodes_s", "least_s"), [(0.01, 0.02), (1e-5, 1e-3)])
+def test_a_target_that_no_step_can_keep_leaves_prompts_their_time(policy, decodes_s, least_s):
+    """At least what decodes take alone, and what is left of a millisecond beside shorter ones."""
+    found = rows_beside_a_decode(decodes_s, 1e-9, policy=policy)
+    assert found == rows_beside_a_decode(decodes_s, least_s, policy=policy)
+    assert 16 < found < rows_beside_a_decode(decodes_s, 2 * least_s, policy=policy)
+
+
+def test_the_engines_own_target_has_no_floor():
+    assert rows_beside_a_decode(0.01, None, tbt_target_s=1e-9) == 4
+
+
 @pytest.mark.parametrize("ttft_slo_s", [None, 1, 4])
 def test_short_prompts_that_come_beside_equal_ones_do_not_make_them_take_turns(ttft_slo_s):
     """Eight of 0.5 s at once, and one of 10 ms every 0.37 s, which can wait. First come, first served, the eight wait

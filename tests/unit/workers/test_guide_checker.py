@@ -14,7 +14,7 @@ import pytest
 
 from longhelix.errors import EngineError, RequestError, UserError
 from longhelix.guide import Guide, TokenTable
-from longhelix.workers import guide_checker
+from longhelix.workers import guide_checker, guide_checking
 from longhelix.workers.guide_checker import GuideChecker
 
 pytestmark = pytest.mark.unit
@@ -61,6 +61,7 @@ def test_guides_are_compiled_once(checker, monkeypatch):
         assert refused.value.code == "invalid_guide"
     assert len(asked) == 2
     assert checker.knows(Guide("regex", "(once|only)"))
+    assert 0 < checker.check(Guide("regex", "(once|only)")) < guide_checking._CPU_S
     with pytest.raises(UserError, match="unclosed group"):
         checker.knows(Guide("regex", "a(b"))
 
