@@ -65,7 +65,7 @@ def routes(serving: Serving) -> APIRouter:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
         no_images = "images are not read here: an answer's usage has their tokens"
         ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images)
-        return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
+        return forms.Tokens(tokens=ids.tolist(), count=len(ids), max_model_len=serving.max_model_len)
 
     @router.post("/detokenize", responses=statuses(404))
     async def detokenize(body: DetokenizeBody) -> forms.Text:

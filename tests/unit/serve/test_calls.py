@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import threading
 import tracemalloc
 import types
+from array import array
 
 import httpx
 import pytest
@@ -240,6 +242,59 @@ def test_a_client_that_goes_away_is_an_abort():
         assert (line["finish_reason"], line["new_tokens"]) == ("abort", 0)
 
     run(test, lines)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_prompts_are_spelled_once_and_off_the_event_loop(streams, max_tokens):
+    """However many choices begin with them."""
+    spelled = []
+
+    def spell(token_ids):
+        spelled.append((list(token_ids), threading.current_thread()))
+        return "".join(map(str, token_ids))
+
+    async def test(client, llm, serving):
+        llm.tokenizer.spell = spell
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 3, "echo": True, "max_tokens": max_tokens, "stream": streams}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        texts = [""] * 6
+        if streams:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            for choice in (json.loads(line)["choices"][0] for line in lines):
+                texts[choice["index"]] += choice["text"]
+        else:
+            texts = [choice["text"] for choice in answer.json()["choices"]]
+        assert texts == ["123" + "x" * max_tokens] * 3 + ["45" + "x" * max_tokens] * 3
+        assert [token_ids for token_ids, _ in spelled] == [[1, 2, 3], [4, 5]]
+        assert threading.current_thread() not in [thread for _, thread in spelled]
+
+    run(test)
+
+
+def test_the_engine_gets_one_array_of_a_prompt_for_all_its_choices():
+    """Lists would be gone through once for each, on its thread."""
+
+    async def test(client, llm, serving):
+        given = []
+        add = llm.add
+
+        def watched(prompt, *more, **named):
+            given.append(prompt)
+            return add(prompt, *more, **named)
+
+        llm.add, llm.tokenizer.longest_token = watched, 9
+        for prompt in ([1, 2, 3], "\1\2\3"):
+            given.clear()
+            llm.tokenizer.encode = lambda text: list(map(ord, text))
+            answer = await client.post("/v1/completions", json={"prompt": prompt, "n": 4, "max_tokens": 1})
+            assert answer.status_code == 200
+            assert len(given) == 4
+            assert all(each is given[0] for each in given)
+            assert given[0] == array("i", [1, 2, 3])
+
+    run(test)
 
 
 @pytest.mark.parametrize("streams", [False, True])

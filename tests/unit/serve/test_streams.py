@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,36 @@ def lines_of(*given):
         return [line async for line in streams.stream(Answers(*given), Words()).body_iterator]
 
     return asyncio.run(read())
+
+
+class Echoes(Words):
+    """Begins with long events. made: threads that have made one."""
+
+    begins_long = True
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def first(self):
+        for number in range(3):
+            self.made.append(threading.current_thread())
+            yield {"first": number}
+
+
+def test_long_events_are_made_one_by_one_and_off_the_event_loop():
+    async def read(form):
+        lines, made = [], []
+        async for line in streams.stream(Answers(), form).body_iterator:
+            lines.append(line)
+            made.append(len(form.made))
+        return lines, made
+
+    form = Echoes()
+    lines, made = asyncio.run(read(form))
+    assert lines[:3] == [f'data: {{"first":{number}}}\n\n' for number in range(3)]
+    assert made[:3] == [1, 2, 3], "none is made before the one before it is sent"
+    assert threading.current_thread() not in form.made
 
 
 def text(words=""):

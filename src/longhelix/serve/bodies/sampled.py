@@ -110,6 +110,11 @@ class Sampled(Guided):
     def prompt_logprobs(self) -> int | None:
         return None
 
+    @property
+    def echoes(self) -> bool:
+        """Whether each choice begins with its prompt."""
+        return False
+
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """Of one of several choices, each of which has draws of its own. The first one has the log-probabilities of
         their prompt for all. Raises UserError."""
