@@ -22,7 +22,7 @@ _DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=AnswerRoute)
+    router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
 
     @router.post(
         "/v1/completions", response_model=forms.Completion, responses=statuses(404, 422, 429, 500, 503) | streamed()

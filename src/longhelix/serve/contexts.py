@@ -60,6 +60,7 @@ class _Contexts:
             raise ShuttingDownError
         if not serving.llm.config.scheduler.prefix_cache:
             raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
+        self._check_room(body.id)
         tokenizer = serving.llm.tokenizer
         no_images = "a saved context has tokens alone: give its images with each prompt"
         token_ids = await serving.token_ids_alone(body, tokenizer.encode, tokenizer.encode_messages, no_images)
@@ -71,16 +72,20 @@ class _Contexts:
                 "context_length_exceeded",
             )
         async with self._beginning:
-            on_their_way = self._on_their_way()
-            if body.id in on_their_way:
-                raise ClientError(f"context {body.id!r} is being saved: wait, or delete it", "id", "context_exists")
-            if len(on_their_way) >= _MOST_AT_A_TIME:
-                raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
+            self._check_room(body.id)  # others may have come meanwhile
             begin = partial(serving.llm.begin_saving, body.id, token_ids, replace=bool(body.replace))
             saving = await serving.driver.call(begin)
             self._found.pop(body.id, None)
             self._found[body.id] = saving
         return _of_saving(saving)
+
+    def _check_room(self, name: str) -> None:
+        """Raise ClientError where one of that name is on its way, OverloadedError where as many are as may be."""
+        on_their_way = self._on_their_way()
+        if name in on_their_way:
+            raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
+        if len(on_their_way) >= _MOST_AT_A_TIME:
+            raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
 
     async def all(self) -> list[forms.Context]:
         self._on_their_way()

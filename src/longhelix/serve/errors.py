@@ -31,6 +31,7 @@ _CODES = {
     405: "method_not_allowed",
     408: "body_too_slow",
     413: "body_too_large",
+    429: "overloaded",
 }
 _LONGEST_QUOTE = 200  # of what a client sent, in a message
 _STATUSES = {  # of codes; of others 400

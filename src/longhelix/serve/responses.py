@@ -18,7 +18,7 @@ from longhelix.serve.streams import answer
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=AnswerRoute)
+    router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
 
     @router.post(
         "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 422, 429, 500, 503) | streamed()

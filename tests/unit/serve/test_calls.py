@@ -22,7 +22,7 @@ from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
 from longhelix.serve.reading import DEEPEST
-from longhelix.serve.serving import Serving
+from longhelix.serve.serving import _TEXT_THREADS, Serving
 
 pytestmark = pytest.mark.unit
 
@@ -220,6 +220,58 @@ def test_too_many_that_wait_are_refusals():
         assert await counted(client, "longhelix:request_refusals_total", status="429", code="overloaded") == 1
 
     run(test, limits=Limits(8, 30))
+
+
+@pytest.mark.parametrize("limits", [Limits(1, 1000), Limits(8, 2)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_nothing_is_read_where_as_much_waits_as_may(path, limits):
+    read = []
+
+    async def body():
+        read.append(path)
+        yield b"{"
+
+    async def test(client, llm, serving):
+        step, llm.step = llm.step, list  # nothing comes
+        ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1}))
+        while not serving.driver.waiting:
+            await asyncio.sleep(0.01)
+        answer = await client.post(path, content=body(), headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert read == []
+        llm.step = step
+        assert (await ask).status_code == 200
+        answer = await client.post(path, content=body(), headers={"content-type": "application/json"})
+        assert (answer.status_code, read) == (400, [path])
+
+    run(test, limits=limits)
+
+
+def test_texts_wait_for_threads_of_their_own():
+    """So that whatever else runs beside the event loop does not wait for them; and no more of them than may."""
+
+    async def test(client, llm, serving):
+        held, encoded = threading.Event(), []
+
+        def encode(text):
+            encoded.append(threading.current_thread())
+            assert held.wait(20)
+            return [1]
+
+        llm.tokenizer.encode, llm.tokenizer.encode_chat, llm.tokenizer.longest_token = encode, None, 9
+        most = serving.driver.most_requests + _TEXT_THREADS
+        asking = [asyncio.create_task(client.post("/tokenize", json={"prompt": "x"})) for _ in range(most)]
+        while len(encoded) < _TEXT_THREADS:
+            await asyncio.sleep(0.01)
+        assert await asyncio.gather(*(asyncio.to_thread(len, "after") for _ in range(40))) == [5] * 40
+        answer = await client.post("/tokenize", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        held.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * most
+        assert len(set(encoded)) == _TEXT_THREADS
+
+    run(test)
 
 
 def test_a_client_that_goes_away_is_an_abort():
