@@ -113,7 +113,9 @@ class Serving:
         ShuttingDownError."""
         if self.is_draining:
             raise ShuttingDownError
-        answers = Answers(self.driver, self.call)
+        call = self.call
+        answers = Answers(self.driver, call)
+        call.ends.append(answers.end)  # one that is called off may leave them before anybody waits for them
         await answers.ask(asked)
         return answers
 
