@@ -17,6 +17,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.serve.app import build
+from longhelix.serve.bodies import Message
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
@@ -271,6 +272,27 @@ def test_texts_wait_for_threads_of_their_own():
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * most
         assert len(set(encoded)) == _TEXT_THREADS
 
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages")]
+)
+def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, path, field):
+    """There may be very many."""
+    threads, for_template = [], Message.for_template
+
+    def watched(message):
+        threads.append(threading.current_thread())
+        return for_template(message)
+
+    async def test(client, llm, serving):
+        llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, tools=None: [len(messages)], 9
+        answer = await client.post(path, json={field: [{"role": "user", "content": "x"}] * 3})
+        assert (answer.status_code, len(threads)) == (200, 3)
+        assert threading.current_thread() not in threads
+
+    monkeypatch.setattr(Message, "for_template", watched)
     run(test)
 
 
