@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.errors import EngineError, PassingError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.calls import current
@@ -152,6 +152,8 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
             return 503, f"the engine has failed: {error}", error.code, None
         case DisconnectedError():
             return 499, "the client has gone", "disconnected", None
+        case PassingError():
+            return 503, f"{error}: try again later", error.code, None
         case RequestError():
             # It would fail again. Clients send again what got 500, and a request that ends ranks does so each time.
             return 422, str(error), error.code, None

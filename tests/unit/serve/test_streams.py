@@ -9,7 +9,7 @@ import pytest
 
 from longhelix import UserError
 from longhelix.engine.result import Delta
-from longhelix.errors import RequestError
+from longhelix.errors import PassingError, RequestError
 from longhelix.serve import streams
 from longhelix.serve.asked import Progress
 from longhelix.serve.errors import ClientError, of_error
@@ -172,3 +172,11 @@ def test_what_would_fail_again_has_no_status_that_clients_send_again():
     found = json.loads(answer.body)["error"]
     assert (answer.status_code, found["type"], found["code"]) == (422, "server_error", RequestError("").code)
     assert answer.status_code not in (408, 409, 429)
+
+
+def test_what_may_go_well_later_has_one_that_they_do():
+    answer = of_error(PassingError("guides cannot be checked: nothing was found within 60 s"))
+    found = json.loads(answer.body)["error"]
+    assert (answer.status_code, found["type"], found["code"]) == (503, "server_error", PassingError("").code)
+    assert answer.headers["retry-after"]
+    assert found["message"].endswith("try again later")
