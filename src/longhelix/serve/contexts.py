@@ -121,23 +121,16 @@ class _Contexts:
         return [name for name, saving in self._found.items() if not saving.has_ended]
 
     def _on_disk(self) -> dict[str, forms.Context]:
-        found = {}
-        for name in self._folder.names():
-            try:
-                found[name] = self._saved(name)
-            except ClientError:  # it was deleted meanwhile
-                continue
-        return found
+        return {name: _of_saved(name, found) for name, found in self._folder.manifests().items()}
 
     def _saved(self, name: str) -> forms.Context:
         """One on the disk, which may be damaged."""
         try:
-            saved = self._folder.manifest(name)
+            return _of_saved(name, self._folder.manifest(name))
         except UserError as error:
             if error.code == "unknown_context":
                 raise ClientError(f"there is no context {name!r}", "id", error.code) from error
-            return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(error))
-        return _of_saved(name, saved)
+            return _of_saved(name, error)
 
 
 def _of_saving(saving: Saving) -> forms.Context:
@@ -152,7 +145,10 @@ def _of_saving(saving: Saving) -> forms.Context:
     )
 
 
-def _of_saved(name: str, saved: SavedContext) -> forms.Context:
+def _of_saved(name: str, saved: SavedContext | UserError) -> forms.Context:
+    """One on the disk; the error of one that is damaged."""
+    if isinstance(saved, UserError):
+        return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(saved))
     return forms.Context(
         id=name,
         status="ready",
