@@ -49,7 +49,7 @@ def routes(serving: Serving) -> APIRouter:
         response.status_code = 200 if found.status == "ok" else 503
         return found
 
-    @router.head("/metrics", include_in_schema=False)
+    @router.head("/metrics", responses=statuses(), response_class=Response)
     @router.get("/metrics", responses=statuses() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         """What it counts, in Prometheus' form."""

@@ -468,6 +468,7 @@ def test_head_has_what_get_has_without_its_body(prefix):
         assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"])
         assert got.headers["content-type"].startswith("text/plain")
         assert await counted(client, f"{prefix}:num_requests_running") == 0
-        assert "/metrics" in (await client.get("/openapi.json")).json()["paths"]
+        assert {"get", "head"} == (await client.get("/openapi.json")).json()["paths"]["/metrics"].keys()
+        assert (await client.put("/metrics")).headers["allow"] == "GET, HEAD"
 
     run(test, metrics_prefix=prefix)
