@@ -11,7 +11,7 @@ from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.errors import UserError
 from longhelix.guide import Guide
-from longhelix.request import ANY_SERVICE, SamplingParams
+from longhelix.request import SamplingParams
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ContextBody, Message, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
@@ -27,8 +27,13 @@ from longhelix.serve.traces import Traces
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 _TEXT_THREADS = 4  # a long text keeps one of them for seconds
 _MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
-_LEAST = Asked((), 1, SamplingParams(max_new_tokens=1), ANY_SERVICE)  # of all that may be asked for
 _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
+
+
+class _Least:
+    """The least that may be asked for, as `Driver.check_room` looks at it."""
+
+    num_tokens = 1
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Serving:
         `Driver.check_room` raises. So that nothing is read and made of text in vain."""
         if self.is_draining:
             raise ShuttingDownError
-        self.driver.check_room([_LEAST])
+        self.driver.check_room([_Least()])
 
     async def ask(self, asked: Sequence[Asked]) -> Answers:
         """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or

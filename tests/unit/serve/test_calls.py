@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import json
-import threading
 import tracemalloc
 import types
 from array import array
+from threading import Event, current_thread
 
 import httpx
 import pytest
@@ -253,10 +253,10 @@ def test_texts_wait_for_threads_of_their_own():
     """So that whatever else runs beside the event loop does not wait for them; and no more of them than may."""
 
     async def test(client, llm, serving):
-        held, encoded = threading.Event(), []
+        held, encoded = Event(), []
 
         def encode(text):
-            encoded.append(threading.current_thread())
+            encoded.append(current_thread())
             assert held.wait(20)
             return [1]
 
@@ -283,14 +283,14 @@ def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, pat
     threads, for_template = [], Message.for_template
 
     def watched(message):
-        threads.append(threading.current_thread())
+        threads.append(current_thread())
         return for_template(message)
 
     async def test(client, llm, serving):
         llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, tools=None: [len(messages)], 9
         answer = await client.post(path, json={field: [{"role": "user", "content": "x"}] * 3})
         assert (answer.status_code, len(threads)) == (200, 3)
-        assert threading.current_thread() not in threads
+        assert current_thread() not in threads
 
     monkeypatch.setattr(Message, "for_template", watched)
     run(test)
@@ -325,7 +325,7 @@ def test_prompts_are_spelled_once_and_off_the_event_loop(streams, max_tokens):
     spelled = []
 
     def spell(token_ids):
-        spelled.append((list(token_ids), threading.current_thread()))
+        spelled.append((list(token_ids), current_thread()))
         return "".join(map(str, token_ids))
 
     async def test(client, llm, serving):
@@ -342,7 +342,7 @@ def test_prompts_are_spelled_once_and_off_the_event_loop(streams, max_tokens):
             texts = [choice["text"] for choice in answer.json()["choices"]]
         assert texts == ["123" + "x" * max_tokens] * 3 + ["45" + "x" * max_tokens] * 3
         assert [token_ids for token_ids, _ in spelled] == [[1, 2, 3], [4, 5]]
-        assert threading.current_thread() not in [thread for _, thread in spelled]
+        assert current_thread() not in [thread for _, thread in spelled]
 
     run(test)
 
