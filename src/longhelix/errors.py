@@ -18,6 +18,12 @@ class RequestError(RuntimeError):
     code = "request_failed"
 
 
+class PassingError(RequestError):
+    """The same, for a reason that may pass and is not in the request: sent again, it may go well."""
+
+    code = "not_now"
+
+
 class EngineError(RuntimeError):
     """The engine cannot go on: names the rank that failed and the cause."""
 

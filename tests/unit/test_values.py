@@ -160,9 +160,32 @@ def test_whole_numbers_of_every_kind_are_token_ids(prompt):
     assert len(as_prompts(prompt)) == 1
 
 
+class Unlooked(array):
+    """Ids that nobody may go through one by one."""
+
+    def __iter__(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("typecode", ["b", "B", "h", "i", "q", "Q"])
+def test_the_ids_of_an_array_are_looked_at_all_at_once(typecode):
+    assert token_ids(Unlooked(typecode, [1, 2, 3]), 10, 10) == array("i", [1, 2, 3])
+    with pytest.raises(UserError, match="prompt token 10 is outside the model's vocabulary of 10"):
+        token_ids(Unlooked(typecode, [1, 10]), 10, 10)
+
+
+def test_an_array_that_changes_afterwards_is_no_other_prompt():
+    given = array("i", [1, 2, 3])
+    found = token_ids(given, 10, 10)
+    given[0] = 99
+    given.append(99)
+    assert found == array("i", [1, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
+        (array("d", [1.0]), "must be whole numbers"),
         ([1, 2.0], "a prompt token is 2.0: token ids are whole numbers"),
         ([True, 2], "a prompt token is True"),
         ([1, "a"], "a prompt token is 'a'"),

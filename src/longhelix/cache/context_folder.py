@@ -88,7 +88,20 @@ class ContextFolder:
         return self.path / name
 
     def manifest(self, name: str) -> SavedContext:
-        path = self.at(name) / _MANIFEST
+        return self._manifest(name, self.at(name) / _MANIFEST)
+
+    def manifests(self) -> dict[str, SavedContext | UserError]:
+        """Of all that are there, by name, in one look at the folder: the error of what is damaged or no context."""
+        found: dict[str, SavedContext | UserError] = {}
+        for name in self.names():
+            try:
+                found[name] = self._manifest(context_name(name), self.path / name / _MANIFEST)
+            except UserError as error:
+                if (self.path / name).is_dir():  # or it was removed meanwhile
+                    found[name] = error
+        return found
+
+    def _manifest(self, name: str, path: Path) -> SavedContext:
         found = _read(path)
         try:
             version = msgspec.json.decode(found, type=_Version).version

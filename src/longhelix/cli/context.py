@@ -63,13 +63,12 @@ def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> N
     json
         Print one JSON object in place of a table.
     """
-    folder = contexts_folder(contexts)
     sound, damaged = [], []
-    for name in folder.names():
-        try:
-            sound.append(folder.manifest(name))
-        except UserError as error:
-            damaged.append({"name": name, "error": str(error)})
+    for name, found in contexts_folder(contexts).manifests().items():
+        if isinstance(found, UserError):
+            damaged.append({"name": name, "error": str(found)})
+        else:
+            sound.append(found)
     if json:
         print(json_module.dumps({"contexts": [_as_json(saved) for saved in sound] + damaged}))
         return
@@ -80,8 +79,8 @@ def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> N
             saved.name, f"{saved.num_tokens}", saved.model, origin.kv_dtype, f"{saved.num_bytes}", saved.saved_at
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
-    for found in damaged:
-        print(f"warning: {found['error']}", file=sys.stderr)
+    for one in damaged:
+        print(f"warning: {one['error']}", file=sys.stderr)
 
 
 @app.command

@@ -1,5 +1,6 @@
 """Prompts that show images, as token ids: each image stands there as often as it has tokens."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -83,16 +84,16 @@ def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[in
     return [vision.start_token_id, vision.image_token_id, vision.end_token_id] * num_images + ids
 
 
-def _expanded(ids: list[int], images: Sequence[Patches], vision: VisionSpec) -> tuple[list[int], list[ImageSpan]]:
-    """The ids where every image has as many as it has tokens, and where these are."""
-    expanded: list[int] = []
+def _expanded(ids: list[int], images: Sequence[Patches], vision: VisionSpec) -> tuple["array[int]", list[ImageSpan]]:
+    """The ids where every image has as many as it has tokens, int32, and where these are."""
+    expanded = array("i")
     spans: list[ImageSpan] = []
     left = iter(images)
     for token_id in ids:
         if token_id == vision.image_token_id:
             image = next(left)
             spans.append(ImageSpan(len(expanded), image.rows, image.columns, image.digest))
-            expanded += [token_id] * image.num_tokens
+            expanded.extend(array("i", [token_id]) * image.num_tokens)
         else:
             expanded.append(token_id)
     return expanded, spans

@@ -51,7 +51,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]":
-    """The ids of a prompt that is given as token ids: whole numbers of any kind, checked against the vocabulary.
+    """The ids of a prompt that is given as token ids: whole numbers of any kind, checked against the vocabulary. Those
+    of an array are looked at all at once, and others one by one, which takes many times as long.
 
     Raises UserError; if there are more than `most` ids, before any is looked at.
     """
@@ -64,13 +65,13 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
             f"to more than {count}",
             "context_length_exceeded",
         )
-    ids = _array(prompt) if _is_array(prompt) else _numbers(prompt)
+    ids = _array(prompt) if _is_array(prompt) or isinstance(prompt, array) else _numbers(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise UserError(f"a prompt is {shown(prompt)}: its token ids must be whole numbers, one after the other")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise UserError(f"prompt token {wrong[0]} is outside the model's vocabulary of {vocab_size}")
-    return array("i", ids.astype(np.int32).tobytes())
+    return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
 def _is_sequence(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,8 +17,9 @@ _ID_HEADER = b"x-request-id"
 
 
 class Call:
-    """id: of our own making, whatever a client sends. code: of the error that it was answered with. It watches how the
-    requests for the engine go that it became."""
+    """id: of our own making, whatever a client sends. code: of the error that it was answered with. ends: are called
+    once it is over, and end what nobody has come to ending. It watches how the requests for the engine go that it
+    became."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.id = secrets.token_hex(12)
@@ -26,6 +27,7 @@ class Call:
         self.status = 500  # unless an answer begins
         self.code = ""
         self.courses: list[Course] = []
+        self.ends: list[Callable[[], None]] = []
         self._metrics = metrics
 
     def asked(self, course: Course) -> None:
@@ -77,6 +79,8 @@ class Calls:
             await self._app(scope, receive, marked)
         finally:
             _CURRENT.reset(token)
+            for end in call.ends:
+                end()
             self._end(scope, call)
 
     def _end(self, scope: Scope, call: Call) -> None:

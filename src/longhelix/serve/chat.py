@@ -24,7 +24,7 @@ from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=AnswerRoute)
+    router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
 
     @router.post(
         "/v1/chat/completions",

@@ -1,5 +1,6 @@
 """/v1/completions: what comes after text or token ids."""
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ _DEFAULT_TOKENS = 16  # as OpenAI has it
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=AnswerRoute)
+    router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
 
     @router.post(
         "/v1/completions", response_model=forms.Completion, responses=statuses(404, 422, 429, 500, 503) | streamed()
@@ -30,37 +31,43 @@ def routes(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         before = await serving.context_tokens(body.context)
         encode = serving.llm.tokenizer.encode if body.context is None else serving.llm.tokenizer.encode_more
-        prompts = [
-            await serving.token_ids(encode, prompt, "prompt") if isinstance(prompt, str) else prompt
-            for prompt in body.prompt
-        ]
+        prompts = await serving.prompts(body.prompt, encode)
         if body.only_echoes:
-            for prompt in prompts:
-                await serving.text(prompt, "prompt")  # or it is no token
-            return answer(
-                Answers(serving.driver), _Echo(serving, body, serving.requests(body, prompts, 1, None, before))
-            )
+            asked = serving.requests(body, prompts, 1, None, before)
+            return answer(Answers(serving.driver), _Echo(serving, body, asked, await _echoed(serving, body, prompts)))
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         guide = await serving.guide(body.guide, body.guide_field)
         asked = serving.requests(body, prompts, most_tokens, body.logprobs, before, guide)
-        return answer(await serving.ask(asked), _Form(serving, body, asked))
+        echoed = await _echoed(serving, body, prompts)
+        return answer(await serving.ask(asked), _Form(serving, body, asked, echoed))
 
     return router
 
 
+async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[array[int]]") -> list[str]:
+    """The text of each prompt, if answers begin with it. Raises ClientError for ids that are no tokens."""
+    return [
+        given if isinstance(given, str) else await serving.text(token_ids, "prompt")
+        for given, token_ids in zip(body.prompt, prompts, strict=True)
+        if body.echoes
+    ]
+
+
 class _Form(Form):
+    """echoed: the texts that choices of each prompt begin with, or nothing."""
+
     prefix, kind = "cmpl-", "text_completion"
 
     body: CompletionBody
 
-    def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked]) -> None:
-        super().__init__(serving, body, asked, keeps_prompts=bool(body.echo))
-        if not body.echo:
-            body.prompt.clear()
+    def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked], echoed: Sequence[str]) -> None:
+        super().__init__(serving, body, asked, keeps_prompts=body.prompt_logprobs is not None)
+        body.prompt.clear()
+        self._echoed, self.begins_long = echoed, bool(echoed)
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:
-        if self.body.echo:
+        if self._echoed:
             for place in range(len(self.asked)):
                 text = self._prompt_text(place)
                 yield self.event([{"index": place, "text": text, "logprobs": None, "finish_reason": None}])
@@ -69,7 +76,7 @@ class _Form(Form):
         choices = []
         for place, result in enumerate(results):
             text, token_ids, logprobs = result.text, result.token_ids, result.logprobs
-            if self.body.echo:
+            if self._echoed:
                 text = self._prompt_text(place) + text
             of_prompt = results[place - place % self.body.choices].prompt_logprobs
             if of_prompt is not None and logprobs is not None:
@@ -106,8 +113,7 @@ class _Form(Form):
             }
 
     def _prompt_text(self, place: int) -> str:
-        given = self.body.prompt[place // self.body.choices]
-        return given if isinstance(given, str) else self.tokenizer.spell(given)
+        return self._echoed[place // self.body.choices]
 
     def _logprobs(
         self, token_ids: list[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int
@@ -121,15 +127,15 @@ class _Echo(_Form):
     """Prompts alone, which nothing is computed of."""
 
     def whole(self, results: list[Result]) -> forms.Completion:
-        choices = [
-            forms.CompletionChoice(index=place, text=self._prompt_text(place), finish_reason="length")
-            for place in range(len(self.asked))
-        ]
-        return forms.Completion(**self.head, choices=choices, usage=self._usage)
+        return forms.Completion(**self.head, choices=list(self._choices()), usage=self._usage)
 
     def first(self) -> Events:
-        for choice in self.whole([]).choices:
+        for choice in self._choices():
             yield self.event([choice.model_dump()])
+
+    def _choices(self) -> Iterator[forms.CompletionChoice]:
+        for place in range(len(self.asked)):
+            yield forms.CompletionChoice(index=place, text=self._prompt_text(place), finish_reason="length")
 
     def last(self) -> Events:
         if self.body.asks_for("include_usage"):

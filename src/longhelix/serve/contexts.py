@@ -60,6 +60,7 @@ class _Contexts:
             raise ShuttingDownError
         if not serving.llm.config.scheduler.prefix_cache:
             raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
+        self._check_room(body.id)
         tokenizer = serving.llm.tokenizer
         no_images = "a saved context has tokens alone: give its images with each prompt"
         token_ids = await serving.token_ids_alone(body, tokenizer.encode, tokenizer.encode_messages, no_images)
@@ -71,16 +72,20 @@ class _Contexts:
                 "context_length_exceeded",
             )
         async with self._beginning:
-            on_their_way = self._on_their_way()
-            if body.id in on_their_way:
-                raise ClientError(f"context {body.id!r} is being saved: wait, or delete it", "id", "context_exists")
-            if len(on_their_way) >= _MOST_AT_A_TIME:
-                raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
+            self._check_room(body.id)  # others may have come meanwhile
             begin = partial(serving.llm.begin_saving, body.id, token_ids, replace=bool(body.replace))
             saving = await serving.driver.call(begin)
             self._found.pop(body.id, None)
             self._found[body.id] = saving
         return _of_saving(saving)
+
+    def _check_room(self, name: str) -> None:
+        """Raise ClientError where one of that name is on its way, OverloadedError where as many are as may be."""
+        on_their_way = self._on_their_way()
+        if name in on_their_way:
+            raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
+        if len(on_their_way) >= _MOST_AT_A_TIME:
+            raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
 
     async def all(self) -> list[forms.Context]:
         self._on_their_way()
@@ -116,23 +121,16 @@ class _Contexts:
         return [name for name, saving in self._found.items() if not saving.has_ended]
 
     def _on_disk(self) -> dict[str, forms.Context]:
-        found = {}
-        for name in self._folder.names():
-            try:
-                found[name] = self._saved(name)
-            except ClientError:  # it was deleted meanwhile
-                continue
-        return found
+        return {name: _of_saved(name, found) for name, found in self._folder.manifests().items()}
 
     def _saved(self, name: str) -> forms.Context:
         """One on the disk, which may be damaged."""
         try:
-            saved = self._folder.manifest(name)
+            return _of_saved(name, self._folder.manifest(name))
         except UserError as error:
             if error.code == "unknown_context":
                 raise ClientError(f"there is no context {name!r}", "id", error.code) from error
-            return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(error))
-        return _of_saved(name, saved)
+            return _of_saved(name, error)
 
 
 def _of_saving(saving: Saving) -> forms.Context:
@@ -147,7 +145,10 @@ def _of_saving(saving: Saving) -> forms.Context:
     )
 
 
-def _of_saved(name: str, saved: SavedContext) -> forms.Context:
+def _of_saved(name: str, saved: SavedContext | UserError) -> forms.Context:
+    """One on the disk; the error of one that is damaged."""
+    if isinstance(saved, UserError):
+        return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(saved))
     return forms.Context(
         id=name,
         status="ready",

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.errors import EngineError, PassingError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.calls import current
@@ -31,6 +31,7 @@ _CODES = {
     405: "method_not_allowed",
     408: "body_too_slow",
     413: "body_too_large",
+    429: "overloaded",
 }
 _LONGEST_QUOTE = 200  # of what a client sent, in a message
 _STATUSES = {  # of codes; of others 400
@@ -152,6 +153,8 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
             return 503, "the engine has failed: the server's log says why", error.code, None
         case DisconnectedError():
             return 499, "the client has gone", "disconnected", None
+        case PassingError():
+            return 503, f"{error}: try again later", error.code, None
         case RequestError():
             # It would fail again. Clients send again what got 500, and a request that ends ranks does so each time.
             return 422, str(error), error.code, None

@@ -32,12 +32,14 @@ def data_line(event: Mapping[str, Any]) -> str:
 
 
 class Form:
-    """kind: of its events. end: what a stream of them ends with. keeps_prompts: an answer may take long, and prompts
-    are, so that they are kept where it has them alone."""
+    """kind: of its events. end: what a stream of them ends with. begins_long: the first ones are so long that they are
+    made off the event loop, one after the other. keeps_prompts: an answer may take long, and prompts are, so that they
+    are kept where it has them alone."""
 
     prefix: str
     kind: str
     end = "data: [DONE]\n\n"
+    begins_long = False
 
     def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked], keeps_prompts: bool = False) -> None:
         self.tokenizer = serving.llm.tokenizer

@@ -1,4 +1,4 @@
-"""What every request passes first: its key, and the size of its body and how fast it comes."""
+"""What every request passes first: its key, the size of its body and how fast it comes, and what others have sent."""
 
 import asyncio
 import hmac
@@ -17,6 +17,11 @@ from longhelix.serve.errors import refusal
 _OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # for a body, and so much longer the more has come of it
+_MOST_BODIES = (
+    16  # of the largest size, that are here at the same time: what is made of one takes several times as much
+)
+_LET_GO = "longhelix.let_go_of_body"  # in a request's scope
+_FULL = "so much of other requests is being read that no more is taken now: try again later"
 
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -34,14 +39,15 @@ class Admission:
 
 
 class Gate:
-    """Refuses requests without a key or from pages of other sites, and bodies that are too large or too slow, before
-    anything else sees them."""
+    """Refuses requests without a key or from pages of other sites, and bodies that are too large, too slow or too many,
+    before anything else sees them."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
         self._keys = [key.encode() for key in admission.keys]
         self._only_here = admission.is_loopback and not admission.keys
         self._most_bytes = admission.most_body_bytes
+        self._held_bytes = 0  # of bodies that are here
         self._too_large = f"the body is larger than {self._most_bytes} bytes: send less, or start with more allowed"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,12 +63,15 @@ class Gate:
         if told is not None and told > self._most_bytes:
             await refusal(413, self._too_large)(scope, receive, send)
             return
+        if not self._has_room(told or 0):
+            await refusal(429, _FULL)(scope, receive, send)
+            return
         clock = asyncio.get_running_loop().time
-        begun_s, come, is_whole = clock(), 0, False
+        begun_s, come, is_whole, held = clock(), 0, False, 0
 
         async def bounded() -> Message:
             """What comes, which may be more than was told, and slower than anybody should have to wait for."""
-            nonlocal come, is_whole
+            nonlocal come, is_whole, held
             if is_whole:
                 return await receive()  # once the client has gone
             try:
@@ -72,13 +81,30 @@ class Gate:
                 raise HTTPException(
                     408, "the body comes too slowly: send it faster", {"Connection": "close"}
                 ) from error
-            come += len(message.get("body", b""))
+            more = len(message.get("body", b""))
+            come += more
             is_whole = not message.get("more_body", False)
             if come > self._most_bytes:
                 raise HTTPException(413, self._too_large)
+            if not self._has_room(more):
+                raise HTTPException(429, _FULL)
+            held += more
+            self._held_bytes += more
             return message
 
-        await self._app(scope, bounded, send)
+        def let_go() -> None:
+            nonlocal held
+            self._held_bytes -= held
+            held = 0
+
+        scope[_LET_GO] = let_go
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            let_go()
+
+    def _has_room(self, more_bytes: int) -> bool:
+        return self._held_bytes + more_bytes <= _MOST_BODIES * self._most_bytes
 
     def _refused(self, headers: Headers) -> JSONResponse | None:
         """What whoever sends such headers is told; None for those that may come."""
@@ -98,6 +124,11 @@ class Gate:
         # All keys are compared, in the same time whichever it is.
         found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(found)
+
+
+def let_go_of_body(scope: Scope) -> None:
+    """Say that nothing of a request's body is kept any more, though its answer may take long."""
+    scope.get(_LET_GO, lambda: None)()
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from longhelix.serve.errors import DisconnectedError
+from longhelix.serve.gate import let_go_of_body
 from longhelix.serve.streams import gone
 
 # Levels. Schemas of guides have at most 64 of their own, and what is done with a body holds for 255.
@@ -25,19 +26,33 @@ class BodyRoute(APIRoute):
 
         async def handler(request: Request) -> Response:
             # That which is given stays until the answer has ended: one of our own reads the body.
-            return await handle(_Read(request.scope, request.receive))
+            try:
+                return await handle(_Read(request.scope, request.receive))
+            finally:
+                let_go_of_body(request.scope)
 
         return handler
 
 
 class AnswerRoute(BodyRoute):
     """Answers that are waited for: a client that goes away before one begins has nothing more done for it, such as a
-    guide compiled."""
+    guide compiled.
+
+    check: raises what all are told while none is taken, before anything of a body is read.
+    """
+
+    check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+
+    @classmethod
+    def after(cls, check: Callable[[], None]) -> type[Self]:
+        """The same, with a check of its own."""
+        return type(cls.__name__, (cls,), {"check": staticmethod(check)})
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
+            self.check()
             body_has_come = asyncio.Event()
 
             async def receive() -> Message:

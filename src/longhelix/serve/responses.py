@@ -1,5 +1,6 @@
 """/v1/responses: an answer to text or messages, in the form of OpenAI's newer interface. None is kept."""
 
+import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from longhelix.serve.streams import answer
 
 
 def routes(serving: Serving) -> APIRouter:
-    router = APIRouter(route_class=AnswerRoute)
+    router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
 
     @router.post(
         "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 422, 429, 500, 503) | streamed()
@@ -33,7 +34,8 @@ def routes(serving: Serving) -> APIRouter:
 async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
     guide = await serving.guide(body.guide, body.guide_field)  # images take longer
-    prompt = await serving.conversation(body.take_messages(), "input", body.context)
+    messages = await asyncio.to_thread(body.take_messages)
+    prompt = await serving.conversation(messages, "input", body.context)
     asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
     answers = await serving.ask(asked)
     return answers, _Form(serving, body, asked)

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from longhelix.engine.llm import LLM
@@ -25,7 +25,15 @@ from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.traces import Traces
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
+_TEXT_THREADS = 4  # a long text keeps one of them for seconds
 _MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
+_MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
+
+
+class _Least:
+    """The least that may be asked for, as `Driver.check_room` looks at it."""
+
+    num_tokens = 1
 
 
 @dataclass
@@ -42,12 +50,15 @@ class Serving:
     journal: Journal = field(default_factory=Journal)
     traces: Traces | None = None
     metrics: Metrics = field(init=False)
+    # Texts become tokens, and tokens texts, on threads that nothing else waits for.
+    _texts: Line = field(init=False)
     # What is hard to compile keeps nothing waiting but other guides.
     _compiling: Line = field(default_factory=lambda: Line("guides", _MOST_GUIDES), init=False)
     # An image in memory is large, and the tower takes all cores.
     _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
+        self._texts = Line("texts", self.driver.most_requests + _TEXT_THREADS, _TEXT_THREADS)
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
 
@@ -73,13 +84,16 @@ class Serving:
         if name is not None and name != self.model:
             raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
-    async def text(self, token_ids: list[int], field: str = "tokens") -> str:
-        """Special tokens included. Raises ClientError for ids that are no tokens."""
+    async def text(self, token_ids: Sequence[int], field: str = "tokens") -> str:
+        """Special tokens included. Raises ClientError for ids that are no tokens, OverloadedError."""
+        return await self._texts.run(self._spelled, token_ids, field)
+
+    def _spelled(self, token_ids: Sequence[int], field: str) -> str:
         vocab_size = self.llm.config.spec.vocab_size
         beyond = next((each for each in token_ids if each >= vocab_size), None)
         if beyond is not None:
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
-        return await asyncio.to_thread(self.llm.tokenizer.spell, token_ids)
+        return self.llm.tokenizer.spell(token_ids)
 
     async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
         """What an answer has to be, once it is known that it can be, found off the event loop. field: that says it.
@@ -92,19 +106,54 @@ class Serving:
             raise ClientError(str(error), field, error.code) from error
         return guide
 
+    def check_open(self) -> None:
+        """Raise what whoever asks is told while not even the least request is taken: ShuttingDownError, or what
+        `Driver.check_room` raises. So that nothing is read and made of text in vain."""
+        if self.is_draining:
+            raise ShuttingDownError
+        self.driver.check_room([_Least()])
+
     async def ask(self, asked: Sequence[Asked]) -> Answers:
         """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or
         ShuttingDownError."""
         if self.is_draining:
             raise ShuttingDownError
-        answers = Answers(self.driver, self.call)
+        call = self.call
+        answers = Answers(self.driver, call)
+        call.ends.append(answers.end)  # one that is called off may leave them before anybody waits for them
         await answers.ask(asked)
         return answers
 
-    async def token_ids(self, encode: Callable[..., list[int]], given: Any, field: str, more: int = 0) -> list[int]:
-        """What a tokenizer or a chat template makes of text, off the event loop. field: that has it; more: characters
-        beside those of `given`. Raises ClientError for text that is too long, before anything is made of it."""
-        length = more + (len(given) if isinstance(given, str) else sum(map(_num_characters, given)))
+    async def prompts(self, given: Sequence[str | list[int]], encode: Callable[[str], list[int]]) -> "list[array[int]]":
+        """Text or token ids as the engine takes them: int32, made off the event loop, and once for all choices. Raises
+        ClientError, OverloadedError."""
+        return [
+            await (self.token_ids(encode, one, "prompt") if isinstance(one, str) else self._texts.run(_packed, one))
+            for one in given
+        ]
+
+    async def token_ids(
+        self,
+        encode: Callable[..., list[int]],
+        given: str | Sequence[Message],
+        field: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> "array[int]":
+        """What a tokenizer or a chat template makes of text, as int32, off the event loop. field: that has it; tools:
+        functions that are told of beside it. Raises ClientError for text that is too long, before anything is made of
+        it, UserError for what is no conversation, OverloadedError."""
+        return await self._texts.run(self._encoded, encode, given, field, tools)
+
+    def _encoded(
+        self,
+        encode: Callable[..., list[int]],
+        given: str | Sequence[Message],
+        field: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> "array[int]":
+        told = given if isinstance(given, str) else [message.for_template() for message in given]
+        length = len(told) if isinstance(told, str) else sum(map(_num_characters, told))
+        length += 0 if tools is None else len(json.dumps(tools))
         most = self.max_model_len * self.llm.tokenizer.longest_token
         if length > most:
             raise ClientError(
@@ -113,7 +162,7 @@ class Serving:
                 field,
                 "context_length_exceeded",
             )
-        return await asyncio.to_thread(encode, given)
+        return _packed(encode(told) if tools is None else encode(told, tools))
 
     async def token_ids_alone(
         self,
@@ -121,17 +170,18 @@ class Serving:
         encode: Callable[..., list[int]],
         encode_messages: Callable[..., list[int]],
         no_images: str,
-    ) -> list[int]:
+    ) -> "array[int]":
         """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
         with some are told. Raises ClientError."""
         if (body.prompt is None) == (body.messages is None):
             raise ClientError("give one of prompt and messages", "prompt")
         if body.messages is None:
-            return body.prompt if isinstance(body.prompt, list) else await self.token_ids(encode, body.prompt, "prompt")
+            assert body.prompt is not None
+            (token_ids,) = await self.prompts([body.prompt], encode)
+            return token_ids
         if any(message.image_urls for message in body.messages):
             raise ClientError(no_images, "messages")
-        given = [message.for_template() for message in body.messages]
-        return await self.token_ids(encode_messages, given, "messages")
+        return await self.token_ids(encode_messages, body.messages, "messages")
 
     async def conversation(
         self,
@@ -139,13 +189,12 @@ class Serving:
         field: str,
         context: str | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int] | ReadPrompt:
+    ) -> "array[int] | ReadPrompt":
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
         show and the tools that they may call. Their content is not kept: an answer may take long, and images are large
         (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be, OverloadedError."""
         tokenizer = self.llm.tokenizer
-        given = [message.for_template() for message in messages]
-        urls = [url for message in messages for url in message.image_urls]
+        given, urls = messages.copy(), [url for message in messages for url in message.image_urls]
         messages.clear()
         if urls and self.llm.config.spec.vision is None:
             raise ClientError("the model reads no images: give text alone", field, "unsupported_model")
@@ -153,13 +202,14 @@ class Serving:
             raise ClientError("a saved context has tokens alone, and no images go with it: leave out one", "context")
         if tools is not None and context is not None:
             raise ClientError("tools are told where a conversation begins: leave out the context, or them", "context")
-        encode = partial(tokenizer.encode_chat, tools=tools) if context is None else tokenizer.encode_more_chat
-        token_ids = await self.token_ids(encode, given, field, 0 if tools is None else len(json.dumps(tools)))
+        encode = tokenizer.encode_chat if context is None else tokenizer.encode_more_chat
+        token_ids = await self.token_ids(encode, given, field, tools)
+        given.clear()
         if not urls:
             return token_ids
         return await self._looking.run(self._read, token_ids, urls, field)
 
-    def _read(self, token_ids: list[int], urls: list[str], field: str) -> ReadPrompt:
+    def _read(self, token_ids: "array[int]", urls: list[str], field: str) -> ReadPrompt:
         return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))
 
     async def context_tokens(self, name: str | None) -> int:
@@ -169,7 +219,7 @@ class Serving:
     def requests(
         self,
         body: Sampled,
-        prompts: Sequence[list[int] | ReadPrompt],
+        prompts: "Sequence[array[int] | ReadPrompt]",
         most_tokens: int | None,
         logprobs: int | None,
         context_tokens: int = 0,
@@ -188,7 +238,7 @@ class Serving:
         samplings: dict[int, list[SamplingParams]] = {}
         scored = 0  # tokens that have log-probabilities
         for prompt in prompts:
-            given = len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt) + context_tokens
+            given = _num_tokens(prompt) + context_tokens
             left = self.max_model_len - given
             if left < 1 or (most_tokens is not None and most_tokens > left):
                 wanted = given + (1 if most_tokens is None else most_tokens)
@@ -216,7 +266,29 @@ class Serving:
                 "log-probabilities or fewer choices",
                 "logprobs",
             )
+        if body.echoes:
+            _check_echo(sum(map(_num_tokens, prompts)), body.choices, max(_MOST_ECHOED, self.max_model_len))
         return asked
+
+
+def _check_echo(num_tokens: int, choices: int, most: int) -> None:
+    """Raise ClientError where more than `most` tokens of prompts would go back. One prompt alone may be of any
+    length."""
+    if num_tokens * choices > most:
+        raise ClientError(
+            f"{num_tokens} tokens of prompts and n {choices} are {num_tokens * choices} that echo gives back, and an "
+            f"answer has at most {most} of them: send fewer or shorter prompts, ask for fewer choices, or leave out "
+            "echo",
+            "echo",
+        )
+
+
+def _packed(token_ids: list[int]) -> "array[int]":
+    return array("i", token_ids)
+
+
+def _num_tokens(prompt: "array[int] | ReadPrompt") -> int:
+    return len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt)
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

@@ -49,7 +49,7 @@ def routes(serving: Serving) -> APIRouter:
         response.status_code = 200 if found.status == "ok" else 503
         return found
 
-    @router.head("/metrics", include_in_schema=False)
+    @router.head("/metrics", responses=statuses(), response_class=Response)
     @router.get("/metrics", responses=statuses() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         """What it counts, in Prometheus' form."""
@@ -65,7 +65,7 @@ def routes(serving: Serving) -> APIRouter:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
         no_images = "images are not read here: an answer's usage has their tokens"
         ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images)
-        return forms.Tokens(tokens=ids, count=len(ids), max_model_len=serving.max_model_len)
+        return forms.Tokens(tokens=ids.tolist(), count=len(ids), max_model_len=serving.max_model_len)
 
     @router.post("/detokenize", responses=statuses(404))
     async def detokenize(body: DetokenizeBody) -> forms.Text:

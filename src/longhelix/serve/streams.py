@@ -59,8 +59,8 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
     async def lines() -> AsyncIterator[str]:
         clock = asyncio.get_running_loop().time
         try:
-            for event in form.first():
-                yield form.line(event)
+            async for line in _first(form):
+                yield line
             sent_s = clock()
             while True:
                 try:
@@ -80,6 +80,17 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
             yield form.end
 
     return EventStream(answers, lines())
+
+
+async def _first(form: Form) -> AsyncIterator[str]:
+    """The lines before anything has come."""
+    lines = (form.line(event) for event in form.first())
+    if not form.begins_long:
+        for line in lines:
+            yield line
+        return
+    while (line := await asyncio.to_thread(next, lines, None)) is not None:
+        yield line
 
 
 async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress] | None:

@@ -101,7 +101,8 @@ class Tokenizer:
 
     def spell(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens included."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+        # Of a batch, for that lets other threads run.
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:

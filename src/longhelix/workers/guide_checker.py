@@ -15,7 +15,7 @@ from typing import IO
 
 import msgspec
 
-from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.errors import EngineError, PassingError, UserError
 from longhelix.guide import Guide, TokenTable
 from longhelix.workers.guide_checking import Checked, framed, read
 from longhelix.workers.process import signal_name
@@ -45,7 +45,7 @@ class GuideChecker:
 
     def check(self, guide: Guide) -> float:
         """The seconds of CPU time that it takes to be compiled. Raises UserError if it cannot be followed, or takes too
-        much of them; RequestError if nobody knows."""
+        much of them; PassingError if nobody knows."""
         found = self._found.get(_digest(guide))
         if found is None:
             with self._lock:
@@ -70,7 +70,7 @@ class GuideChecker:
             self._end()
 
     def _asked(self, guide: Guide) -> Checked:
-        """Raises RequestError if nothing is found, which is not the guide's doing."""
+        """Raises PassingError if nothing is found, which is not the guide's doing."""
         ended_by = 0
         for _ in range(_TRIES):
             self._check_open()
@@ -89,7 +89,7 @@ class GuideChecker:
                     "the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large"
                 )
         self._check_open()
-        raise RequestError(f"guides cannot be checked: {signal_name(ended_by)} ends the process that compiles them")
+        raise PassingError(f"guides cannot be checked: {signal_name(ended_by)} ends the process that compiles them")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -102,13 +102,13 @@ class GuideChecker:
                     start_new_session=True,  # an interrupt from the terminal is not for it
                 )
             except OSError as error:
-                raise RequestError(f"guides cannot be checked: {error}") from error
+                raise PassingError(f"guides cannot be checked: {error}") from error
             self._kill = weakref.finalize(self, self._process.kill)
             if self._closed:  # since, by somebody who could not end it
                 self._kill()
             if _exchange(self._process, table, _START_S) is None:
                 self._check_open()
-                raise RequestError("guides cannot be checked: the process that compiles them does not start")
+                raise PassingError("guides cannot be checked: the process that compiles them does not start")
         return self._process
 
     def _check_open(self) -> None:
@@ -139,7 +139,7 @@ def _digest(guide: Guide) -> bytes:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
-    """What the process answers; None if it ends. Raises RequestError if it takes nothing of the message, or says
+    """What the process answers; None if it ends. Raises PassingError if it takes nothing of the message, or says
     nothing, for so long."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -157,7 +157,7 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float
 
 
 def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeout_s: float) -> None:
-    """Wait until a pipe to or from the process is ready, or the process has ended. Raises RequestError if neither is
+    """Wait until a pipe to or from the process is ready, or the process has ended. Raises PassingError if neither is
     so within `timeout_s`."""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, event)
@@ -167,7 +167,7 @@ def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeou
     if (spent := _core_s(process.pid)) is not None:
         had_s, waited_s = spent
         words += f"; their process has had a core for {had_s:.1f} s since it began, and waited {waited_s:.1f} s for one"
-    raise RequestError(words)
+    raise PassingError(words)
 
 
 def _core_s(pid: int) -> tuple[float, float] | None:

@@ -156,6 +156,28 @@ def test_a_disk_that_fails_at_the_end_leaves_the_old_context(folder, monkeypatch
     assert (folder.at("a") / "rank-0").read_bytes() == b"first"
 
 
+def test_all_manifests_are_read_with_one_look_at_the_folder(folder, monkeypatch):
+    assert folder.manifests() == {}
+    for name in ("c", "a", "b", "gone"):
+        save(folder, name)
+    (folder.path / "b" / "context.json").write_bytes(b"[]")
+    (folder.path / "-none").mkdir()
+    looks, names = [], folder.names
+
+    def watched():
+        looks.append(names())
+        shutil.rmtree(folder.path / "gone")  # somebody removes it meanwhile
+        return looks[-1]
+
+    monkeypatch.setattr(folder, "names", watched)
+    found = folder.manifests()
+    assert looks == [["-none", "a", "b", "c", "gone"]]
+    damaged = {name: found.pop(name) for name in ("-none", "b")}
+    assert found == {"a": context("a"), "c": context("c")}
+    assert "is no manifest" in str(damaged["b"])
+    assert all(isinstance(error, UserError) for error in damaged.values())
+
+
 def test_manifests_that_are_none_are_refused(folder):
     save(folder, "a")
     path = folder.at("a") / "context.json"

@@ -6,6 +6,8 @@ import json
 import time
 import tracemalloc
 import types
+from array import array
+from threading import Event, current_thread
 
 import httpx
 import pytest
@@ -16,12 +18,13 @@ from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
 from longhelix.serve.app import build
+from longhelix.serve.bodies import Message
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
 from longhelix.serve.reading import DEEPEST
-from longhelix.serve.serving import Serving
+from longhelix.serve.serving import _TEXT_THREADS, Serving
 
 pytestmark = pytest.mark.unit
 
@@ -241,6 +244,79 @@ def test_too_many_that_wait_are_refusals():
     run(test, limits=Limits(8, 30))
 
 
+@pytest.mark.parametrize("limits", [Limits(1, 1000), Limits(8, 2)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_nothing_is_read_where_as_much_waits_as_may(path, limits):
+    read = []
+
+    async def body():
+        read.append(path)
+        yield b"{"
+
+    async def test(client, llm, serving):
+        step, llm.step = llm.step, list  # nothing comes
+        ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1}))
+        while not serving.driver.waiting:
+            await asyncio.sleep(0.01)
+        answer = await client.post(path, content=body(), headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert read == []
+        llm.step = step
+        assert (await ask).status_code == 200
+        answer = await client.post(path, content=body(), headers={"content-type": "application/json"})
+        assert (answer.status_code, read) == (400, [path])
+
+    run(test, limits=limits)
+
+
+def test_texts_wait_for_threads_of_their_own():
+    """So that whatever else runs beside the event loop does not wait for them; and no more of them than may."""
+
+    async def test(client, llm, serving):
+        held, encoded = Event(), []
+
+        def encode(text):
+            encoded.append(current_thread())
+            assert held.wait(20)
+            return [1]
+
+        llm.tokenizer.encode, llm.tokenizer.encode_chat, llm.tokenizer.longest_token = encode, None, 9
+        most = serving.driver.most_requests + _TEXT_THREADS
+        asking = [asyncio.create_task(client.post("/tokenize", json={"prompt": "x"})) for _ in range(most)]
+        while len(encoded) < _TEXT_THREADS:
+            await asyncio.sleep(0.01)
+        assert await asyncio.gather(*(asyncio.to_thread(len, "after") for _ in range(40))) == [5] * 40
+        answer = await client.post("/tokenize", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        held.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * most
+        assert len(set(encoded)) == _TEXT_THREADS
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages")]
+)
+def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, path, field):
+    """There may be very many."""
+    threads, for_template = [], Message.for_template
+
+    def watched(message):
+        threads.append(current_thread())
+        return for_template(message)
+
+    async def test(client, llm, serving):
+        llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, tools=None: [len(messages)], 9
+        answer = await client.post(path, json={field: [{"role": "user", "content": "x"}] * 3})
+        assert (answer.status_code, len(threads)) == (200, 3)
+        assert current_thread() not in threads
+
+    monkeypatch.setattr(Message, "for_template", watched)
+    run(test)
+
+
 def test_a_client_that_goes_away_is_an_abort():
     lines = []
 
@@ -262,6 +338,59 @@ def test_a_client_that_goes_away_is_an_abort():
         assert (line["finish_reason"], line["new_tokens"]) == ("abort", 0)
 
     run(test, lines)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("streams", [False, True])
+def test_prompts_are_spelled_once_and_off_the_event_loop(streams, max_tokens):
+    """However many choices begin with them."""
+    spelled = []
+
+    def spell(token_ids):
+        spelled.append((list(token_ids), current_thread()))
+        return "".join(map(str, token_ids))
+
+    async def test(client, llm, serving):
+        llm.tokenizer.spell = spell
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 3, "echo": True, "max_tokens": max_tokens, "stream": streams}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        texts = [""] * 6
+        if streams:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            for choice in (json.loads(line)["choices"][0] for line in lines):
+                texts[choice["index"]] += choice["text"]
+        else:
+            texts = [choice["text"] for choice in answer.json()["choices"]]
+        assert texts == ["123" + "x" * max_tokens] * 3 + ["45" + "x" * max_tokens] * 3
+        assert [token_ids for token_ids, _ in spelled] == [[1, 2, 3], [4, 5]]
+        assert current_thread() not in [thread for _, thread in spelled]
+
+    run(test)
+
+
+def test_the_engine_gets_one_array_of_a_prompt_for_all_its_choices():
+    """Lists would be gone through once for each, on its thread."""
+
+    async def test(client, llm, serving):
+        given = []
+        add = llm.add
+
+        def watched(prompt, *more, **named):
+            given.append(prompt)
+            return add(prompt, *more, **named)
+
+        llm.add, llm.tokenizer.longest_token = watched, 9
+        for prompt in ([1, 2, 3], "\1\2\3"):
+            given.clear()
+            llm.tokenizer.encode = lambda text: list(map(ord, text))
+            answer = await client.post("/v1/completions", json={"prompt": prompt, "n": 4, "max_tokens": 1})
+            assert answer.status_code == 200
+            assert len(given) == 4
+            assert all(each is given[0] for each in given)
+            assert given[0] == array("i", [1, 2, 3])
+
+    run(test)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -367,6 +496,7 @@ def test_head_has_what_get_has_without_its_body(prefix):
         assert (head.status_code, head.headers["content-type"]) == (200, got.headers["content-type"])
         assert got.headers["content-type"].startswith("text/plain")
         assert await counted(client, f"{prefix}:num_requests_running") == 0
-        assert "/metrics" in (await client.get("/openapi.json")).json()["paths"]
+        assert {"get", "head"} == (await client.get("/openapi.json")).json()["paths"]["/metrics"].keys()
+        assert (await client.put("/metrics")).headers["allow"] == "GET, HEAD"
 
     run(test, metrics_prefix=prefix)

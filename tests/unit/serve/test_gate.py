@@ -1,11 +1,15 @@
-"""Who may ask a server on loopback that has no keys: programs of this machine, and no page of another site."""
+"""Who may ask a server on loopback that has no keys: programs of this machine, and no page of another site; and how
+much may be here of all bodies together."""
 
 import asyncio
 
 import httpx
 import pytest
+from fastapi import APIRouter, FastAPI, Request, Response
 
+from longhelix.serve.errors import install
 from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.server import Address
 
 pytestmark = pytest.mark.unit
@@ -80,3 +84,85 @@ def test_servers_with_keys_or_for_others_are_asked_by_any_name(admission):
 )
 def test_which_addresses_are_loopback(host, found):
     assert Address(host).is_loopback is found
+
+
+class Late(Response):
+    """Begins long after the body was read."""
+
+    def __init__(self, may_begin):
+        super().__init__()
+        self.may_begin = may_begin
+
+    async def __call__(self, scope, receive, send):
+        await self.may_begin.wait()
+        await application(scope, receive, send)
+
+
+class Reader:
+    """Reads bodies, 1000 bytes each at most and so 16,000 together; answers once it may; what it answers begins once
+    that may."""
+
+    def __init__(self):
+        self.read, self.may_answer, self.may_begin = asyncio.Semaphore(0), asyncio.Event(), asyncio.Event()
+        self.answered = asyncio.Semaphore(0)
+        router, app = APIRouter(route_class=BodyRoute), FastAPI()
+
+        async def read(request: Request):
+            await request.body()
+            self.read.release()
+            await self.may_answer.wait()
+            self.answered.release()
+            return Late(self.may_begin)
+
+        router.add_api_route("/read", read, methods=["POST"], response_model=None)
+        app.include_router(router)
+        install(app)
+        self.app = Gate(app, Admission((), 1000))
+
+    async def ask(self, content):
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/read", content=content)
+
+
+async def pieces(count):
+    """A body that does not say how long it is."""
+    for _ in range(count):
+        yield b"x" * 100
+
+
+def test_all_bodies_together_are_bounded_while_they_are_here():
+    async def test():
+        reader = Reader()
+        asking = [asyncio.create_task(reader.ask(b"x" * 1000)) for _ in range(15)]
+        asking.append(asyncio.create_task(reader.ask(pieces(9))))
+        for _ in asking:
+            await reader.read.acquire()
+        for more in (b"x" * 101, b"x" * 1000, pieces(2), pieces(10)):
+            answer = await reader.ask(more)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["code"] == "overloaded"
+        assert reader.read.locked(), "what is refused is not read to its end"
+        asking.append(asyncio.create_task(reader.ask(b"x" * 100)))
+        await reader.read.acquire()
+        assert (await reader.ask(b"x")).status_code == 429
+        reader.may_answer.set()
+        reader.may_begin.set()
+        assert [answer.text for answer in await asyncio.gather(*asking)] == ["served"] * 17
+        assert (await reader.ask(pieces(10))).text == "served"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_body_does_not_count_while_its_answer_is_waited_for():
+    async def test():
+        reader, asking = Reader(), []
+        reader.may_answer.set()
+        for _ in range(40):
+            asking.append(asyncio.create_task(reader.ask(b"x" * 1000)))
+            await reader.answered.acquire()
+            await asyncio.sleep(0)
+        reader.may_begin.set()
+        assert [answer.text for answer in await asyncio.gather(*asking)] == ["served"] * 40
+
+    asyncio.run(asyncio.wait_for(test(), 60))

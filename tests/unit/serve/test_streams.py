@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from longhelix import UserError
 from longhelix.engine.result import Delta
-from longhelix.errors import RequestError
+from longhelix.errors import PassingError, RequestError
 from longhelix.serve import streams
 from longhelix.serve.asked import Progress
 from longhelix.serve.errors import ClientError, of_error
@@ -53,6 +54,36 @@ def lines_of(*given):
         return [line async for line in streams.stream(Answers(*given), Words()).body_iterator]
 
     return asyncio.run(read())
+
+
+class Echoes(Words):
+    """Begins with long events. made: threads that have made one."""
+
+    begins_long = True
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def first(self):
+        for number in range(3):
+            self.made.append(threading.current_thread())
+            yield {"first": number}
+
+
+def test_long_events_are_made_one_by_one_and_off_the_event_loop():
+    async def read(form):
+        lines, made = [], []
+        async for line in streams.stream(Answers(), form).body_iterator:
+            lines.append(line)
+            made.append(len(form.made))
+        return lines, made
+
+    form = Echoes()
+    lines, made = asyncio.run(read(form))
+    assert lines[:3] == [f'data: {{"first":{number}}}\n\n' for number in range(3)]
+    assert made[:3] == [1, 2, 3], "none is made before the one before it is sent"
+    assert threading.current_thread() not in form.made
 
 
 def text(words=""):
@@ -141,3 +172,11 @@ def test_what_would_fail_again_has_no_status_that_clients_send_again():
     found = json.loads(answer.body)["error"]
     assert (answer.status_code, found["type"], found["code"]) == (422, "server_error", RequestError("").code)
     assert answer.status_code not in (408, 409, 429)
+
+
+def test_what_may_go_well_later_has_one_that_they_do():
+    answer = of_error(PassingError("guides cannot be checked: nothing was found within 60 s"))
+    found = json.loads(answer.body)["error"]
+    assert (answer.status_code, found["type"], found["code"]) == (503, "server_error", PassingError("").code)
+    assert answer.headers["retry-after"]
+    assert found["message"].endswith("try again later")

@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -660,3 +662,17 @@ def test_stop_strings_hold_back_no_more_than_needed():
     assert stop.push("/") == ("", False)
     assert stop.push("p>") == ("</p>", False)
     assert stop.flush() == ""
+
+
+def test_other_threads_run_while_a_long_text_is_spelled(smollm):
+    """A server's event loop is one of them."""
+    token_ids = list(range(1000, 2000)) * 400
+    spelling = threading.Thread(target=smollm.spell, args=(token_ids,))
+    began_s = now_s = time.perf_counter()
+    longest_s = 0.0
+    spelling.start()
+    while spelling.is_alive():
+        time.sleep(0.001)
+        before_s, now_s = now_s, time.perf_counter()
+        longest_s = max(longest_s, now_s - before_s)
+    assert longest_s < (now_s - began_s) / 2

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from longhelix.errors import EngineError, RequestError, UserError
+from longhelix.errors import EngineError, PassingError, UserError
 from longhelix.guide import Guide, TokenTable
 from longhelix.workers import guide_checker, guide_checking
 from longhelix.workers.guide_checker import GuideChecker
@@ -99,7 +99,7 @@ def test_a_process_that_says_nothing_refuses_no_guide(monkeypatch):
     checker.check(Guide("json"))
     checker._process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(guide_checker, "_ANSWER_S", 0.1)
-    with pytest.raises(RequestError, match="nothing was found within"):
+    with pytest.raises(PassingError, match="nothing was found within"):
         checker.check(Guide("regex", "a"))
     monkeypatch.undo()
     checker.check(Guide("regex", "a"))
@@ -117,7 +117,7 @@ def test_a_process_that_reads_nothing_keeps_nobody_waiting(monkeypatch):
     def ask():
         try:
             checker.check(Guide("choice", json.dumps(["long", "x" * 100_000])))
-        except RequestError as error:
+        except PassingError as error:
             refused.append(str(error))
 
     asking = threading.Thread(target=ask)
@@ -146,7 +146,7 @@ def test_whoever_ends_the_process_refuses_no_guide(checker, monkeypatch):
     monkeypatch.setattr(guide_checker, "_exchange", ended)
     checker.check(Guide("regex", "beside an end"))
     left[0] = 2
-    with pytest.raises(RequestError, match="SIGKILL ends the process"):
+    with pytest.raises(PassingError, match="SIGKILL ends the process"):
         checker.check(Guide("regex", "beside two ends"))
     assert not checker.knows(Guide("regex", "beside two ends"))
     checker.check(Guide("regex", "beside two ends"))
@@ -230,6 +230,6 @@ def test_a_vocabulary_that_cannot_be_made_is_said_each_time():
 def test_a_process_that_does_not_start_is_no_fault_of_the_guide(monkeypatch):
     monkeypatch.setattr(guide_checker.sys, "executable", "/bin/false")
     checker = GuideChecker(lambda: TABLE)
-    with pytest.raises(RequestError, match="guides cannot be checked"):
+    with pytest.raises(PassingError, match="guides cannot be checked"):
         checker.check(Guide("json"))
     checker.close()

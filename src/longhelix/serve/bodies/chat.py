@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from longhelix.request import MOST_TOKENS
-from longhelix.serve.bodies.body import Body
+from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
 from longhelix.serve.bodies.sampled import Sampled
 
@@ -16,7 +16,7 @@ class Function(Body):
     """One that the model may call. parameters: a JSON schema of its arguments."""
 
     name: Name
-    description: str | None = None
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
 
 

@@ -34,6 +34,10 @@ class CompletionBody(Sampled):
         return self.logprobs
 
     @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
     def only_echoes(self) -> bool:
         """Whether nothing is to be computed."""
-        return bool(self.echo) and self.max_tokens == 0 and self.logprobs is None
+        return self.echoes and self.max_tokens == 0 and self.logprobs is None

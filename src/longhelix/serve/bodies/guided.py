@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from longhelix.errors import UserError
 from longhelix.guide import Guide
-from longhelix.serve.bodies.body import Body
+from longhelix.serve.bodies.body import Body, Text, few
 
 Schema = dict[str, Any] | str
-Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+Choices = Annotated[list[Text], Field(min_length=1, max_length=10_000, fail_fast=True)]
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -38,9 +38,9 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     content: Annotated[Schema | None, Field(alias="json")] = None
-    regex: str | None = None
+    regex: Text | None = None
     choice: Choices | None = None
-    grammar: str | None = None
+    grammar: Text | None = None
     json_object: bool | None = None
 
 
@@ -48,11 +48,11 @@ class Guided(Body):
     """One of these fields says it, or none."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs, few(len(StructuredOutputs.model_fields))] | None = None
     guided_json: Schema | None = None
-    guided_regex: str | None = None
+    guided_regex: Text | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: Text | None = None
 
     @property
     def guide_field(self) -> str | None:

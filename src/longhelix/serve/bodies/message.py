@@ -4,24 +4,25 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from longhelix.errors import UserError
-from longhelix.serve.bodies.body import Body
+from longhelix.serve.bodies.body import Body, Text
 
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 100_000, 10_000, 128
+# Of a conversation: parts and calls of all messages together. Each takes microseconds of the event loop.
+MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 32_768, 32_768, 128
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]  # of a function
 
 
 class TextPart(Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImageUrl(Body):
     """detail: images are shown as the model scales them, which is the highest."""
 
-    url: str
+    url: Text
     detail: Literal["auto", "high"] | None = None
 
 
@@ -34,14 +35,14 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 _Items = TypeVar("_Items")
 # Told apart before they are looked at, or what is wrong with one would be said of the other.
 TextOr = Annotated[
-    Annotated[str, Tag("str")] | Annotated[_Items, Tag("list")],
+    Annotated[Text, Tag("str")] | Annotated[_Items, Tag("list")],
     Discriminator(lambda given: "str" if isinstance(given, str) else "list"),
 ]
 
 
 class FunctionCall(Body):
     name: Name
-    arguments: str | dict[str, Any]
+    arguments: Text | dict[str, Any]
 
 
 class ToolCall(Body):
@@ -90,7 +91,22 @@ class Message(Body):
         return found
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+def _counted(given: object) -> object:
+    """Counts messages, and what they have, before any is looked at."""
+    if not isinstance(given, list):
+        return given
+    if len(given) > MOST_MESSAGES:
+        raise ValueError(f"there are {len(given)} messages: give at most {MOST_MESSAGES}")
+    dicts = [message for message in given if isinstance(message, dict)]
+    lists = [message.get(name) for message in dicts for name in ("content", "tool_calls")]
+    parts = sum(len(each) for each in lists if isinstance(each, list))
+    if parts > MOST_PARTS:
+        raise ValueError(f"messages have {parts} parts and calls together: give at most {MOST_PARTS}")
+    return given
+
+
+COUNTED = BeforeValidator(_counted)
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]
 
 
 def _parts(texts: Iterable[str | None]) -> list[dict[str, str]]:

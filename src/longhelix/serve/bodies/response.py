@@ -5,8 +5,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from longhelix.request import MOST_TOKENS
-from longhelix.serve.bodies.body import Body
-from longhelix.serve.bodies.message import MOST_MESSAGES, MOST_PARTS, ImagePart, ImageUrl, Message, TextOr, TextPart
+from longhelix.serve.bodies.body import Body, Text, few
+from longhelix.serve.bodies.message import (
+    COUNTED,
+    MOST_MESSAGES,
+    MOST_PARTS,
+    ImagePart,
+    ImageUrl,
+    Message,
+    TextOr,
+    TextPart,
+)
 from longhelix.serve.bodies.sampled import NOT_HERE, Sampled
 
 # As NOT_HERE says it; and none is kept.
@@ -25,6 +34,7 @@ _NOT_IN_RESPONSES: dict[str, tuple[Any, ...]] = NOT_HERE | {
 }
 
 
+_MOST_METADATA = 16  # as OpenAI has it
 _WHOLE = "no response is kept, so send the whole conversation as input"
 _NOTHING_KEPT = {
     "store": "no response is kept, so set it to false",
@@ -35,14 +45,14 @@ _NOTHING_KEPT = {
 
 class InputText(Body):
     type: Literal["input_text", "output_text"]
-    text: str
+    text: Text
 
 
 class InputImage(Body):
     """image_url: as in `ImageUrl`."""
 
     type: Literal["input_image"]
-    image_url: str
+    image_url: Text
     detail: Literal["auto", "high"] | None = None
 
 
@@ -75,12 +85,14 @@ class ResponseBody(Sampled):
     instead = _NOTHING_KEPT
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
-    input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]]
-    instructions: str | None = None
+    input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
+    instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=_MOST_METADATA),
+            few(_MOST_METADATA),
         ]
         | None
     ) = None

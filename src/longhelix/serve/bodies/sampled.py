@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from longhelix.errors import UserError
 from longhelix.guide import Guide
 from longhelix.request import MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
-from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId
+from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId, few
 from longhelix.serve.bodies.guided import Guided
 
 _MOST_CHOICES = 64
@@ -38,6 +38,8 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "return_token_ids": (False,),
 }
+_MOST_BIASED = 1024
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Strings = Annotated[list[str], Field(max_length=64, fail_fast=True)]
@@ -72,7 +74,7 @@ class Sampled(Guided):
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASED), few(_MOST_BIASED)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | _Strings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
@@ -113,6 +115,11 @@ class Sampled(Guided):
     @property
     def prompt_logprobs(self) -> int | None:
         return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each choice begins with its prompt."""
+        return False
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
         """Of one of several choices, each of which has draws of its own. The first one has the log-probabilities of

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from longhelix.serve.bodies.body import Body, TokenId
+from longhelix.serve.bodies.body import Body, ModelName, Text, TokenId
 from longhelix.serve.bodies.message import Messages
 
 
@@ -20,12 +20,12 @@ class TokenizeBody(Body):
         }
     )
 
-    model: str | None = None
-    prompt: str | None = None
+    model: ModelName | None = None
+    prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
+    model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
