@@ -44,7 +44,7 @@ class GuideChecker:
         self._closed = False
 
     def check(self, guide: Guide) -> None:
-        """Raise UserError if it cannot be followed, or takes too much to be compiled; PassingError if nobody knows."""
+        """Raise UserError if it cannot be followed, or takes too much to be compiled; RequestError if nobody knows."""
         if self.knows(guide):
             return
         with self._lock:
