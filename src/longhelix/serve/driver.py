@@ -42,7 +42,7 @@ class Answers:
     async def ask(self, requests: Sequence[Asked]) -> None:
         """Queue all of them, or none. Returns once the engine has taken them. Raises OverloadedError, EngineError once
         the engine has failed, or the UserError of a request that can never run."""
-        self._driver.check_room(requests)
+        self._driver.check_room([asked.num_tokens for asked in requests])
         for place, asked in enumerate(requests):
             self._open[place] = self._driver.add(asked, partial(self._come, place))
             self._watch.asked(self._open[place].course)
@@ -183,15 +183,15 @@ class Driver:
         """Requests without a first token."""
         return [answer.asked for answer in (*self._asked, *self._answers.values()) if answer.waits]
 
-    def check_room(self, requests: Sequence[Asked]) -> None:
-        """Raise OverloadedError if so many more may not wait, RestartingError or EngineError if the engine has failed.
-        One request alone may be of any length."""
+    def check_room(self, lengths: Sequence[int]) -> None:
+        """Raise OverloadedError if requests of so many prompt tokens may not wait, RestartingError or EngineError if the
+        engine has failed. One request alone may be of any length."""
         self._check_running()
         waiting = self.waiting
-        before, more = (sum(asked.num_tokens for asked in some) for some in (waiting, requests))
-        alone = not waiting and len(requests) == 1
-        tokens_beyond = not alone and before + more > self._limits.prompt_tokens
-        if len(waiting) + len(requests) > self._limits.requests or tokens_beyond:
+        before = sum(asked.num_tokens for asked in waiting)
+        alone = not waiting and len(lengths) == 1
+        tokens_beyond = not alone and before + sum(lengths) > self._limits.prompt_tokens
+        if len(waiting) + len(lengths) > self._limits.requests or tokens_beyond:
             raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
 
     def _check_running(self) -> None:

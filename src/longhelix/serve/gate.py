@@ -67,7 +67,8 @@ class Gate:
             await refusal(429, _FULL)(scope, receive, send)
             return
         clock = asyncio.get_running_loop().time
-        begun_s, come, is_whole, held = clock(), 0, False, 0
+        begun_s, come, is_whole = clock(), 0, False
+        held, is_kept = 0, True
 
         async def bounded() -> Message:
             """What comes, which may be more than was told, and slower than anybody should have to wait for."""
@@ -86,16 +87,17 @@ class Gate:
             is_whole = not message.get("more_body", False)
             if come > self._most_bytes:
                 raise HTTPException(413, self._too_large)
-            if not self._has_room(more):
-                raise HTTPException(429, _FULL)
-            held += more
-            self._held_bytes += more
+            if is_kept:
+                if not self._has_room(more):
+                    raise HTTPException(429, _FULL)
+                held += more
+                self._held_bytes += more
             return message
 
         def let_go() -> None:
-            nonlocal held
+            nonlocal held, is_kept
             self._held_bytes -= held
-            held = 0
+            held, is_kept = 0, False
 
         scope[_LET_GO] = let_go
         try:

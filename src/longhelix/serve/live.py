@@ -19,6 +19,7 @@ from longhelix.runner.config import EngineConfig
 from longhelix.serve.driver import Driver
 from longhelix.serve.errors import Refusal, of_error, statuses
 from longhelix.serve.form import one_line
+from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
@@ -249,7 +250,7 @@ async def _lines(view: View, watcher: Watcher, server: LiveServer) -> AsyncItera
 
 
 def routes(serving: Serving) -> APIRouter:
-    router, view = APIRouter(), View(serving)
+    router, view = APIRouter(route_class=BodyRoute), View(serving)
     server = what_stays(serving.model, serving.llm.config)
     reference = {"$ref": "#/components/schemas/LiveEvent"}
     events = {"description": "Server-sent events", "content": {"text/event-stream": {"schema": reference}}}

@@ -30,12 +30,6 @@ _MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as 
 _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
 
 
-class _Least:
-    """The least that may be asked for, as `Driver.check_room` looks at it."""
-
-    num_tokens = 1
-
-
 @dataclass
 class Serving:
     """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
@@ -107,11 +101,11 @@ class Serving:
         return guide
 
     def check_open(self) -> None:
-        """Raise what whoever asks is told while not even the least request is taken: ShuttingDownError, or what
+        """Raise what whoever asks is told while not even a request of one token is taken: ShuttingDownError, or what
         `Driver.check_room` raises. So that nothing is read and made of text in vain."""
         if self.is_draining:
             raise ShuttingDownError
-        self.driver.check_room([_Least()])
+        self.driver.check_room([1])
 
     async def ask(self, asked: Sequence[Asked]) -> Answers:
         """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or

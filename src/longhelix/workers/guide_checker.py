@@ -102,7 +102,7 @@ class GuideChecker:
                     start_new_session=True,  # an interrupt from the terminal is not for it
                 )
             except OSError as error:
-                raise PassingError(f"guides cannot be checked: {error}") from error
+                raise PassingError(f"guides cannot be checked: {error.strerror}") from error
             self._kill = weakref.finalize(self, self._process.kill)
             if self._closed:  # since, by somebody who could not end it
                 self._kill()

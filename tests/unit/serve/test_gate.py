@@ -11,6 +11,7 @@ from longhelix.serve.errors import install
 from longhelix.serve.gate import Admission, Gate
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.server import Address
+from longhelix.serve.streams import gone
 
 pytestmark = pytest.mark.unit
 
@@ -87,14 +88,16 @@ def test_which_addresses_are_loopback(host, found):
 
 
 class Late(Response):
-    """Begins long after the body was read."""
+    """Begins long after it was made, and takes what of the body nobody has read."""
 
     def __init__(self, may_begin):
         super().__init__()
         self.may_begin = may_begin
 
     async def __call__(self, scope, receive, send):
+        leaving = asyncio.create_task(gone(receive))
         await self.may_begin.wait()
+        leaving.cancel()
         await application(scope, receive, send)
 
 
@@ -108,7 +111,8 @@ class Reader:
         router, app = APIRouter(route_class=BodyRoute), FastAPI()
 
         async def read(request: Request):
-            await request.body()
+            if "x-unread" not in request.headers:
+                await request.body()
             self.read.release()
             await self.may_answer.wait()
             self.answered.release()
@@ -119,10 +123,10 @@ class Reader:
         install(app)
         self.app = Gate(app, Admission((), 1000))
 
-    async def ask(self, content):
+    async def ask(self, content, **headers):
         transport = httpx.ASGITransport(self.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post("/read", content=content)
+            return await client.post("/read", content=content, headers=headers)
 
 
 async def pieces(count):
@@ -154,15 +158,21 @@ def test_all_bodies_together_are_bounded_while_they_are_here():
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_body_does_not_count_while_its_answer_is_waited_for():
+@pytest.mark.parametrize("headers", [{}, {"x-unread": "1"}], ids=["read", "unread"])
+def test_a_body_does_not_count_while_its_answer_is_waited_for(headers):
+    """Nor does what comes of it only then, which nobody keeps."""
+
     async def test():
         reader, asking = Reader(), []
         reader.may_answer.set()
         for _ in range(40):
-            asking.append(asyncio.create_task(reader.ask(b"x" * 1000)))
+            asking.append(asyncio.create_task(reader.ask(pieces(10), **headers)))
             await reader.answered.acquire()
-            await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        asking.append(asyncio.create_task(reader.ask(b"x" * 1000)))
+        await reader.read.acquire()
         reader.may_begin.set()
-        assert [answer.text for answer in await asyncio.gather(*asking)] == ["served"] * 40
+        assert [answer.text for answer in await asyncio.gather(*asking)] == ["served"] * 41
 
     asyncio.run(asyncio.wait_for(test(), 60))

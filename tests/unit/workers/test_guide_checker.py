@@ -233,3 +233,11 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_guide(monkeypatch):
     with pytest.raises(PassingError, match="guides cannot be checked"):
         checker.check(Guide("json"))
     checker.close()
+
+
+def test_where_it_would_be_is_no_clients_business(monkeypatch, tmp_path):
+    monkeypatch.setattr(guide_checker.sys, "executable", str(tmp_path / "nothing"))
+    checker = GuideChecker(lambda: TABLE)
+    with pytest.raises(PassingError, match=r"guides cannot be checked: No such file or directory$"):
+        checker.check(Guide("json"))
+    checker.close()
