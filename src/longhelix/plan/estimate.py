@@ -11,6 +11,7 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import ACTIVATION_DTYPE, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import degrees
+from longhelix.plan.deployment import check_experts
 from longhelix.plan.provenance import source
 from longhelix.plan.service import Use, service
 
@@ -73,9 +74,10 @@ def estimate(
     them.
 
     layout: that of all `dp` groups; local: every KVP rank is a group. Raises UserError for a layout that the model's
-    heads or layers do not allow.
+    heads, layers or experts do not allow.
     """
     layout.check(setting.heads, setting.model.num_layers)
+    check_experts(setting.model, layout.ep)
     layouts, use = Layouts.of([layout], dp=dp, local=local, hop_b=hop_b), Use(setting, context)
     items = decode_items(setting, layouts, float(batch), float(context))
     needed = use.memory(layouts, float(batch), float(chunk))

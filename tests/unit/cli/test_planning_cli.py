@@ -251,6 +251,7 @@ MISTAKES = {
     "unknown dtype": (changed(PLAN, kv_dtype="fp5"), "kv-dtype 'fp5' is not known: use one of"),
     "time without a unit": ((*PLAN, "--ttl", "20"), '"20" is no time: give a number with its unit, such as 20ms'),
     "products do not match": ((*ESTIMATE, "--kvp", "8", "--tpf", "3"), "both must give the same number"),
+    "experts of a dense model": ((*ESTIMATE, "--tpa", "8", "--ep", "2"), "ep is 2: set it to at most 1"),
     "too many heads": ((*ESTIMATE, "--tpa", "256"), "tpa is 256, but the model has 128 query heads"),
     "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave --tpf and --ep out"),
     "no groups": ((*ESTIMATE, "--dp", "0"), "dp is 0: set it to a whole number from 1 to 1024"),
