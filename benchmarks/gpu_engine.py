@@ -15,8 +15,10 @@ import torch
 
 from longhelix import LLM, SamplingParams
 from longhelix.layout import Layout
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
-from longhelix.plan.estimate import estimate
+from longhelix.perf.step import decode_seconds
 from longhelix.presets import load_system
 
 NEW_TOKENS = 48
@@ -85,8 +87,9 @@ def main() -> None:
 
 def predicted(llm: LLM, given: argparse.Namespace, context: int, batch: int) -> tuple[float, float]:
     setting = Setting(llm.config.spec, load_system(given.system), "bfloat16", "bfloat16")
-    found = estimate(setting, Layout(), context=context, batch=batch, chunk=given.chunk)
-    return found.ttft_s, found.ttl_s
+    layouts = Layouts.of([Layout()])
+    prefill_s = prefill_seconds(setting, layouts, float(context), float(min(given.chunk, context)))
+    return float(prefill_s[0]), float(decode_seconds(setting, layouts, float(batch), float(context))[0])
 
 
 if __name__ == "__main__":

@@ -8,19 +8,25 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from longhelix.cli.planning import PlannedModel, parse_layout, stdout
-from longhelix.cli.values import Flag, Size, tied_layout
+from longhelix.cli.planning import DraftOptions, GroupedLayout, PlannedModel, parse_layout, stdout
+from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
-from longhelix.layout import Layout
+from longhelix.perf.setting import Setting
+from longhelix.plan.candidate import drafts_in_words, in_words
 from longhelix.plan.estimate import Estimate
 from longhelix.plan.estimate import estimate as estimate_layout
+from longhelix.plan.report import setting_as_json
+
+_NO_DRAFTS = DraftOptions()
 
 
 def estimate(
     model: PlannedModel,
+    drafts: DraftOptions = _NO_DRAFTS,
     *,
     context: Size,
     batch: Size = 1,
+    dp: int = 1,
     kvp: int = 1,
     tpa: int = 1,
     tpf: int | None = None,
@@ -33,7 +39,8 @@ def estimate(
     compare: Annotated[tuple[str, str] | None, Parameter(show_default=False)] = None,
     json: Flag = False,
 ) -> None:
-    """Estimate one configuration: time of each cost item of a decode step, time to first token, memory, utilisation.
+    """Estimate one configuration: time of each cost item of a decode step, times between tokens and to the first one,
+    memory, utilisation. Numbers are those of `longhelix plan`.
 
     Parameters
     ----------
@@ -41,12 +48,14 @@ def estimate(
         Tokens of each request's KV.
     batch
         Requests of the whole world.
+    dp
+        Groups of kvp * tpa GPUs that have requests of their own, and share the FFN.
     kvp
         GPUs that share each request's KV along the sequence.
     tpa
         GPUs that share its attention heads.
     tpf
-        GPUs that share an FFN's columns. [default: kvp * tpa / ep]
+        GPUs that share an FFN's columns. [default: dp * kvp * tpa / ep]
     ep
         GPUs that share the experts.
     pp
@@ -58,26 +67,26 @@ def estimate(
     placement
         local: a request's KV lies on one KVP rank (data-parallel attention).
     chunk
-        Prompt tokens of a prefill step.
+        Prompt tokens of a prefill step, beside which all requests decode.
     compare
         Two layouts side by side in place of the options above: `--compare kvp=8,tpa=8 kvp=1,tpa=64`.
     json
         Print one JSON object.
     """
-    setting = model.setting()
+    setting = drafts.added(model.setting())
     if context < 1 or batch < 1 or chunk < 1:
         raise UserError("context, batch and chunk must be 1 or more")
     if compare is None:
-        layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
-        found = [estimate_layout(setting, layout, context=context, batch=batch, chunk=chunk,
-                                 local=placement == "local", hop_b=hop_b and not tied)]  # fmt: skip
+        asked = [GroupedLayout.of(dp, kvp, tpa, tpf, ep, pp, tied=tied, local=placement == "local", hop_b=hop_b)]
     else:
-        found = [
-            estimate_layout(setting, layout, context=context, batch=batch, chunk=chunk, local=local, hop_b=overlap)
-            for layout, local, overlap in map(parse_layout, compare)
-        ]
+        asked = [parse_layout(text) for text in compare]
+    found = [
+        estimate_layout(setting, each.layout, context=context, batch=batch, chunk=chunk, dp=each.dp, local=each.local,
+                        hop_b=each.hop_b)
+        for each in asked
+    ]  # fmt: skip
     if json:
-        objects = [_object(each) for each in found]
+        objects = [_object(setting, each) for each in found]
         print(json_module.dumps(objects[0] if compare is None else {"compared": objects}))
         return
     for each in found:
@@ -86,22 +95,16 @@ def estimate(
         stdout().print(_compared(*found))
 
 
-def _object(found: Estimate) -> dict[str, Any]:
-    """For JSON, where the cost items are `parts`; every stage has an even share of the layers here."""
-    written = asdict(found)
+def _object(setting: Setting, found: Estimate) -> dict[str, Any]:
+    """For JSON, where the cost items are `parts`."""
+    written = setting_as_json(setting) | asdict(found)
     written["parts"] = written.pop("items")
-    del written["layout"]["stage_layers"]
     return written
 
 
 def show(found: Estimate, console: Console) -> None:
     """Print the cost items of a step as a table, and what follows from them."""
-    layout = found.layout
-    table = Table(
-        title=f"KVP {layout.kvp} x TPA {layout.tpa} = TPF {layout.tpf} x EP {layout.ep} x {layout.ffn_replicas}, "
-        f"PP {layout.pp}: {layout.world_size} GPUs",
-        title_justify="left",
-    )
+    table = Table(title=f"{in_words(found.layout)}: {found.gpus} GPUs, batch {found.batch}", title_justify="left")
     for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
         table.add_column(name, justify="left" if name == "cost item" else "right")
     table.add_column("from")
@@ -109,7 +112,7 @@ def show(found: Estimate, console: Console) -> None:
         table.add_row(
             item.name,
             f"{1e3 * item.seconds:.3f}",
-            f"{item.seconds / found.ttl_s:.0%}",
+            f"{item.seconds / found.step_s:.0%}",
             f"{item.flops / 1e9:,.2f}",
             f"{item.hbm_bytes / 1e6:,.1f}",
             f"{item.net_bytes / 1e3:,.1f}",
@@ -117,9 +120,11 @@ def show(found: Estimate, console: Console) -> None:
         )
     console.print(table)
     fits = "fits" if found.fits else "DOES NOT FIT"
+    drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
     console.print(
-        f"TTL {1e3 * found.ttl_s:.3f} ms, {found.tokens_per_s_per_user:.1f} tokens/s/user, "
-        f"{found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT {found.ttft_s:.2f} s; MFU {found.mfu:.1%}, "
+        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms beside a prompt, "
+        f"{found.tokens_per_s_per_user:.1f} tokens/s/user, {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT "
+        f"{found.ttft_s:.2f} s in chunks of {found.chunk_tokens}; MFU {found.mfu:.1%}, "
         f"MBU {found.mbu:.1%}; {found.memory_bytes_per_gpu / 1e9:.2f} GB on the fullest GPU (weights "
         f"{found.weights_bytes_per_gpu / 1e9:.2f}, KV {found.kv_bytes_per_gpu / 1e9:.2f}): {fits}",
         highlight=False,
@@ -134,7 +139,7 @@ def _compared(first: Estimate, second: Estimate) -> Table:
     seconds = [{item.name: item.seconds for item in each.items} for each in (first, second)]
     names = dict.fromkeys([*seconds[0], *seconds[1]])
     rows = [(name, seconds[0].get(name, 0.0), seconds[1].get(name, 0.0)) for name in names]
-    rows.append(("step", first.ttl_s, second.ttl_s))
+    rows.append(("step", first.step_s, second.step_s))
     for name, before_s, after_s in rows:
         table.add_row(name, f"{1e3 * before_s:.3f}", f"{1e3 * after_s:.3f}", f"{1e3 * (after_s - before_s):+.3f}")
     return table

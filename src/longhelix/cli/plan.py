@@ -4,16 +4,14 @@ import json as json_module
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from longhelix.cli.demand import DemandOptions
-from longhelix.cli.planning import PlannedModel, make_folder, stdout
+from longhelix.cli.planning import DraftOptions, PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
-from longhelix.errors import UserError
 from longhelix.plan import peers, report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
@@ -21,12 +19,13 @@ from longhelix.plan.positions import beyond_positions
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import Neighbour, Rejection, neighbours, rejections
 
-_NO_DEMAND = DemandOptions()
+_NO_DEMAND, _NO_DRAFTS = DemandOptions(), DraftOptions()
 
 
 def plan(
     model: PlannedModel,
     requests: DemandOptions = _NO_DEMAND,
+    drafts: DraftOptions = _NO_DRAFTS,
     *,
     max_gpus: int = 64,
     ttl: Annotated[Seconds | None, Parameter(show_default=False)] = None,
@@ -35,8 +34,6 @@ def plan(
     min_gpus: Flag = False,
     gpu_hour: Annotated[float | None, Parameter(show_default=False)] = None,
     any_shape: Flag = False,
-    draft_tokens: int = 0,
-    accepted_tokens: Annotated[float | None, Parameter(show_default=False)] = None,
     out: Path | None = None,
     json: Flag = False,
 ) -> None:
@@ -59,10 +56,6 @@ def plan(
     any_shape
         Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
         experts, too.
-    draft_tokens
-        Tokens of a request that every step verifies beside its own (speculative decoding, multi-token prediction).
-    accepted_tokens
-        How many tokens such a step gives a request on average, from 1 to 1 + --draft-tokens, as measured.
     out
         A folder for plan.json, frontier.csv, frontier.png and .svg, plan.html, a page to explore, plan.yaml, which
         `serve` and `generate` take as --layout, and commands.txt: those of other engines that have such a layout.
@@ -71,8 +64,7 @@ def plan(
     """
     start_s = time.perf_counter()
     context, demand = requests.load()
-    accepted = _accepted(draft_tokens, accepted_tokens)
-    setting = replace(model.setting(), draft_tokens=draft_tokens, accepted_tokens=accepted)
+    setting = drafts.added(model.setting())
     question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
     if out is not None:
         make_folder(out)
@@ -91,15 +83,6 @@ def plan(
         print(json_module.dumps(as_object))
     else:
         _show(found, others, rejected, crossed)
-
-
-def _accepted(draft_tokens: int, accepted_tokens: float | None) -> float:
-    if accepted_tokens is None and draft_tokens > 0:
-        raise UserError(
-            f"how many of {draft_tokens} draft tokens are accepted depends on the model and the text: set "
-            f"--accepted-tokens to what was measured, from 1 to {1 + draft_tokens}"
-        )
-    return 1.0 if accepted_tokens is None else accepted_tokens
 
 
 _OF_THE_PLAN = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")

@@ -2,17 +2,21 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
 
+from longhelix.cli.values import tied_layout
 from longhelix.errors import UserError
 from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
+from longhelix.plan.question import MOST_GPUS
 from longhelix.presets import load_model, load_system
 from longhelix.spec import number_format
+from longhelix.values import whole
 
 _TABLE_WIDTH = 160  # where standard output is no terminal
 
@@ -52,6 +56,64 @@ class PlannedModel:
         )
 
 
+@Parameter(name="*", group="Speculative decoding")
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """Drafts that steps verify, and what they are worth."""
+
+    draft_tokens: int = 0
+    "Tokens of a request that every step verifies beside its own (speculative decoding, multi-token prediction)."
+    accepted_tokens: Annotated[float | None, Parameter(show_default=False)] = None
+    "How many tokens such a step gives a request on average, from 1 to 1 + --draft-tokens, as measured."
+
+    def added(self, setting: Setting) -> Setting:
+        """The setting with these; raises UserError for drafts whose worth nobody says, and for numbers out of range."""
+        if self.accepted_tokens is None and self.draft_tokens > 0:
+            raise UserError(
+                f"how many of {self.draft_tokens} draft tokens are accepted depends on the model and the text: set "
+                f"--accepted-tokens to what was measured, from 1 to {1 + self.draft_tokens}"
+            )
+        accepted = 1.0 if self.accepted_tokens is None else self.accepted_tokens
+        return replace(setting, draft_tokens=self.draft_tokens, accepted_tokens=accepted)
+
+
+@dataclass(frozen=True)
+class GroupedLayout:
+    """A layout as planning verbs take it. layout: all KVP ranks of `dp` groups, which have requests of their own and
+    share the FFN; local: each of these ranks has whole requests; hop_b: HOP-B overlaps."""
+
+    layout: Layout
+    dp: int
+    local: bool
+    hop_b: bool
+
+    @classmethod
+    def of(
+        cls,
+        dp: int = 1,
+        kvp: int = 1,
+        tpa: int = 1,
+        tpf: int | None = None,
+        ep: int = 1,
+        pp: int = 1,
+        *,
+        tied: bool = False,
+        local: bool = False,
+        hop_b: bool = True,
+    ) -> "GroupedLayout":
+        """kvp: of one group. Raises UserError for numbers out of range, and where they do not go together."""
+        whole("dp", dp, 1, MOST_GPUS, code="invalid_layout")
+        if not tied:
+            return cls(Layout(dp * kvp, tpa, tpf, ep, pp), dp, local, hop_b)
+        if dp > 1:
+            raise UserError(
+                f"the tied layout has a copy of the FFN on every KVP rank, and {dp} groups share one: set dp to 1, or "
+                "leave out tied",
+                "invalid_layout",
+            )
+        return cls(tied_layout(kvp, tpa, tpf, ep, pp), dp, local, hop_b=False)
+
+
 def stdout() -> Console:
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
 
@@ -63,25 +125,23 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{folder} cannot be made: {error.strerror}") from error
 
 
-def parse_layout(text: str) -> tuple[Layout, bool, bool]:
-    """`kvp=8,tpa=8,tied`: a layout, whether it is local, whether HOP-B overlaps. Words: tied, local, no-hop-b."""
+def parse_layout(text: str) -> GroupedLayout:
+    """`kvp=8,tpa=8,tied`: degrees, and the words tied, local and no-hop-b."""
     degrees: dict[str, int] = {}
     words = set()
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
-        if name in ("kvp", "tpa", "tpf", "ep", "pp") and re.fullmatch("[0-9]{1,9}", value):
+        if name in ("dp", "kvp", "tpa", "tpf", "ep", "pp") and re.fullmatch("[0-9]{1,9}", value):
             degrees[name] = int(value)
         elif entry.strip() in ("tied", "local", "no-hop-b"):
             words.add(entry.strip())
         else:
             raise UserError(
-                f"{entry.strip()!r} in the layout {text!r} is not known: write it as kvp=8,tpa=8,tpf=64,ep=1,pp=1 and "
-                "tied, local or no-hop-b where wanted",
+                f"{entry.strip()!r} in the layout {text!r} is not known: write it as dp=1,kvp=8,tpa=8,tpf=64,ep=1,pp=1 "
+                "and tied, local or no-hop-b where wanted",
                 "invalid_layout",
             )
-    if "tied" in words:
-        degrees |= {"tpf": degrees.get("tpa", 1), "ffn_replicas": degrees.get("kvp", 1)}
-    return Layout(**degrees), "local" in words, not words & {"no-hop-b", "tied"}
+    return GroupedLayout.of(**degrees, tied="tied" in words, local="local" in words, hop_b="no-hop-b" not in words)
 
 
 def _known(name: str, dtype: str) -> str:

@@ -18,7 +18,6 @@ LSE_BYTES = 4.0
 STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 34489)
 LOGIT_BYTES = 4.0
 MOST_DRAFTS = 64
-_ALL_TOKENS = 2**60
 CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
 CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
@@ -30,8 +29,9 @@ class Setting:
     attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
     bits, as no kernel is known that attends in these. expert_dtype: that of the weights of experts; None: that of all
     others. draft_tokens: those of a decoding request that a step verifies, each in a row of its own (speculative
-    decoding); accepted_tokens: that such a step gives it on average, its own one included. Raises UserError where the
-    system has no arithmetic in one of the dtypes, and for numbers out of range.
+    decoding); accepted_tokens: that such a step gives it on average, its own one included. evenly_chosen: the tokens
+    that an indexer chooses lie over KVP ranks as evenly as all; otherwise one of these may have all of them. Raises
+    UserError where the system has no arithmetic in one of the dtypes, and for numbers out of range.
     """
 
     model: ModelSpec
@@ -42,6 +42,7 @@ class Setting:
     expert_dtype: str | None = None
     draft_tokens: int = 0
     accepted_tokens: float = 1.0
+    evenly_chosen: bool = True
 
     def __post_init__(self) -> None:
         self._check(self.weight_dtype, "weights are", "--weight-dtype")
@@ -120,14 +121,13 @@ class Setting:
             not (model.has_window(layer) or model.is_linear(layer)) for layer in range(model.num_layers)
         )
 
-    def without_windows(self) -> "Setting":
-        """The same where no layer has a window and an indexer chooses everything, as schedulers price steps: their
-        `Work` is counted for the fullest rank, and does not say how long single requests are. Engines run no more
-        tokens than a window holds."""
+    def as_scheduled(self, *, even: bool) -> "Setting":
+        """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long
+        single requests are. No layer has a window, as engines run no more tokens than it holds. even: all KV is spread
+        evenly over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
         model = self.model
         if model.indexer is not None:
-            all_tokens = replace(model.indexer, chosen_tokens=_ALL_TOKENS)
-            return replace(self, model=replace(model, indexer=all_tokens))
+            return replace(self, evenly_chosen=even)
         if model.sliding_window is None:
             return self
         return replace(self, model=replace(model, sliding_window=None, full_layers=(), chunked_attention=False))

@@ -46,9 +46,12 @@ def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work)
 
 
 def chosen(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work) -> Work:
-    """What a rank attends to after the choice: chosen tokens lie over KVP ranks as evenly as all, and every row reads
-    its own."""
-    share = indexer.chosen_tokens / layouts.kvp
+    """What a rank attends to after the choice, of which every row reads its own: its share of the chosen tokens, or all
+    of them where it may have these alone.
+
+    Requests count together: where some are shorter than what is chosen, and others longer, this is more than they read.
+    """
+    share = indexer.chosen_tokens / (layouts.kvp if setting.evenly_chosen else 1.0)
     pairs = _at_most(share, own.chunk_rows, own.chunk_pairs)
     return own._replace(
         decode_kv_tokens=_at_most(share, own.decode_rows, own.decode_kv_tokens * setting.request_rows),

@@ -24,7 +24,7 @@ def balanced(setting: Setting, layout: Layout) -> Layout:
         return layout
     ends_s, layers_s = np.zeros(layout.pp), 0.0
     one_stage = Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, 1, layout.ffn_replicas)
-    for item in step_items(setting.without_windows(), Layouts.of([one_stage]), _STEP):
+    for item in step_items(setting.as_scheduled(even=True), Layouts.of([one_stage]), _STEP):
         if item.name in _ENDS:
             ends_s[_ENDS[item.name]] += item.seconds[0]
         elif item.name != "host":

@@ -22,11 +22,12 @@ class StepCost:
 
     Its steps attend in as many parts as they say. The same work is asked for in several numbers of parts, and again by
     who runs it; all but the parts is computed once. Those of none are priced as those of one KVP instance alone. local:
-    every request has its KV on one rank, evenly many on each. Windows count for nothing.
+    every request has its KV on one rank, evenly many on each; even: all ranks have the same share of every one. Windows
+    count for nothing.
     """
 
-    def __init__(self, setting: Setting, layout: Layout, *, local: bool = False) -> None:
-        self._setting, self._layout = setting.without_windows(), layout
+    def __init__(self, setting: Setting, layout: Layout, *, local: bool = False, even: bool = False) -> None:
+        self._setting, self._layout = setting.as_scheduled(even=even), layout
         self._of_parts = _of_parts(self._setting, Layouts.of([layout], local=local, hop_b=False))
 
     def seconds(self, work: Work) -> float:

@@ -16,11 +16,12 @@ def local_threshold_tokens(setting: Setting, layout: Layout, longest_tokens: int
     attention as KVP * S over all of them. Beside other requests, each on its own rank, it loses nothing. Windows count
     for nothing.
     """
-    setting = setting.without_windows()
+    alone, spread = setting.as_scheduled(even=False), setting.as_scheduled(even=True)
     layouts = Layouts.of([layout], hop_b=False)
 
     def loses_little(tokens: int) -> bool:
-        alone_s, spread_s = (decode_seconds(setting, layouts, 1.0, float(n)) for n in (layout.kvp * tokens, tokens))
+        alone_s = decode_seconds(alone, layouts, 1.0, float(layout.kvp * tokens))
+        spread_s = decode_seconds(spread, layouts, 1.0, float(tokens))
         return bool(alone_s[0] <= (1 + _LOSS) * spread_s[0])
 
     low, high = 0, longest_tokens

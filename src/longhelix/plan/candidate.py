@@ -64,6 +64,10 @@ def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
     return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
 
 
+def drafts_in_words(draft_tokens: int, accepted_tokens: float) -> str:
+    return f"counted on {accepted_tokens:g} tokens of a step, draft tokens in it {draft_tokens}"
+
+
 def in_words(layout: Mapping[str, int | str]) -> str:
     """KVP 8 x TPA 8, TPF 64: only what is not 1."""
     attention = f"KVP {layout['kvp']} x TPA {layout['tpa']}"

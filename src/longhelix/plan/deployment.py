@@ -65,8 +65,7 @@ class Deployment:
 
     def _check_ffn(self) -> None:
         degrees = self.degrees
-        if degrees.ep > self.num_experts:
-            raise refused("ep", degrees.ep, f"at most {self.num_experts}, the model's experts", "invalid_layout")
+        check_experts(self.model, degrees.ep)
         if self.tied and (degrees.ep > 1 or degrees.ffn_replicas != degrees.kvp):
             raise UserError(
                 f"the tied layout has a copy of the FFN on each of {degrees.kvp} KVP ranks: set ffn_replicas to "
@@ -106,11 +105,6 @@ class Deployment:
         )
 
     @property
-    def num_experts(self) -> int:
-        """Those of a layer; a dense FFN counts as one."""
-        return 1 if self.model.moe is None else self.model.moe.num_experts
-
-    @property
     def groups(self) -> int:
         """Groups of ranks that have requests of their own and share the FFN."""
         return self.degrees.kvp if self.layout["placement"] == "local" else int(self.layout["dp"])
@@ -148,6 +142,13 @@ class Deployment:
     def users_of_a_group(self) -> int:
         """Requests of one group of ranks that has whole requests."""
         return -(-self.users // self.groups)
+
+
+def check_experts(model: ModelSpec, ep: int) -> None:
+    """Raises UserError where more ranks share experts than a layer has; a dense FFN counts as one."""
+    most = 1 if model.moe is None else model.moe.num_experts
+    if ep > most:
+        raise refused("ep", ep, f"at most {most}, the model's experts", "invalid_layout")
 
 
 @dataclass(frozen=True)

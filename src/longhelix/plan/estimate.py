@@ -8,11 +8,12 @@ from longhelix.layout import Layout
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.memory import Memory, memory
-from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import ACTIVATION_DTYPE, Setting
 from longhelix.perf.step import decode_items
+from longhelix.plan.candidate import degrees
+from longhelix.plan.deployment import check_experts
 from longhelix.plan.provenance import source
+from longhelix.plan.service import Use, service
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,22 @@ class EstimatedItem:
 
 @dataclass(frozen=True)
 class Estimate:
-    """mfu: of all GPUs' peak arithmetic in the weights' dtype, or the experts' where that is faster; mbu: of one GPU's
-    peak bandwidth; bytes: the fullest.
+    """What a plan says of a `Choice`, of one replica, by the same names.
 
-    The seconds of `items` add up to the TTL.
+    layout: as a candidate has it. batch: requests that decode together. step_s: a step in which they do, the sum of
+    `items`; it gives each `accepted_tokens`, so that the TTL is that much less. mfu: of all GPUs' peak arithmetic in
+    the weights' dtype, or the experts' where that is faster; mbu: of one GPU's peak bandwidth; bytes: the fullest.
     """
 
-    layout: Layout
+    layout: dict[str, int | str]
+    gpus: int
+    batch: int
+    chunk_tokens: int
+    draft_tokens: int
+    accepted_tokens: float
+    step_s: float
     ttl_s: float
+    ttl_p95_s: float
     ttft_s: float
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
@@ -45,53 +54,67 @@ class Estimate:
     memory_bytes_per_gpu: int
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
+    headroom_bytes: int
     fits: bool
     items: tuple[EstimatedItem, ...]
 
 
 def estimate(
-    setting: Setting, layout: Layout, *, context: int, batch: int, chunk: int, local: bool = False, hop_b: bool = True
+    setting: Setting,
+    layout: Layout,
+    *,
+    context: int,
+    batch: int,
+    chunk: int,
+    dp: int = 1,
+    local: bool = False,
+    hop_b: bool = True,
 ) -> Estimate:
-    """Cost one decode step of `batch` requests of `context` tokens, and the prefill of one in chunks of `chunk`.
+    """Cost one decode step of `batch` requests of `context` tokens, and the prefill of one in chunks of `chunk` beside
+    them.
 
-    Raises UserError for a layout that the model's heads or layers do not allow.
+    layout: that of all `dp` groups; local: every KVP rank is a group. Raises UserError for a layout that the model's
+    heads, layers or experts do not allow.
     """
     layout.check(setting.heads, setting.model.num_layers)
-    layouts = Layouts.of([layout], local=local, hop_b=hop_b)
+    check_experts(setting.model, layout.ep)
+    layouts, use = Layouts.of([layout], dp=dp, local=local, hop_b=hop_b), Use(setting, context)
     items = decode_items(setting, layouts, float(batch), float(context))
-    needed = memory(setting, layouts, float(batch), float(context), float(min(chunk, context)))
-    ttl_s = sum(float(item.seconds[0]) for item in items)
+    needed = use.memory(layouts, float(batch), float(chunk))
+    given = service(use, layouts, np.array([float(batch)]), np.array([float(chunk)]))
+    step_s, ttl_s = sum(float(item.seconds[0]) for item in items), float(given.ttl_s[0])
     useful_flops = model_flops(setting.model, float(batch), 0.0) + batch * _row_attention_flops(setting, context)
     read_bytes = sum(float(item.hbm_bytes[0]) for item in items)
     system, gpus = setting.system, layout.world_size
     peak = max(system.rate(dtype) for dtype in (setting.weight_dtype, setting.experts_in))
+    free_bytes = float(setting.capacity_bytes(layouts)[0]) - float(needed.total_bytes[0])
     machines = 1 if system.shared else gpus
     return Estimate(
-        layout=layout,
+        layout=degrees(layouts, 0),
+        gpus=gpus,
+        batch=batch,
+        chunk_tokens=chunk,
+        draft_tokens=setting.draft_tokens,
+        accepted_tokens=setting.accepted_tokens,
+        step_s=step_s,
         ttl_s=ttl_s,
-        ttft_s=float(prefill_seconds(setting, layouts, float(context), float(min(chunk, context)))[0]),
+        ttl_p95_s=float(given.ttl_p95_s[0]),
+        ttft_s=float(given.ttft_s[0]),
         tokens_per_s_per_user=1 / ttl_s,
         tokens_per_s_per_gpu=batch / ttl_s / gpus,
         mfu=useful_flops / (machines * peak * ttl_s),
-        mbu=read_bytes / (system.memory_bytes_per_s * float(setting.share(layouts)[0]) * ttl_s),
-        memory_bytes_per_gpu=_whole(needed.total_bytes),
-        weights_bytes_per_gpu=_whole(needed.weights_bytes),
-        kv_bytes_per_gpu=_whole(needed.kv_bytes),
-        fits=_fits(setting, layouts, needed),
+        mbu=read_bytes / (system.memory_bytes_per_s * float(setting.share(layouts)[0]) * step_s),
+        memory_bytes_per_gpu=int(needed.total_bytes[0]),
+        weights_bytes_per_gpu=int(needed.weights_bytes[0]),
+        kv_bytes_per_gpu=int(needed.kv_bytes[0]),
+        headroom_bytes=int(free_bytes),
+        fits=free_bytes >= 0,
         items=tuple(_estimated(setting, item) for item in items if float(item.seconds[0]) > 0),
     )
 
 
 def _row_attention_flops(setting: Setting, context: int) -> float:
     return model_flops(setting.model, 1.0, float(context)) - model_flops(setting.model, 1.0, 0.0)
-
-
-def _whole(value: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
-    return round(float(value[0]))
-
-
-def _fits(setting: Setting, layouts: Layouts, needed: Memory) -> bool:
-    return float(needed.total_bytes[0]) <= float(setting.capacity_bytes(layouts)[0])
 
 
 def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:

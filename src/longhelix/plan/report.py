@@ -11,9 +11,10 @@ import numpy as np
 from rich.table import Table
 
 from longhelix.perf.layouts import Array
+from longhelix.perf.setting import Setting
 from longhelix.plan import deployment
 from longhelix.plan.answer import Plan
-from longhelix.plan.candidate import Candidate, degrees, in_words
+from longhelix.plan.candidate import Candidate, degrees, drafts_in_words, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
 from longhelix.plan.deployment import Deployment
@@ -34,13 +35,7 @@ def as_json(
     question, headline = plan.question, plan.headline
     return {
         "model_parameters": num_parameters(question.setting.model),
-        "system": question.setting.system.name,
-        "weight_dtype": question.setting.weight_dtype,
-        "expert_dtype": question.setting.experts_in,
-        "kv_dtype": question.setting.kv_dtype,
-        "attention_dtype": question.setting.attends_in,
-        "draft_tokens": question.setting.draft_tokens,
-        "accepted_tokens": question.setting.accepted_tokens,
+        **setting_as_json(question.setting),
         "context": question.context,
         "max_gpus": question.max_gpus,
         "targets": {
@@ -77,6 +72,19 @@ def as_json(
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
         "rejected": [asdict(rejection) for rejection in rejections],
         "crossovers": [asdict(crossover) | {"pays": crossover.pays} for crossover in crossovers],
+    }
+
+
+def setting_as_json(setting: Setting) -> dict[str, object]:
+    """The system, and what users choose of dtypes and drafts."""
+    return {
+        "system": setting.system.name,
+        "weight_dtype": setting.weight_dtype,
+        "expert_dtype": setting.experts_in,
+        "kv_dtype": setting.kv_dtype,
+        "attention_dtype": setting.attends_in,
+        "draft_tokens": setting.draft_tokens,
+        "accepted_tokens": setting.accepted_tokens,
     }
 
 
@@ -294,7 +302,7 @@ def _said(plan: Plan, choice: Choice) -> str:
         f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
     ]
     if choice.draft_tokens:
-        said.append(f"counted on {choice.accepted_tokens:g} tokens of a step, draft tokens in it {choice.draft_tokens}")
+        said.append(drafts_in_words(choice.draft_tokens, choice.accepted_tokens))
     if choice.rate_per_s is not None:
         said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
     if choice.cost_per_million_tokens is not None:

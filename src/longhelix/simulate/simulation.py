@@ -35,8 +35,9 @@ class Server:
 
     @cached_property
     def cost(self) -> StepCost:
-        local = self.scheduler.placement == "local" and self.layout.kvp > 1 and not self.scheduler.own_clocks
-        return StepCost(self.setting, self.layout, local=local)
+        placement = self.scheduler.placement
+        local = placement == "local" and self.layout.kvp > 1 and not self.scheduler.own_clocks
+        return StepCost(self.setting, self.layout, local=local, even=placement == "striped")
 
     def make_scheduler(self) -> Scheduler:
         overlaps = self.hop_b and self.layout.kvp > 1 and self.layout.ffn_replicas == 1

@@ -166,9 +166,53 @@ def test_estimate_compares_two_layouts(capfd):
     ours, tied = json.loads(out)["compared"]
     assert status == 0
     assert tied["ttl_s"] > ours["ttl_s"]
-    assert tied["layout"] == {"kvp": 8, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 8}
+    degrees = {"dp": 1, "kvp": 8, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 8}
+    assert tied["layout"] == degrees | {"placement": "striped"}
     _, out, _ = run(capfd, *ESTIMATE, "--compare", "kvp=8,tpa=8,no-hop-b", "kvp=1,tpa=64")
     assert "second against first" in out
+
+
+def test_groups_are_compared_with_one_and_have_requests_of_their_own(capfd):
+    _, out, _ = run(capfd, *ESTIMATE, "--compare", "dp=2,kvp=4,tpa=8", "kvp=8,tpa=8", "--json")
+    groups, one = json.loads(out)["compared"]
+    _, out, _ = run(capfd, *ESTIMATE, "--dp", "2", "--kvp", "4", "--tpa", "8", "--json")
+    assert json.loads(out) == groups
+    assert (groups["layout"]["dp"], groups["layout"]["kvp"], groups["layout"]["tpf"]) == (2, 4, 64)
+    assert (groups["gpus"], groups["batch"], groups["kv_bytes_per_gpu"]) == (64, 4, one["kv_bytes_per_gpu"])
+    items = [{item["name"]: item for item in each["parts"]} for each in (groups, one)]
+    assert "gather before FFN" in items[0]
+    assert "gather before FFN" not in items[1]
+    _, out, _ = run(capfd, *ESTIMATE, "--dp", "2", "--kvp", "4", "--tpa", "8")
+    assert "DP 2 x KVP 4 x TPA 8, TPF 64: 64 GPUs, batch 4" in out
+
+
+def test_drafts_make_an_estimate_of_steps_one_of_tokens(capfd):
+    drafts = ("--draft-tokens", "1", "--accepted-tokens", "1.8")
+    plain, drafted = (
+        json.loads(run(capfd, *ESTIMATE, "--kvp", "8", "--tpa", "8", *more, "--json")[1]) for more in ((), drafts)
+    )
+    assert drafted["step_s"] == pytest.approx(sum(item["seconds"] for item in drafted["parts"]))
+    assert drafted["step_s"] > plain["step_s"] == pytest.approx(plain["ttl_s"])
+    assert drafted["ttl_s"] == pytest.approx(drafted["step_s"] / 1.8)
+    assert drafted["tokens_per_s_per_user"] == pytest.approx(1 / drafted["ttl_s"])
+    # Useful work is that of tokens; what a step reads, it reads in a step.
+    assert drafted["mfu"] * drafted["ttl_s"] == pytest.approx(plain["mfu"] * plain["ttl_s"])
+    read = [sum(item["hbm_bytes"] for item in each["parts"]) / each["step_s"] for each in (plain, drafted)]
+    assert drafted["mbu"] / plain["mbu"] == pytest.approx(read[1] / read[0])
+    _, out, _ = run(capfd, *ESTIMATE, "--kvp", "8", "--tpa", "8", *drafts)
+    assert "counted on 1.8 tokens of a step, draft tokens in it 1" in " ".join(out.split())
+
+
+def test_experts_in_a_dtype_of_their_own_are_estimated(capfd):
+    asked = ("estimate", "--model", "qwen3-30b-a3b", "--system", "gb200", "--context", "32k", "--tpa", "4")
+    plain, narrow = (
+        json.loads(run(capfd, *asked, "--weight-dtype", "fp8", *more, "--json")[1])
+        for more in ((), ("--expert-dtype", "fp4"))
+    )
+    assert (plain["expert_dtype"], narrow["expert_dtype"], narrow["weight_dtype"]) == ("fp8", "fp4", "fp8")
+    assert narrow["weights_bytes_per_gpu"] < plain["weights_bytes_per_gpu"]
+    seconds = [{item["name"]: item["seconds"] for item in each["parts"]} for each in (plain, narrow)]
+    assert {name for name in seconds[0] if seconds[0][name] != seconds[1][name]} == {"experts"}
 
 
 def test_hop_b_and_tied_are_options(capfd, tmp_path):
@@ -207,8 +251,15 @@ MISTAKES = {
     "unknown dtype": (changed(PLAN, kv_dtype="fp5"), "kv-dtype 'fp5' is not known: use one of"),
     "time without a unit": ((*PLAN, "--ttl", "20"), '"20" is no time: give a number with its unit, such as 20ms'),
     "products do not match": ((*ESTIMATE, "--kvp", "8", "--tpf", "3"), "both must give the same number"),
+    "experts of a dense model": ((*ESTIMATE, "--tpa", "8", "--ep", "2"), "ep is 2: set it to at most 1"),
     "too many heads": ((*ESTIMATE, "--tpa", "256"), "tpa is 256, but the model has 128 query heads"),
     "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave --tpf and --ep out"),
+    "no groups": ((*ESTIMATE, "--dp", "0"), "dp is 0: set it to a whole number from 1 to 1024"),
+    "tied groups": ((*ESTIMATE, "--compare", "dp=2,kvp=8,tied", "kvp=1"), "set dp to 1, or leave out tied"),
+    "tied FFNs": ((*ESTIMATE, "--compare", "kvp=8,tpf=2,tied", "kvp=1"), "leave --tpf and --ep out"),
+    "an estimate of unknown drafts": ((*ESTIMATE, "--draft-tokens", "2"), "set --accepted-tokens to what was measured"),
+    "an estimate of more than drafts": ((*ESTIMATE, "--accepted-tokens", "1.8"), "accepted-tokens is 1.8"),
+    "an estimate of experts that are not there": ((*ESTIMATE, "--expert-dtype", "fp8"), "leave out --expert-dtype"),
     "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "'tpx=8' in the layout"),
     "a digit that is no number": ((*ESTIMATE, "--compare", "kvp=²", "kvp=1"), "'kvp=²' in the layout"),
     "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on up to 1 GPUs"),

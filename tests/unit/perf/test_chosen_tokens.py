@@ -12,8 +12,9 @@ from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_items, decode_seconds, step_items
+from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
 from longhelix.perf.step_cost import StepCost
+from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
 from longhelix.request import Work
 from longhelix.spec import MLA, Indexer, ModelSpec, RopeSpec
@@ -121,11 +122,10 @@ def test_useful_work_is_that_of_scores_and_chosen_tokens():
     assert attention_flops(TOY, 3.0, 60.0) == 3 * 3 * 60 * (2 * 4 * channels + INDEX_FLOPS)
 
 
-def test_schedulers_price_steps_as_if_everything_were_chosen():
-    everything = replace(TOY, indexer=replace(TOY.indexer, chosen_tokens=4096))
-    for work in (Work.decode(3, 1000), Work.chunk(10, 500)):
-        sparse, whole, dense = (StepCost(setting(model), Layout(kvp=4)) for model in (TOY, everything, DENSE))
-        assert sparse.seconds(work) == whole.seconds(work) > dense.seconds(work)
+@pytest.mark.parametrize("work", [Work.decode(3, 1000), Work.decode(3, 60), Work.chunk(10, 500)])
+def test_schedulers_price_what_is_chosen_of_kv_that_is_spread_evenly(work):
+    found = StepCost(setting(), Layout(kvp=4), even=True).seconds(work)
+    assert found == step_seconds(setting(), Layouts.of([Layout(kvp=4)], hop_b=False), work)[0]
 
 
 def test_at_a_million_tokens_the_preset_reads_less_and_keeps_more_than_the_dense_model():
@@ -160,9 +160,27 @@ def test_every_draft_is_scored_against_all_keys_and_reads_its_own(degrees):
     assert four["indexer"].hbm_bytes[0] == pytest.approx(3 * (keys * KEY_BYTES + pairs * 4))
 
 
-def test_schedulers_price_all_tokens_wherever_they_are():
-    """All of a request on one of eight ranks, which `Work` counts eight times."""
-    everything, model = setting().without_windows(), layouts(kvp=8)
-    work = Work.decode(1, 1e6)._replace(decode_kv_tokens=8e6)
-    found = by_name(step_items(everything, model, work))["attention"]
-    assert found.hbm_bytes[0] == 3 * (1e6 * LATENT_BYTES + 4 * ROW_BYTES)
+def test_schedulers_price_all_chosen_tokens_on_one_rank_where_they_may_be_there():
+    """Requests on one of eight ranks alone, whose KV `Work` counts eight times: a long one, and a short one."""
+    scheduled, eight = setting().as_scheduled(even=False), layouts(kvp=8)
+    for held, chosen in ((1e6, 100), (60.0, 60)):
+        work = Work.decode(1, held)._replace(decode_kv_tokens=8 * held)
+        items = by_name(step_items(scheduled, eight, work))
+        assert items["attention"].hbm_bytes[0] == 3 * (chosen * LATENT_BYTES + 4 * ROW_BYTES)
+        assert items["indexer"].flops[0] == 3 * held * INDEX_FLOPS
+
+
+def test_requests_that_decode_together_read_no_more_than_there_is_nor_than_is_chosen():
+    """A request of 10 tokens and one of 1,000 are priced for 200; they read 110."""
+    work = Work.decode(1, 10) + Work.decode(1, 1000)
+    found = by_name(step_items(setting().as_scheduled(even=True), layouts(), work))["attention"]
+    assert found.hbm_bytes[0] == 3 * (2 * 100 * LATENT_BYTES + 2 * 4 * ROW_BYTES)
+
+
+def test_a_request_may_be_longer_on_one_rank_where_its_rows_attend_to_chosen_tokens():
+    """What one rank loses is the scores of all keys, and no longer the attention to them."""
+    how = Setting(load_model("deepseek-v3.2"), load_system("gb200"), "fp8", "fp8")
+    dense = Setting(load_model("deepseek-r1"), load_system("gb200"), "fp8", "fp8")
+    sparse_tokens, dense_tokens = (local_threshold_tokens(each, Layout(kvp=8), 10_000_000) for each in (how, dense))
+    assert sparse_tokens > 2048
+    assert sparse_tokens > dense_tokens
