@@ -17,7 +17,7 @@ from longhelix.serve.errors import refusal
 _OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # for a body, and so much longer the more has come of it
-_MOST_BODIES = 16  # of the largest size, that are here at the same time: what is made of one takes several times as much
+_MOST_BODIES = 16  # of the largest size, here at the same time: what is made of one takes several times as much
 _LET_GO = "longhelix.let_go_of_body"  # in a request's scope
 _FULL = "so much of other requests is being read that no more is taken now: try again later"
 
