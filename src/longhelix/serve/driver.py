@@ -184,8 +184,8 @@ class Driver:
         return [answer.asked for answer in (*self._asked, *self._answers.values()) if answer.waits]
 
     def check_room(self, lengths: Sequence[int]) -> None:
-        """Raise OverloadedError if requests of so many prompt tokens may not wait too, RestartingError or EngineError if
-        the engine has failed. One request alone may be of any length."""
+        """Raise OverloadedError if requests of so many prompt tokens may not wait besides, RestartingError or
+        EngineError if the engine has failed. One request alone may be of any length."""
         self._check_running()
         waiting = self.waiting
         before = sum(asked.num_tokens for asked in waiting)
