@@ -2,22 +2,29 @@
 
 from longhelix.request import Cost, Work
 
-_WEIGHT = 0.05  # of a new step in the average
-_FARTHEST = 4.0  # from the prediction, either way
-_ODD = 10.0  # steps that took so many times as long say something of other things: a suspended machine, a compiler
+_STEPS = 20  # a factor is their mean at first, and then goes so small a part of the way with each one more
+_FARTHEST = 16.0  # from the prediction, either way
+_ODD = 40.0  # steps that took so many times as long say something of other things: a suspended machine, a compiler
 
 
 class CorrectedCost:
     """`cost`, times a factor for steps of decodes alone and one for steps with chunks of prompts.
 
-    Each factor follows slowly what steps took beside what was predicted, and stays within a quarter and four times. It
-    changes chunk sizes, and no token.
+    Each factor is what steps took beside what was predicted, of machines that nobody has calibrated too: the mean of the
+    first twenty, and then it follows slowly. It changes chunk sizes, and no token.
     """
 
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
-        self.decode_factor = 1.0
-        self.chunk_factor = 1.0
+        self._decode, self._chunk = _Factor(), _Factor()
+
+    @property
+    def decode_factor(self) -> float:
+        return self._decode.value
+
+    @property
+    def chunk_factor(self) -> float:
+        return self._chunk.value
 
     def seconds(self, work: Work) -> float:
         return self._cost.seconds(work) * (self.chunk_factor if work.chunk_rows else self.decode_factor)
@@ -27,13 +34,16 @@ class CorrectedCost:
         if not work.rows:
             return
         predicted_s = self._cost.seconds(work)
-        if not 0 < taken_s < _ODD * _FARTHEST * predicted_s:
+        if not 0 < taken_s < _ODD * predicted_s:
             return
-        if work.chunk_rows:
-            self.chunk_factor = _moved(self.chunk_factor, taken_s / predicted_s)
-        else:
-            self.decode_factor = _moved(self.decode_factor, taken_s / predicted_s)
+        (self._chunk if work.chunk_rows else self._decode).observe(taken_s / predicted_s)
 
 
-def _moved(factor: float, ratio: float) -> float:
-    return factor + _WEIGHT * (min(max(ratio, 1 / _FARTHEST), _FARTHEST) - factor)
+class _Factor:
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._steps = 0
+
+    def observe(self, ratio: float) -> None:
+        self._steps = min(self._steps + 1, _STEPS)
+        self.value += (min(max(ratio, 1 / _FARTHEST), _FARTHEST) - self.value) / self._steps

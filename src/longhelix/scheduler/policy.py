@@ -8,7 +8,7 @@ from longhelix.scheduler.sequence import Job
 # Of a request's time to its deadline: after so many of them it no longer waits for shorter ones.
 _PATIENCE = 10.0
 _MOST_SPARED = 0.4
-# Of a request's prefill: so much later than an equal one it may be, to let that be done first. A bit above 1: of two
+# Of a request's prefill: so much later than another one it may be, to let that be done first. A bit above 1: of two
 # equal ones the second is later by a whole prefill when the first is done.
 _LATER = 1.1
 
@@ -109,7 +109,9 @@ class LeastRelativeSlackFirst:
     def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
         afterwards = self.urgency(job, left_s, now_s + other_left_s)
         other_is_late = self.urgency(other, other_left_s, now_s + left_s) < 0
-        return afterwards >= 0 or (other_is_late and afterwards >= self.urgency(other, other_left_s, now_s) - _LATER)
+        # Prefills may take longer now than when they came.
+        later = _LATER * max(left_s / job.prefill_s, 1.0)
+        return afterwards >= 0 or (other_is_late and afterwards >= self.urgency(other, other_left_s, now_s) - later)
 
 
 _POLICIES: dict[str, type[Policy]] = {

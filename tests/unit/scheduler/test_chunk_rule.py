@@ -119,17 +119,22 @@ class Constant:
         return self.taken_s
 
 
-def test_a_cost_follows_what_steps_take_slowly_and_within_bounds():
+def test_a_cost_follows_what_steps_take_within_bounds():
     cost = CorrectedCost(Constant(0.1))
-    cost.observe(ROWS, 0.2)
-    assert cost.seconds(ROWS) == pytest.approx(0.105)
+    cost.observe(ROWS, 0.4)
+    assert cost.seconds(ROWS) == pytest.approx(0.4)  # at once: nobody may have calibrated this machine
+    for taken_s in [0.2] * 19:
+        cost.observe(ROWS, taken_s)
+    assert cost.seconds(ROWS) == pytest.approx((0.4 + 19 * 0.2) / 20)
+    cost.observe(ROWS, 0.41)
+    assert cost.seconds(ROWS) == pytest.approx(0.21 + (0.41 - 0.21) / 20)  # and slowly then
     for _ in range(200):
         cost.observe(ROWS, 0.2)
     assert cost.seconds(ROWS) == pytest.approx(0.2, rel=1e-3)
     assert cost.seconds(Work.chunk(10, 0)) == 0.1  # of another kind
     for _ in range(400):
         cost.observe(Work.chunk(10, 0), 3.0)
-    assert cost.chunk_factor == pytest.approx(4.0, rel=1e-3)
+    assert cost.chunk_factor == pytest.approx(16.0, rel=1e-3)
     before = cost.decode_factor
     for odd_s in (0.0, 5.0):  # not measured; a machine that stood still
         cost.observe(ROWS, odd_s)

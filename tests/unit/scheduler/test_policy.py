@@ -27,19 +27,20 @@ class ByRow:
 
 
 class Clock:
-    """A runner whose steps take what they are predicted to take, and the clock that they move."""
+    """A runner whose steps take `slower` times what they are predicted to take, and the clock that they move."""
 
-    def __init__(self, cost=None):
-        self.now_s = 0.0
+    def __init__(self, cost=None, slower=1):
+        self.now_s, self.slower = 0.0, slower
         self.cost = cost or ByRow()
         self.results = deque()
         self.steps = []
 
     def submit(self, step):
         self.steps.append((self.now_s, step))
-        self.now_s += self.cost.seconds(step.work)
+        taken_s = self.slower * self.cost.seconds(step.work)
+        self.now_s += taken_s
         sampled = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
-        self.results.append(StepResult(step.id, sampled, step.work.rows, 0, taken_s=self.cost.seconds(step.work)))
+        self.results.append(StepResult(step.id, sampled, step.work.rows, 0, taken_s=taken_s))
 
     def collect(self, timeout_s):
         return self.results.popleft()
@@ -57,9 +58,9 @@ def config(**more):
     )
 
 
-def served(requests, **more):
+def served(requests, slower=1, **more):
     """When each request had its first token, and the order in which they got it."""
-    clock = Clock()
+    clock = Clock(slower=slower)
     loop = Loop(Scheduler(config(**more), clock.cost), clock, lambda: clock.now_s)
     left, first_s = sorted(requests, key=lambda one: one.arrival_s), {}
     while left or loop.has_work:
@@ -105,6 +106,13 @@ def test_lars_finishes_equal_prompts_one_by_one(ttft_slo_s, arrivals_s):
     prompts = [request(id, 500, arrival_s, ttft_slo_s=ttft_slo_s) for id, arrival_s in enumerate(arrivals_s)]
     first_s = served(prompts, policy="lars", chunk_tokens=50)
     assert [first_s[id] for id in range(8)] == pytest.approx([0.5 * (1 + id) for id in range(8)], abs=0.02)
+
+
+@pytest.mark.parametrize("slower", [0.5, 3, 6])
+def test_equal_prompts_end_one_by_one_on_a_machine_that_is_not_as_predicted(slower):
+    prompts = [request(id, 500, ttft_slo_s=1) for id in range(8)]
+    first_s = served(prompts, slower, policy="lars", chunk_tokens=50)
+    assert [first_s[id] for id in range(8)] == pytest.approx([0.5 * slower * (1 + id) for id in range(8)], rel=0.05)
 
 
 def test_lars_lets_no_late_long_prompt_wait_for_ever():
