@@ -4,10 +4,10 @@ python benchmarks/serving.py [--streams 1 16 64] [--prompt-tokens 512] [--new-to
     [--url NAME=http://127.0.0.1:8080 ...] [--openvino PYTHON --gguf FILE] [--tbt-target-s 0.7]
     [--set policy=fcfs activation-dtype=int8]
 
-All take turns, each alone on the machine but for servers that wait. `--url`: another server with completions as OpenAI
-has them, which is already up (llama.cpp: `llama-server -m FILE -c CONTEXT -np STREAMS -t THREADS`). `--openvino`: the
-Python of an environment with openvino-genai, whose continuous batching runs in a process of its own. Prompts are random
-tokens that no turn has seen before; answers go on after the end of text.
+All take turns, each alone on the machine but for servers that wait, and once more at first to warm up. `--url`: another
+server with completions as OpenAI has them, which is already up (llama.cpp: `llama-server -m FILE -c CONTEXT -np STREAMS
+-t THREADS`). `--openvino`: the Python of an environment with openvino-genai, whose continuous batching runs in a
+process of its own. Prompts are random tokens that no turn has seen before; answers go on after the end of text.
 """
 
 import argparse
@@ -79,14 +79,15 @@ def main() -> int:
         chance = random.Random(0)
         for streams in given.streams:
             turns: dict[str, list[Turn]] = {name: [] for name in sides}
-            for _ in range(given.repeats + 1):  # the first one warms up
+            warm_ups = streams == given.streams[0]
+            for _ in range(warm_ups + given.repeats):
                 for name, side in sides.items():
                     prompts = [
                         [chance.randrange(1000, 40_000) for _ in range(given.prompt_tokens)] for _ in range(streams)
                     ]
                     turns[name].append(side(prompts))
             for name, taken in turns.items():
-                print(row(streams, name, taken[1:]), flush=True)
+                print(row(streams, name, taken[warm_ups:]), flush=True)
     return 0
 
 
