@@ -92,6 +92,7 @@ struct Multiply {
 
     static constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
     static constexpr int kPanelsToTake = 4;  // that a thread takes
+    static constexpr std::int64_t kManyRows = 64;
     static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
 
     // What stands beside a row's units: the sums of its scale blocks, or their scales.
@@ -319,10 +320,13 @@ struct Multiply {
         std::memset(x + call.num_rows * units, 0, static_cast<std::size_t>(padded - call.num_rows) * units * 4);
         std::fill_n(sides + call.num_rows * num_sides, (padded - call.num_rows) * num_sides, Side{});
         each_row(call.num_rows, prepare_row);
-        Runs runs((num_panels + kPanelsToTake - 1) / kPanelsToTake);
+        // Many rows and few panels: threads that take little at a time wait little for each other at the end.
+        bool little = call.num_rows >= kManyRows && num_panels < 8 * kPanelsToTake * threads();
+        int each = little ? kPanelsAtOnce : kPanelsToTake;
+        Runs runs((num_panels + each - 1) / each);
         on_all_threads([&](int thread) {
             runs.take(thread, [&](std::int64_t item) {
-                int first = static_cast<int>(item) * kPanelsToTake, stop = first + kPanelsToTake;
+                int first = static_cast<int>(item) * each, stop = first + each;
                 all_rows(x, sides, first, stop < num_panels ? stop : num_panels);
             });
         });
