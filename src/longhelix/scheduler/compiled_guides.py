@@ -24,7 +24,7 @@ class CompiledGuides:
     def may_begin(self, request: Request, clock: int) -> bool:
         """Whether a request may begin with the next step, beside those that do already."""
         guide, missing = request.sampling.guide, self._missing[clock]
-        if guide is None or not missing or guide in self._kept[clock]:
+        if guide is None or not missing or guide in missing or guide in self._kept[clock]:
             return True
         return sum(missing.values()) + request.guide_s <= _MOST_S
 
@@ -35,21 +35,23 @@ class CompiledGuides:
             return
         if guide not in self._kept[clock]:
             self._missing[clock][guide] = request.guide_s
-        self._kept[clock].want(guide, lambda guide: None)
         self._unheard[clock][request.id] = guide
 
     def end(self, request_id: int) -> None:
         """A request has ended, perhaps before ranks have heard of it: then they were not told its guide."""
-        for kept, unheard, missing in zip(self._kept, self._unheard, self._missing, strict=True):
+        for unheard, missing in zip(self._unheard, self._missing, strict=True):
             guide = unheard.pop(request_id, None)
-            if guide is not None:
-                kept.forget(guide)
-                if guide not in unheard.values():
-                    missing.pop(guide, None)
+            if guide is not None and guide not in unheard.values():
+                missing.pop(guide, None)
 
     def heard(self, new: Iterable[NewSequence]) -> bool:
         """A step begins these sequences. Returns whether others may begin now that could not before."""
-        clocks = {one.instances[0] if one.instances else 0 for one in new if one.sampling.guide is not None}
+        clocks = set()
+        for one in new:
+            if one.sampling.guide is not None:
+                clock = one.instances[0] if one.instances else 0
+                self._kept[clock].want(one.sampling.guide, lambda guide: None)
+                clocks.add(clock)
         may_begin = any(self._missing[clock] for clock in clocks)
         for clock in clocks:  # whose ranks hear of all that they have to
             self._unheard[clock].clear()

@@ -1,8 +1,10 @@
 """A cost that is corrected by what steps took."""
 
+from statistics import median_low
+
 from longhelix.request import Cost, Work
 
-_STEPS = 20  # a factor is their mean at first, and then goes so small a part of the way with each one more
+_STEPS = 20  # a factor is the middle one of these at first, and then goes so small a part of the way with each one more
 _FARTHEST = 16.0  # from the prediction, either way
 _ODD = 40.0  # steps that took so many times as long say something of other things: a suspended machine, a compiler
 
@@ -10,8 +12,9 @@ _ODD = 40.0  # steps that took so many times as long say something of other thin
 class CorrectedCost:
     """`cost`, times a factor for steps of decodes alone and one for steps with chunks of prompts.
 
-    Each factor is what steps took beside what was predicted, of machines that nobody has calibrated too: the mean of the
-    first twenty, and then it follows slowly. It changes chunk sizes, and no token.
+    Each factor is what steps took beside what was predicted, of machines that nobody has calibrated too: the median of
+    the prediction itself and the first twenty, so that one odd step is none, and then it follows slowly. It changes
+    chunk sizes, and no token.
     """
 
     def __init__(self, cost: Cost) -> None:
@@ -42,8 +45,12 @@ class CorrectedCost:
 class _Factor:
     def __init__(self) -> None:
         self.value = 1.0
-        self._steps = 0
+        self._first = [self.value]
 
     def observe(self, ratio: float) -> None:
-        self._steps = min(self._steps + 1, _STEPS)
-        self.value += (min(max(ratio, 1 / _FARTHEST), _FARTHEST) - self.value) / self._steps
+        ratio = min(max(ratio, 1 / _FARTHEST), _FARTHEST)
+        if len(self._first) <= _STEPS:
+            self._first.append(ratio)
+            self.value = median_low(self._first)
+        else:
+            self.value += (ratio - self.value) / _STEPS

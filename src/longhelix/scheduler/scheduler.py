@@ -422,7 +422,9 @@ class Scheduler:
             seq = self._running.get(widened.id) or self._preempted.get(widened.id)
             if widened.moves and seq is not None:
                 seq.job.moved_s += result.moved_s
-        if self.cost is not None and not step.moved:  # moves take time that no cost knows of
+        # Moves, and guides that are compiled, take time that no cost knows of.
+        guided = any(one.sampling.guide is not None for one in step.new)
+        if self.cost is not None and not step.moved and not guided:
             self.cost.observe(step.work, result.taken_s)
         running = self._running
         events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]

@@ -175,6 +175,7 @@ class EngineThread:
         while command is not None:
             command()
             command = self._next() if time.monotonic() < until_s else None
+        self._end_aborted()  # meanwhile
 
     def _next(self, wait_s: float = 0.0) -> Callable[[], None] | None:
         """What was asked for first, once it is, in that time. None: nothing."""

@@ -119,15 +119,26 @@ class Constant:
         return self.taken_s
 
 
+@pytest.mark.parametrize("odd", [0.3, 3.9, 0.001])
+def test_one_odd_step_at_first_says_nothing(odd):
+    cost = CorrectedCost(Constant(0.1))
+    cost.observe(ROWS, odd)
+    for _ in range(3):
+        cost.observe(ROWS, 0.1)
+        assert cost.seconds(ROWS) == pytest.approx(0.1)
+
+
 def test_a_cost_follows_what_steps_take_within_bounds():
     cost = CorrectedCost(Constant(0.1))
     cost.observe(ROWS, 0.4)
-    assert cost.seconds(ROWS) == pytest.approx(0.4)  # at once: nobody may have calibrated this machine
-    for taken_s in [0.2] * 19:
-        cost.observe(ROWS, taken_s)
-    assert cost.seconds(ROWS) == pytest.approx((0.4 + 19 * 0.2) / 20)
-    cost.observe(ROWS, 0.41)
-    assert cost.seconds(ROWS) == pytest.approx(0.21 + (0.41 - 0.21) / 20)  # and slowly then
+    assert cost.seconds(ROWS) == pytest.approx(0.1)
+    cost.observe(ROWS, 0.4)
+    assert cost.seconds(ROWS) == pytest.approx(0.4)  # soon: nobody may have calibrated this machine
+    for _ in range(18):
+        cost.observe(ROWS, 0.2)
+    assert cost.seconds(ROWS) == pytest.approx(0.2)
+    cost.observe(ROWS, 0.4)
+    assert cost.seconds(ROWS) == pytest.approx(0.2 + (0.4 - 0.2) / 20)  # and slowly then
     for _ in range(200):
         cost.observe(ROWS, 0.2)
     assert cost.seconds(ROWS) == pytest.approx(0.2, rel=1e-3)

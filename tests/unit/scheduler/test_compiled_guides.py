@@ -9,7 +9,7 @@ from test_scheduler import Engine, config, expected_output, request
 
 from longhelix import guide as guide_module
 from longhelix.guide import Guide, KeptGuides
-from longhelix.request import SampledToken, StepResult
+from longhelix.request import NewSequence, SampledToken, StepResult
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.scheduler import Scheduler
 
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.unit
 
 def guided(asked, name, guide_s):
     return replace(asked, sampling=replace(asked.sampling, guide=Guide("regex", name)), guide_s=guide_s)
+
+
+def new(asked):
+    return NewSequence(asked.id, asked.sampling, asked.seed, asked.capacity_tokens, (1,), True)
 
 
 def begun(engine):
@@ -55,6 +59,23 @@ def test_guides_that_ranks_have_hold_nobody_up():
     engine.add(*[guided(request(number, 9), f"a{number % 3}", 0.43) for number in range(9, 15)])
     engine.drain()
     assert begun(engine)[3:] == [list(range(9, 15))]
+
+
+def test_one_that_ends_before_ranks_hear_of_it_changes_nothing_of_what_they_keep(monkeypatch):
+    monkeypatch.setattr(guide_module, "_MOST_KEPT", 3)
+    guides = CompiledGuides(1)
+    asked = {name: guided(request(number, 9), name, 0.43) for number, name in enumerate("abcde")}
+    for name in "abc":
+        guides.begin(asked[name], 0)
+        guides.heard([new(asked[name])])
+    guides.begin(asked["b"], 0)
+    guides.end(asked["b"].id)
+    guides.begin(asked["d"], 0)
+    guides.heard([new(asked["d"])])  # in place of a
+    guides.begin(asked["b"], 0)
+    assert guides.may_begin(asked["a"], 0)
+    guides.begin(asked["a"], 0)
+    assert not guides.may_begin(asked["e"], 0)
 
 
 def test_those_behind_pass_where_the_policy_lets_them():
