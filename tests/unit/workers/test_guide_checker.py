@@ -61,7 +61,7 @@ def test_guides_are_compiled_once(checker, monkeypatch):
         assert refused.value.code == "invalid_guide"
     assert len(asked) == 2
     assert checker.knows(Guide("regex", "(once|only)"))
-    assert 0 < checker.check(Guide("regex", "(once|only)")) < guide_checking._CPU_S
+    assert 0 <= checker.check(Guide("regex", "(once|only)")) < guide_checking._CPU_S  # its clock may not have moved
     with pytest.raises(UserError, match="unclosed group"):
         checker.knows(Guide("regex", "a(b"))
 
