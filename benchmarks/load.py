@@ -32,6 +32,7 @@ from longhelix.bench.environment import environment
 
 NEAR = 0.02  # natural log
 SAMPLE_S = 1.0
+LEFT_S = 30.0  # within which what clients went away from ends: the step that runs goes on to its end
 OPTIONS = ["--model", "builtin", "--kvp", "2", "--dtype", "float32", "--max-model-len", "2048"]
 
 
@@ -105,7 +106,7 @@ class Load:
         sampling.cancel()
         took_s = time.monotonic() - self.begun_s
         await self._ready()
-        health = (await self.client.get("/health")).json()
+        health = await self._health()
         wrong = await self._wrong()
         return self._report(took_s, health, wrong)
 
@@ -166,6 +167,15 @@ class Load:
         while (await self.client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.2)
 
+    async def _health(self) -> dict[str, int]:
+        """Once no request is left, or `LEFT_S` later."""
+        until_s = time.monotonic() + LEFT_S
+        while True:
+            health = (await self.client.get("/health")).json()
+            if not _left(health) or time.monotonic() > until_s:
+                return health
+            await asyncio.sleep(0.2)
+
     async def _wrong(self) -> list[str]:
         """What is wrong with the streams, a sentence each."""
         wrong = []
@@ -199,7 +209,7 @@ class Load:
         firsts = sorted(stream.first_s for stream in self.streams if stream.token_ids)
         gaps = sorted(gap for stream in self.streams for gap in stream.gaps_s)
         slope = _slope(self.memory[len(self.memory) // 3 :])
-        left = health["running"] + health["waiting"]
+        left = _left(health)
         rows = {
             "streams": f"{len(self.streams)}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())),
             "tokens": f"{tokens}, {tokens / took_s:.0f} a second",
@@ -230,6 +240,10 @@ def _take(stream: Stream, event: dict) -> None:
     stream.counted = event["usage"]["completion_tokens"]
     if choice["finish_reason"] is not None:
         stream.ends.append(choice["finish_reason"])
+
+
+def _left(health: dict[str, int]) -> int:
+    return health["running"] + health["waiting"]
 
 
 def _share(values: list[float], share: float) -> float:
