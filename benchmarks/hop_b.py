@@ -93,10 +93,10 @@ def measure(arguments: argparse.Namespace) -> int:
     from longhelix.kernels import native
     from longhelix.measure.timing import interleave
     from longhelix.parallel.mesh import Mesh
-    from longhelix.request import Work
     from longhelix.runner.rank import load_model, meet, new_runner
     from longhelix.runner.tracer import Tracer
     from longhelix.scheduler.cut import Cut
+    from longhelix.work import Work
     from longhelix.workers.step_cost import step_cost
 
     rank, directory = arguments.rank, arguments.directory
@@ -184,7 +184,8 @@ class Requests:
     def attach(self, runner):
         """The runner with these requests admitted, their last token not written."""
         from longhelix.kv.blocks import Block
-        from longhelix.request import NewSequence, SamplingParams, Step
+        from longhelix.request import SamplingParams
+        from longhelix.step import NewSequence, Step
 
         params = SamplingParams()
         new = tuple(
@@ -214,7 +215,8 @@ class Requests:
 
     def run(self, runner, parts: int):
         """One decode step at the requests' last token; always the same."""
-        from longhelix.request import Step, Work
+        from longhelix.step import Step
+        from longhelix.work import Work
 
         for id, sequence in runner.sequences.items():
             sequence.length, sequence.last_token = self.context - 1, 1

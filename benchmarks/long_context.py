@@ -26,13 +26,14 @@ from longhelix.cache.pool import KVPool
 from longhelix.kernels import ROWS, KVFormat
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
+from longhelix.request import Request, SamplingParams
 from longhelix.runner.execution import Execution
 from longhelix.runner.rank import find
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
+from longhelix.step import SampledToken, Step, StepResult
 
 SHORT_REQUESTS, SHORT_TOKENS, NEW_TOKENS, CHUNK_TOKENS, STEPS = 63, 100, 1500, 8192, 100
 BLOCK_TOKENS = 16

@@ -16,10 +16,11 @@ from longhelix.kernels import native
 from longhelix.layout import Layout
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import NewSequence, SamplingParams
+from longhelix.request import SamplingParams
 from longhelix.runner.sampling import Sampling
 from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import SequenceState, sequence_numbers
+from longhelix.step import NewSequence
 
 TURNS = 30
 SETTINGS = {

@@ -88,7 +88,7 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 class KeptGuides(Generic[_Made]):
     """What was made of the guides that were wanted last: of at most 256, whose texts have at most 2 Mi characters, but
-    always of the last one.
+    always of the last one. More are kept until `trim`, so that none of a step takes another's place.
 
     Whoever is told the same guides in the same order keeps the same: so the scheduler knows what ranks have compiled.
     """
@@ -108,9 +108,12 @@ class KeptGuides(Generic[_Made]):
             made = make(guide)
             self._characters += len(guide.text)
         self._kept[guide] = made
+        return made
+
+    def trim(self) -> None:
+        """Keep no more than is to be kept."""
         while len(self._kept) > _MOST_KEPT or (self._characters > _MOST_KEPT_CHARACTERS and len(self._kept) > 1):
             self.forget(next(iter(self._kept)))
-        return made
 
     def forget(self, guide: Guide) -> None:
         if guide in self._kept:

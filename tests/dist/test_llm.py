@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
-from longhelix.request import Step
 from longhelix.runner.progress import Progress
+from longhelix.step import Step
 from longhelix.workers import pool, watchdog
 from longhelix.workers.environment import rank_environment
 from longhelix.workers.fork_server import server_for

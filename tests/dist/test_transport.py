@@ -11,10 +11,10 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.layout import Layout
-from longhelix.request import Step, StepResult
 from longhelix.runner.execution import Execution, Found
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
+from longhelix.step import Step, StepResult
 from longhelix.workers.transport import (
     Alive,
     CountRows,

@@ -86,10 +86,13 @@ def test_of_long_guides_fewer_are_kept():
     assert all(guide in kept for guide in longest)
     assert kept.want(longest[0], lambda guide: "made again") == "a"
     kept.want(Guide("regex", "short"), lambda guide: "")
+    assert all(guide in kept for guide in longest)
+    kept.trim()
     assert [guide in kept for guide in longest] == [True, False] + [True] * 14
     kept.forget(longest[2])
     kept.forget(longest[2])  # which it has not any more
     kept.want(guide_of(LONGEST_GUIDE - 5, "z"), lambda guide: "")
+    kept.trim()
     assert longest[0] in kept
     assert longest[3] in kept
     assert sum(guide in kept for guide in longest) == 14
@@ -106,4 +109,5 @@ def test_what_cannot_be_made_is_not_kept():
     assert longest not in kept
     kept.want(longest, lambda guide: "")
     kept.want(guide_of(LONGEST_GUIDE, "b"), lambda guide: "")
+    kept.trim()
     assert longest in kept

@@ -26,11 +26,12 @@ from longhelix.parallel.mesh import Mesh
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.request import Chunk, NewSequence, SamplingParams, Step
+from longhelix.request import SamplingParams
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.rank import new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
+from longhelix.step import Chunk, NewSequence, Step
 from tensors import Tensors
 
 pytestmark = pytest.mark.unit

@@ -14,11 +14,12 @@ from longhelix.layout import Layout
 from longhelix.measure.model import LongRequests, RankModel
 from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row, collect
-from longhelix.request import Request, SamplingParams, Step, StepResult
+from longhelix.request import Request, SamplingParams
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.runner import ModelRunner
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.step import Step, StepResult
 
 COLUMNS = (
     Column("requests", "requests", "d"),

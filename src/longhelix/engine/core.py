@@ -20,13 +20,14 @@ from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.errors import EngineError, UserError
 from longhelix.guide import Guide
 from longhelix.models.rope import inverse_frequencies
-from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel, StepResult
+from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
+from longhelix.step import StepResult
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 from longhelix.workers.transport import LoadBlocks, SaveBlocks, TakeTokens

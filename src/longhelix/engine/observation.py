@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longhelix.request import Chunk, Step, Work
 from longhelix.scheduler.recording import Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.sequence import Sequence
+from longhelix.step import Chunk, Step
+from longhelix.work import Work
 
 _MOST_KEPT = 4096  # steps that nobody has taken
 

@@ -12,10 +12,12 @@ from longhelix.kernels import KVFormat, KVLayer, write_kv
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import Placement
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
+from longhelix.request import SamplingParams
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.rank import join, load_model, new_pool, new_runner
 from longhelix.runner.runner import ModelRunner
+from longhelix.step import Chunk, NewSequence, Step
+from longhelix.work import Work
 
 _FILL_BLOCKS = 1024
 

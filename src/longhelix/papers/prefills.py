@@ -12,7 +12,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefill import first_token_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import cycle_seconds
-from longhelix.request import NO_WORK, Work
+from longhelix.work import NO_WORK, Work
 
 ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 

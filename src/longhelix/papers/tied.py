@@ -13,8 +13,8 @@ from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds, step_items, step_seconds
-from longhelix.request import Work
 from longhelix.spec.weights import num_parameters
+from longhelix.work import Work
 
 SERVER = 8
 _P95 = 0.95

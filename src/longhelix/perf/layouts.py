@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.layout import HeadShape, Layout
-from longhelix.request import Work
+from longhelix.work import Work
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -6,7 +6,7 @@ from longhelix.layout import Layout, split
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_items
-from longhelix.request import Work
+from longhelix.work import Work
 
 # A chunk of a prompt beside some decodes: what a pipeline is for.
 _STEP = Work.chunk(512, 4096) + Work.decode(4, 4096)

@@ -12,7 +12,7 @@ from longhelix.perf.memory import token_bytes
 from longhelix.perf.scalar import scalar
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
-from longhelix.request import Work
+from longhelix.work import Work
 
 _KEPT = 16  # of what was asked last
 

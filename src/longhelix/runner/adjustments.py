@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longhelix.request import NewSequence
 from longhelix.runner.matchers import GuideError, Matcher
+from longhelix.step import NewSequence
 
 
 class TokenCounts:

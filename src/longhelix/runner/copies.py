@@ -6,7 +6,7 @@ from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
 from longhelix.kv.blocks import Block
 from longhelix.parallel.collectives import RankGroup
-from longhelix.request import Step
+from longhelix.step import Step
 
 
 def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:

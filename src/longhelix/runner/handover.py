@@ -8,9 +8,9 @@ from torch import Tensor
 
 from longhelix.layout import Layout
 from longhelix.parallel.pipeline import Pipeline
-from longhelix.request import Step
 from longhelix.runner.sequence_state import AwaitedTokens, SequenceState
 from longhelix.scheduler.loop import most_in_flight
+from longhelix.step import Step
 
 
 class Handover:

@@ -144,6 +144,10 @@ class Matchers:
         self.steps += 1
         return found
 
+    def trim(self) -> None:
+        """Keep the compiled guides that are to be kept beyond a step."""
+        self._kept.trim()
+
     def forget(self, guide: Guide) -> None:
         """Compile it again for the next text."""
         self._kept.forget(guide)

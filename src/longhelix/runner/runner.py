@@ -30,7 +30,6 @@ from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Chunk, NewSequence, PromptLogprobs, SampledToken, Step, StepResult
 from longhelix.runner.adjustments import Adjustments
 from longhelix.runner.config import takes_images
 from longhelix.runner.copies import copy_blocks, swap_blocks
@@ -47,6 +46,7 @@ from longhelix.runner.seen_tokens import SeenTokens
 from longhelix.runner.sequence_state import HELD, SequenceState, sequence_numbers
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
+from longhelix.step import Chunk, NewSequence, PromptLogprobs, SampledToken, Step, StepResult
 
 _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
 
@@ -242,6 +242,8 @@ class ModelRunner:
             seq = SequenceState(new, frequencies_R, self._numbers, self.arena, seen, adjustments)
             seq.begin(self.kvp_rank, self.block_tokens)
             self.sequences[new.id] = seq
+        if self._matchers is not None:
+            self._matchers.trim()
         self.decoding = self._microbatches[step.microbatch]
         for sequence_id in step.joining:
             seq = self.sequences[sequence_id]

@@ -15,10 +15,12 @@ from longhelix.kernels.candidates import Candidates, Weighing, candidates, penal
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import CANDIDATES, SampledToken, SamplingParams
+from longhelix.request import SamplingParams
 from longhelix.runner import choice, sampler
 from longhelix.runner.sequence_state import LAST_TOKEN, LENGTH, SequenceState
 from longhelix.spans import UNTRACED, Spans
+from longhelix.step import SampledToken
+from longhelix.work import CANDIDATES
 
 
 class _Settings:

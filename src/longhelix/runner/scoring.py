@@ -10,8 +10,8 @@ from torch import Tensor
 from longhelix.kernels.candidates import Weighing, candidates
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import PromptLogprobs
 from longhelix.runner import choice
+from longhelix.step import PromptLogprobs
 
 _ROWS = 256  # of which a rank has logits at a time
 

@@ -11,9 +11,9 @@ from longhelix.cache.lines import Lines
 from longhelix.kv.blocks import Block
 from longhelix.models.image_positions import shift
 from longhelix.parallel.pipeline import Travelling
-from longhelix.request import NewSequence, Widened
 from longhelix.runner.adjustments import Adjustments, Record
 from longhelix.runner.seen_tokens import SeenTokens
+from longhelix.step import NewSequence, Widened
 
 # The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
 # each KVP rank, 1 if it is among the holders.

@@ -7,12 +7,14 @@ from msgspec import structs
 
 from longhelix.kv.blocks import Block
 from longhelix.kv.splits import length_buckets
-from longhelix.request import NO_WORK, TOKEN_BYTES, Chunk, ImageSpan, NewSequence, SamplingParams, Step, Work
+from longhelix.request import ImageSpan, SamplingParams
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.graphed_layers import padded
 from longhelix.runner.runner import ModelRunner
 from longhelix.runner.token_ranges import ONE_RANGE, TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.step import TOKEN_BYTES, Chunk, NewSequence, Step
+from longhelix.work import NO_WORK, Work
 
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
 _SPREADS = {"striped": (True,), "local": (False,)}

@@ -6,7 +6,7 @@ from collections import Counter
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
 from longhelix.kv.placement import Continued, Local, Placement, blocks_needed
-from longhelix.request import NewSequence, Request
+from longhelix.request import Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import SchedulerConfig
@@ -18,6 +18,7 @@ from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
 from longhelix.scheduler.sequence import Job, Sequence
+from longhelix.step import NewSequence
 
 # After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
 MOST_PREEMPTIONS = 2

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
-from longhelix.request import Cost
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
+from longhelix.work import Cost
 
 # Steps without decodes may take so many times the target: nobody waits for a next token, and newcomers for the step.
 _ALONE = 4.0

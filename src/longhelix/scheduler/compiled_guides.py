@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from longhelix.guide import Guide, KeptGuides
-from longhelix.request import NewSequence, Request
+from longhelix.request import Request
+from longhelix.step import NewSequence
 
 _MOST_S = 0.02  # a quarter of the time between tokens that nobody asked for
 
@@ -56,4 +57,5 @@ class CompiledGuides:
         for clock in clocks:  # whose ranks hear of all that they have to
             self._unheard[clock].clear()
             self._missing[clock].clear()
+            self._kept[clock].trim()
         return may_begin

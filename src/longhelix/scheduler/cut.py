@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.request import Work
+from longhelix.work import Work
 
 
 class CostByParts(Protocol):

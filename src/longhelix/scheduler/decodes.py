@@ -3,8 +3,8 @@
 import math
 from collections import Counter, defaultdict
 
-from longhelix.request import Work
 from longhelix.scheduler.sequence import Sequence
+from longhelix.work import Work
 
 
 class Decodes:

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from longhelix.request import Cost, Work
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.sequence import Sequence
+from longhelix.work import Cost, Work
 
 
 class _Own(NamedTuple):

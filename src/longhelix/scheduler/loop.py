@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.request import Request, Step, StepResult
+from longhelix.request import Request
 from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
+from longhelix.step import Step, StepResult
 
 # Ranks begin the next step while the scheduler takes the tokens of the last one.
 STEPS_IN_FLIGHT = 2

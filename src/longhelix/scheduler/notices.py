@@ -6,9 +6,9 @@ from typing import NamedTuple
 import msgspec
 
 from longhelix.kv.blocks import Block
-from longhelix.request import NewSequence
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.turns import Turn
+from longhelix.step import NewSequence
 
 Copies = tuple[tuple[Block, Block], ...]
 

@@ -8,8 +8,9 @@ from hashlib import sha256
 from typing import Protocol
 
 from longhelix.kv.blocks import Block, Slot
-from longhelix.request import TOKEN_BYTES, ImageSpan, Request
+from longhelix.request import ImageSpan, Request
 from longhelix.scheduler.sequence import Sequence
+from longhelix.step import TOKEN_BYTES
 
 
 @dataclass(frozen=True)

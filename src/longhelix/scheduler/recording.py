@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from longhelix.request import Request, Step, StepResult
+from longhelix.request import Request
+from longhelix.step import Step, StepResult
 
 
 class Added(NamedTuple):

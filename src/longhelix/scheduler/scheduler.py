@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from longhelix.kv.blocks import Block
-from longhelix.request import Chunk, Cost, PromptLogprobs, Request, SampledToken, Scored, Step, StepResult
+from longhelix.request import Request
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
@@ -36,6 +36,8 @@ from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
 from longhelix.scheduler.turns import Turn, Turns
 from longhelix.scheduler.widening import Widening
+from longhelix.step import Chunk, PromptLogprobs, SampledToken, Scored, Step, StepResult
+from longhelix.work import Cost
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

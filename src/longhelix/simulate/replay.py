@@ -5,11 +5,11 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from longhelix.request import Step, StepResult
 from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.simulate.runner import SimulatedRunner
 from longhelix.simulate.simulation import Simulation
+from longhelix.step import Step, StepResult
 
 
 class MeasuredRunner(SimulatedRunner):

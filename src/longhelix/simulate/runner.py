@@ -7,7 +7,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from longhelix.kv.blocks import Block
-from longhelix.request import Cost, SampledToken, Step, StepResult
+from longhelix.step import SampledToken, Step, StepResult
+from longhelix.work import Cost
 
 
 class RanStep(NamedTuple):

@@ -13,11 +13,11 @@ import zmq
 
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
-from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution
 from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.cut import Cut
+from longhelix.step import Step, StepResult
 from longhelix.workers import torchrun
 from longhelix.workers.ranks import Ranks, await_prepared
 from longhelix.workers.step_cost import step_cost

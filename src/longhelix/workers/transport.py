@@ -17,11 +17,11 @@ from longhelix.cache.saved_context import SavedFile
 from longhelix.errors import EngineError, UserError
 from longhelix.guide import TokenTable
 from longhelix.kv.blocks import Block
-from longhelix.request import Step, StepResult
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.execution import Execution
 from longhelix.runner.progress import Progress
 from longhelix.runner.trace import TraceEvent
+from longhelix.step import Step, StepResult
 
 # Messages that wait at either end for an engine that does not read, from each socket of a rank: few, because signs of
 # life are stale by then.

@@ -4,9 +4,9 @@ for each other forever."""
 from collections.abc import Collection
 
 from longhelix.errors import EngineError
-from longhelix.request import Cost, Work
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.progress import Progress
+from longhelix.work import Cost, Work
 
 FACTOR, GRACE_S = 10.0, 5.0
 DISK_S = 120.0  # what an answer may take that waits for a slow disk

@@ -14,11 +14,12 @@ from longhelix.errors import UserError
 from longhelix.kv import splits
 from longhelix.layout import Layout
 from longhelix.machine.devices import free_gpu_bytes, gpu_names
-from longhelix.request import Request, SampledToken, SamplingParams, Step, StepResult
+from longhelix.request import Request, SamplingParams
 from longhelix.runner.graphed_layers import Bucket
 from longhelix.runner.warm_up import warm_up_steps
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.step import SampledToken, Step, StepResult
 
 GIB = 2**30
 

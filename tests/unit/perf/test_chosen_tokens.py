@@ -16,8 +16,8 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items, step_s
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
-from longhelix.request import Work
 from longhelix.spec import MLA, Indexer, ModelSpec, RopeSpec
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -14,9 +14,9 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
-from longhelix.request import Work
 from longhelix.simulate.pool import num_blocks
 from longhelix.spec import LinearAttention, ModelSpec, MoE, RopeSpec
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -24,8 +24,8 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items, step_s
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
-from longhelix.request import CANDIDATES, Work
 from longhelix.spec.weights import num_active_parameters, num_parameters
+from longhelix.work import CANDIDATES, Work
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,8 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.presets import load_model, load_system
-from longhelix.request import Work
 from longhelix.spec import ModelSpec, MoE, RopeSpec
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

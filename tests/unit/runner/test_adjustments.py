@@ -14,12 +14,13 @@ import sorted_rows
 from dense_adjustments import adjusted
 from longhelix.guide import Guide, TokenTable
 from longhelix.layout import Layout
-from longhelix.request import NewSequence, SamplingParams, Step
+from longhelix.request import SamplingParams
 from longhelix.runner import matchers
 from longhelix.runner.adjustments import Adjustments, TokenCounts
 from longhelix.runner.matchers import Matchers
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.step import NewSequence, Step
 
 pytestmark = pytest.mark.unit
 

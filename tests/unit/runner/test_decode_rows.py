@@ -10,10 +10,11 @@ import torch
 from longhelix.cache.block_arena import BlockArena
 from longhelix.kernels import native
 from longhelix.kv.blocks import Block
-from longhelix.request import ImageSpan, Move, NewSequence, SamplingParams, Widened
+from longhelix.request import ImageSpan, SamplingParams
 from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.row_memory import RowMemory
 from longhelix.runner.sequence_state import SequenceState, sequence_numbers
+from longhelix.step import Move, NewSequence, Widened
 
 pytestmark = pytest.mark.unit
 

@@ -19,7 +19,7 @@ from longhelix.layout import Layout
 from longhelix.parallel.collectives import RankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
-from longhelix.request import Request, SamplingParams, Step
+from longhelix.request import Request, SamplingParams
 from longhelix.runner import runner as runner_module
 from longhelix.runner import sampler
 from longhelix.runner.execution import Execution, Found
@@ -30,6 +30,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec, VisionSpec
+from longhelix.step import Step
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.kv.blocks import Block
-from longhelix.request import Move, NewSequence, SamplingParams, Widened
+from longhelix.request import SamplingParams
 from longhelix.runner.sequence_state import SequenceState, sequence_numbers
+from longhelix.step import Move, NewSequence, Widened
 
 pytestmark = pytest.mark.unit
 

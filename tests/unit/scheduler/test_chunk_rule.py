@@ -10,10 +10,10 @@ from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
-from longhelix.request import Work
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.load import Load
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,8 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.presets import load_model, load_system
-from longhelix.request import PART_ROWS, Work
 from longhelix.scheduler.cut import Cut
+from longhelix.work import PART_ROWS, Work
 from longhelix.workers.step_cost import step_cost
 
 pytestmark = pytest.mark.unit

@@ -8,8 +8,9 @@ from test_pressure import LONG, ByWork, Pressed, check_blocks, request
 from test_scheduler import expected_output
 
 from longhelix.errors import UserError
-from longhelix.request import ServiceLevel, Work
+from longhelix.request import ServiceLevel
 from longhelix.scheduler.growth_limits import limit_within
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -11,9 +11,9 @@ from test_scheduler import expected_output, next_token
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
-from longhelix.request import NewSequence, SampledToken, StepResult
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.step import NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

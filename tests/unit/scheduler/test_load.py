@@ -5,9 +5,10 @@ import random
 import pytest
 from test_pressure import LONG, ByWork, Pressed, config, request
 
-from longhelix.request import NO_WORK, StepResult, Work
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.step import StepResult
+from longhelix.work import NO_WORK, Work
 
 pytestmark = pytest.mark.unit
 

@@ -14,9 +14,10 @@ from test_scheduler import VOCAB, WHOLE, Engine, expected_output
 from longhelix.cache.block_arena import BlockArena
 from longhelix.kv.blocks import IDS_PER_BLOCK, Block
 from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import NewSequence, Request, SamplingParams, Step
+from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
+from longhelix.step import NewSequence, Step
 
 pytestmark = pytest.mark.unit
 

@@ -14,21 +14,13 @@ from msgspec import structs
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block
 from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import (
-    NO_WORK,
-    Chunk,
-    NewSequence,
-    PromptLogprobs,
-    Request,
-    SampledToken,
-    SamplingParams,
-    StepResult,
-    Work,
-)
+from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
 from longhelix.scheduler.scheduler import Scheduler, Usage
+from longhelix.step import Chunk, NewSequence, PromptLogprobs, SampledToken, StepResult
+from longhelix.work import NO_WORK, Work
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ from test_scheduler import expected_output
 
 from longhelix.errors import UserError
 from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import Work
+from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 

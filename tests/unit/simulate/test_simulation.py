@@ -14,13 +14,14 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.presets import load_model, load_system
-from longhelix.request import Request, SampledToken, SamplingParams, ServiceLevel, StepResult
+from longhelix.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.runner import PredictedRunner
 from longhelix.simulate.simulation import Server, Simulation, simulate
 from longhelix.simulate.synthetic import Synthetic, chat, parse_mix
+from longhelix.step import SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

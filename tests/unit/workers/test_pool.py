@@ -10,7 +10,7 @@ from zmq import Context
 
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import Layout
-from longhelix.request import StepResult
+from longhelix.step import StepResult
 from longhelix.workers.pool import WorkerPool, _check_same_collectives, _first_done, _InFlight
 
 pytestmark = pytest.mark.unit

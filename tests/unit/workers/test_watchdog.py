@@ -10,9 +10,11 @@ from longhelix.kernels import native
 from longhelix.kv.blocks import Block
 from longhelix.layout import Layout
 from longhelix.parallel.mesh import Mesh
-from longhelix.request import Chunk, NewSequence, SamplingParams, Step, Work
+from longhelix.request import SamplingParams
 from longhelix.runner.progress import Progress
 from longhelix.runner.rank import load_model, new_pool, new_runner
+from longhelix.step import Chunk, NewSequence, Step
+from longhelix.work import Work
 from longhelix.workers import watchdog as watchdog_module
 from longhelix.workers.step_cost import step_cost
 from longhelix.workers.watchdog import Watchdog
