@@ -34,6 +34,7 @@ from longhelix.parallel.collectives import SharedMemoryRankGroup
 from longhelix.parallel.mesh import Mesh
 from longhelix.request import ImageSpan, Request, SamplingParams
 from longhelix.runner import sampler
+from longhelix.runner.batches import Batches
 from longhelix.runner.config import takes_images
 from longhelix.runner.execution import Execution
 from longhelix.runner.graphed_layers import GraphedLayers
@@ -323,8 +324,8 @@ class mutation:  # noqa: N801 - reads as a statement
     def __enter__(self):
         self.saved = (
             RowMemory.advance,
-            ModelRunner._chunk_rows,
-            ModelRunner._owners,
+            Batches._chunk_rows,
+            Batches._owners,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
@@ -345,16 +346,16 @@ class mutation:  # noqa: N801 - reads as a statement
                 limits_b[:] = np.maximum(limits_b - 1, 0)
                 return num_held, everywhere
 
-            RowMemory.advance, ModelRunner._chunk_rows = decode_rows_that_see_less, chunk_rows_that_see_less
+            RowMemory.advance, Batches._chunk_rows = decode_rows_that_see_less, chunk_rows_that_see_less
         if self.kind == "owner":
 
-            def second_block_has_no_owner(runner, seq, work):
-                owners, index = owners_of(runner, seq, work), 1 - seq.length // runner.block_tokens
-                if 0 <= index < len(owners) and owners[index] == runner.kvp_rank:
+            def second_block_has_no_owner(batches, seq, work):
+                owners, index = owners_of(batches, seq, work), 1 - seq.length // batches._block_tokens
+                if 0 <= index < len(owners) and owners[index] == batches._kvp_rank:
                     owners[index] = -1
                 return owners
 
-            ModelRunner._owners = second_block_has_no_owner
+            Batches._owners = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
             SharedMemoryRankGroup.merges = lambda group, head_size: False
@@ -386,8 +387,8 @@ class mutation:  # noqa: N801 - reads as a statement
     def __exit__(self, *_):
         (
             RowMemory.advance,
-            ModelRunner._chunk_rows,
-            ModelRunner._owners,
+            Batches._chunk_rows,
+            Batches._owners,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,

@@ -1,37 +1,27 @@
 """The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate, islice, pairwise
-from typing import NamedTuple
+from itertools import accumulate, islice
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena
 from longhelix.cache.pool import KVPool
 from longhelix.cache.swap_space import SwapSpace
 from longhelix.guide import TokenTable
-from longhelix.kernels.angles import rotation, rotation_by_axes
 from longhelix.kernels.flashinfer import PageLists
 from longhelix.kv.blocks import IDS_PER_BLOCK
-from longhelix.layout import HeadShape
-from longhelix.models.batch import Batch, ImageRows
 from longhelix.models.decoder import Decoder
-from longhelix.models.image_positions import positions as image_positions
 from longhelix.models.rope import inverse_frequencies
 from longhelix.models.token_shards import TokenShards
 from longhelix.parallel.collectives import RankGroup
-from longhelix.parallel.holders import Holders
-from longhelix.parallel.meetings import Shared
 from longhelix.parallel.mesh import Mesh
 from longhelix.runner.adjustments import Adjustments
-from longhelix.runner.config import takes_images
+from longhelix.runner.batches import Batches
 from longhelix.runner.copies import copy_blocks, swap_blocks
 from longhelix.runner.decode_rows import DecodeRows
 from longhelix.runner.execution import Execution
@@ -39,24 +29,13 @@ from longhelix.runner.handover import Handover
 from longhelix.runner.layers import make_layers
 from longhelix.runner.matchers import Matchers
 from longhelix.runner.progress import Progress
-from longhelix.runner.row_memory import RowMemory, RowParts, RowTensors
 from longhelix.runner.sampling import Sampling
 from longhelix.runner.scoring import Scoring
 from longhelix.runner.seen_tokens import SeenTokens
-from longhelix.runner.sequence_state import HELD, SequenceState, sequence_numbers
+from longhelix.runner.sequence_state import SequenceState, by_instances, sequence_numbers, token_ids
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
-from longhelix.step import Chunk, NewSequence, PromptLogprobs, SampledToken, Step, StepResult
-
-_MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
-
-
-class _ChunkRows(NamedTuple):
-    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one."""
-
-    positions_3T: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    limits: NDArray[np.int64]
+from longhelix.step import NewSequence, PromptLogprobs, SampledToken, Step, StepResult
 
 
 class ModelRunner:
@@ -98,19 +77,15 @@ class ModelRunner:
             else Handover(mesh.pipeline, mesh.layout, spec.hidden_size, model.dtype, pool.device)
         )
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
-        self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
         self._numbers = sequence_numbers(mesh.layout.kvp)
-        num_pairs = spec.rotated_size // 2
-        self._rows = RowMemory(self._numbers, self.arena, self.kvp_rank, self.block_tokens, num_pairs)
         # One tensor for all sequences that turn alike.
         self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))
-        self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
         self._spans = spans
-        self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self.device)
         self._matchers: Matchers | None = None
-        self.images: dict[bytes, Tensor] = {}  # states_LXH: its rows of the states of `ImageRows`, by digest
+        self.images: dict[bytes, Tensor] = {}  # as `Batches` has them
+        self.batches = Batches(spec, mesh, self.block_tokens, self.sequences, self._numbers, self.arena, self.images)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -258,7 +233,7 @@ class ModelRunner:
         if new.sampling.repetition_penalty == 1:
             return None
         seen = SeenTokens(self._vocabulary)
-        seen.add(_token_ids(new.seen_token_ids))
+        seen.add(token_ids(new.seen_token_ids))
         return seen
 
     def _adjustments(self, new: NewSequence) -> Adjustments | None:
@@ -270,7 +245,7 @@ class ModelRunner:
             assert self._matchers is not None, "the engine has told what tokens stand for"
             matcher = self._matchers.new(params.guide)
         adjustments = Adjustments(new, self._vocabulary, self.spec.eos_token_ids, self.device, matcher)
-        for token_id in _token_ids(new.generated_token_ids).tolist():
+        for token_id in token_ids(new.generated_token_ids).tolist():
             for record in adjustments.records:
                 record.add_one(token_id)
         return adjustments
@@ -284,7 +259,7 @@ class ModelRunner:
         if self._is_first and self.handover is not None:
             self.handover.take_tokens(self.decoding.sequences)
         span = self._spans.begin("batch", "host")
-        batch = self._batch(step)
+        batch = self.batches.of(step, self.decoding)
         ranges = self.execution.token_ranges
         if ranges.flash_comm and ranges.shards(len(batch.token_ids_T), batch.decodes):
             batch = replace(batch, shards=TokenShards(self.mesh.ffn, batch.token_ids_T))
@@ -329,7 +304,7 @@ class ModelRunner:
             seq = self.sequences[chunk.id]
             if chunk.scored is None or not self._leads(seq):
                 continue
-            targets_T, first = _token_ids(chunk.scored.targets), start + chunk.scored.first
+            targets_T, first = token_ids(chunk.scored.targets), start + chunk.scored.first
             count, rows_TH = seq.new.sampling.prompt_logprobs, hidden_TH[first : first + len(targets_T)]
             assert count is not None, "it asks for them"
             span = self._spans.begin("scoring", "host")
@@ -349,7 +324,7 @@ class ModelRunner:
 
     def _hear_tokens(self, sequences: Iterable[SequenceState]) -> None:
         """The tokens of sequences that several instances take part in, from those that have sampled them."""
-        for instances, together in _by_instances(sequences):
+        for instances, together in by_instances(sequences):
             assert self.mesh.meetings is not None
             group = self.mesh.meetings.of(tuple(sorted(instances)))
             tokens_S = torch.tensor([seq.last_token for seq in together], device=self.device)
@@ -366,207 +341,3 @@ class ModelRunner:
         """The sequences that get a token in the step, in the order of its rows."""
         ends = [self.sequences[chunk.id] for chunk in step.chunks if chunk.sample]
         return (*self.decoding.sequences, *ends) if ends else self.decoding.sequences
-
-    def _batch(self, step: Step) -> Batch:
-        for sequence_id, block in step.grown:
-            self.sequences[sequence_id].add_blocks((block,), self.kvp_rank)
-        for seq, record in self.decoding.records:
-            record.add_one(seq.last_token)
-        num_held, everywhere = self._rows.advance(self.decoding)
-        if step.chunks:
-            return self._mixed_batch(step, self._rows.arrays(len(self.decoding), num_held))
-        tensors = self._rows.tensors(len(self.decoding), num_held)
-        held = b"" if everywhere else self._held(self.decoding.lines).tobytes()
-        turns = tensors.cos_bR, tensors.sin_bR
-        rotation(tensors.rows.positions_b, self._frequencies_of((), ()), self.spec.rope.attention_factor, turns)
-        batch = self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
-        return replace(batch, shared=self._shared(step)) if step.instances else batch
-
-    def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
-        """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
-        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2 = tensors.rows
-        return Batch(
-            token_ids_T=token_ids_B,
-            holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
-            cos_tR=tensors.cos_bR,
-            sin_tR=tensors.sin_bR,
-            slots_t=slots_b,
-            limits_t=limits_b,
-            row_starts_b=row_starts_b,
-            blocks_X=self.arena.blocks_X,
-            extents_b2=extents_b2,
-            max_rows=min(len(slots_b), 1),
-            num_sequences=len(token_ids_B),
-            most_tokens=most_tokens,
-            parts=parts,
-            stays=True,
-        )
-
-    def _mixed_batch(self, step: Step, decodes: RowParts) -> Batch:
-        prompts = [self.sequences[chunk.id] for chunk in step.chunks]
-        token_ids = [decodes.token_ids_B, *map(_prompt_tokens, prompts, step.chunks)]
-        chunks = list(map(self._chunk_rows, prompts, step.chunks))
-        lengths = [len(some.limits) for some in chunks if len(some.limits)]
-        ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
-        extents = [self.arena.extents.values[seq.extent.line] for seq in prompts if self.kvp_rank in seq.holders]
-        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
-            token_ids,
-            [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
-            [decodes.slots_b, *(some.slots for some in chunks)],
-            [decodes.limits_b, *(some.limits for some in chunks)],
-            [decodes.row_starts_b, ends],
-            [decodes.extents_b2.reshape(-1), *extents],
-        )
-        frequencies = self._frequencies_of(prompts, lengths)
-        turns = rotation(positions_t, frequencies, self.spec.rope.attention_factor)
-        self._turn_by_axes(turns, prompts, chunks)
-        held_NS = self._held(np.append(self.decoding.lines, [seq.line for seq in prompts]))
-        counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
-        return Batch(
-            token_ids_T=token_ids_T,
-            holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
-            cos_tR=turns[0],
-            sin_tR=turns[1],
-            slots_t=slots_t,
-            limits_t=limits_t,
-            row_starts_b=row_starts_b,
-            blocks_X=self.arena.blocks_X,
-            extents_b2=bounds_X.view(-1, 2),
-            max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
-            num_sequences=len(self.decoding) + len(prompts),
-            most_tokens=step.most_tokens,
-            parts=step.work.parts,
-            shared=self._shared(step) if step.instances else None,
-            images=self._image_rows(step),
-        )
-
-    def _turn_by_axes(
-        self, turns: tuple[Tensor, Tensor], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
-    ) -> None:
-        """Rotate the rows of prompts with images, the last of all that attend here, by their positions on each axis."""
-        start = len(turns[0]) - sum(len(rows.limits) for rows in chunks)
-        for seq, rows in zip(prompts, chunks, strict=True):
-            own = slice(start, start + len(rows.limits))
-            if seq.new.images and len(rows.limits):
-                positions_3T = torch.from_numpy(rows.positions_3T).to(self.device)
-                into, factor = (turns[0][own], turns[1][own]), self.spec.rope.attention_factor
-                rotation_by_axes(positions_3T, self._axes_R, seq.frequencies_R, factor, into)
-            start = own.stop
-
-    def _image_rows(self, step: Step) -> ImageRows | None:
-        """The rows of the step that images fill, where this rank's stage takes images. Before its layers run, the
-        sequences' lengths are those after the step."""
-        found: list[tuple[slice, Tensor]] = []
-        first = len(self.decoding)
-        for chunk in step.chunks if self._takes_images else ():
-            seq = self.sequences[chunk.id]
-            start, stop = seq.length - chunk.num_tokens, seq.length
-            for image in seq.new.images:
-                own = range(max(image.start, start), min(image.stop, stop))
-                if own:
-                    rows = slice(first + own.start - start, first + own.stop - start)
-                    states_LXH = self.images[image.digest]
-                    found.append((rows, states_LXH[:, own.start - image.start : own.stop - image.start]))
-            first += chunk.num_tokens
-        if not found:
-            return None
-        layers, _, size = found[0][1].shape
-        mask_T = torch.zeros(first, dtype=torch.bool, device=self.device)
-        states_LTH = found[0][1].new_zeros(layers, first, size)
-        for rows, states_LXH in found:
-            mask_T[rows] = True
-            states_LTH[:, rows] = states_LXH
-        return ImageRows(mask_T, states_LTH.unbind())
-
-    def _shared(self, step: Step) -> tuple[Shared, ...]:
-        """The rows that other instances have as well."""
-        assert self.mesh.meetings is not None
-        heads, rows = HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads), dict[int, range]()
-        sequences = [*self.decoding.sequences, *(self.sequences[chunk.id] for chunk in step.chunks)]
-        counts = [1] * len(self.decoding) + [chunk.num_tokens for chunk in step.chunks]
-        for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
-            rows[seq.new.id] = range(start, stop)
-        found: list[Shared] = []
-        for instances, together in _by_instances(sequences):
-            rows_S = torch.tensor([row for seq in together for row in rows[seq.new.id]], device=self.device)
-            group = self.mesh.meetings.of(tuple(sorted(instances)))
-            found.append(Shared(group, rows_S, self.mesh.layout.heads_among(heads, self.mesh.rank, group.size)))
-        return tuple(found)
-
-    def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """Integers as tensors, each of a group's pieces. They are copied there at once."""
-        together_X = torch.from_numpy(np.concatenate([piece for group in groups for piece in group])).to(self.device)
-        return together_X.split([sum(map(len, group)) for group in groups])
-
-    def _held(self, lines_S: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which KVP ranks hold KV for which sequences, by their lines."""
-        return self._numbers.values[lines_S, HELD:].T == 1
-
-    def _holders(self, held_NT: NDArray[np.bool_]) -> Holders:
-        return Holders.of(held_NT.reshape(self.mesh.layout.kvp, -1), self.kvp_rank, self.device)
-
-    def _frequencies_of(self, prompts: Sequence[SequenceState], lengths: Sequence[int]) -> Tensor:
-        """Those of the rows that attend here: frequencies_tR, or frequencies_R where all have the same.
-
-        lengths: of the prompts that keep KV here the rows.
-        """
-        different = self.decoding.frequencies
-        if prompts:
-            different = different.union(seq.frequencies_R for seq in prompts)
-        if len(different) == 1:
-            return next(iter(different))
-        held = [seq for seq in (*self.decoding.sequences, *prompts) if self.kvp_rank in seq.holders]
-        if not held:  # without rows any will do
-            return next(iter(different))
-        counts = [1] * (len(held) - len(lengths)) + [*lengths]
-        frequencies_bR = torch.stack([seq.frequencies_R for seq in held])
-        return frequencies_bR.repeat_interleave(torch.tensor(counts, device=self.device), dim=0)
-
-    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _ChunkRows:
-        """The next rows of a prompt, which see and are stored as decodes. None if the sequence keeps no KV here."""
-        start, stop = seq.length, seq.length + chunk.num_tokens
-        owners = self._owners(seq, chunk)
-        seq.add_blocks(chunk.new_blocks, self.kvp_rank)
-        seq.length = stop
-        if self.kvp_rank not in seq.holders:
-            return _ChunkRows(np.zeros((1, 0), np.int64), *[np.zeros(0, np.int64)] * 2)
-        positions = np.arange(start, stop)
-        mine = np.array(owners)[positions // self.block_tokens - start // self.block_tokens] == self.kvp_rank
-        limits = seq.local_length + mine.cumsum()
-        # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
-        # writes nothing here may find no block, and takes any.
-        local_index = np.maximum(limits - 1, 0)
-        blocks = self.arena.ids(seq.extent)
-        block = blocks.take(local_index // self.block_tokens, mode="clip") if len(blocks) else 0
-        slots = np.where(mine, block * self.block_tokens + local_index % self.block_tokens, -1)
-        seq.local_length = int(limits[-1])
-        by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
-        return _ChunkRows(by_axes, slots, limits)
-
-    def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
-        """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
-        last old one."""
-        stop_block = -(-(seq.length + chunk.num_tokens) // self.block_tokens)
-        num_old = stop_block - seq.length // self.block_tokens - len(chunk.new_blocks)
-        return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
-
-
-def _by_instances(sequences: Iterable[SequenceState]) -> list[tuple[tuple[int, ...], list[SequenceState]]]:
-    """The sequences that several instances take part in, by these; all of them come to the same in the same order."""
-    found: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
-    for seq in sorted(sequences, key=lambda seq: seq.new.id):
-        if len(seq.instances) > 1:
-            found[seq.instances].append(seq)
-    return sorted(found.items())
-
-
-def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
-    """The tokens of a chunk. They count as seen from here on."""
-    ids = _token_ids(chunk.token_ids)
-    if seq.seen is not None:
-        seq.seen.add(ids)
-    return ids
-
-
-def _token_ids(message: bytes) -> np.ndarray:
-    return np.frombuffer(message, np.int32).astype(np.int64)

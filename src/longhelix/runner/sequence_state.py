@@ -1,9 +1,11 @@
 """A running sequence, as a rank follows it."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.cache.block_arena import BlockArena, Extent
@@ -138,3 +140,17 @@ class SequenceState:
     def _hold(self, owners: Iterable[int]) -> None:
         for owner in set(owners):
             self.numbers.values[self.line, HELD + owner] = 1
+
+
+def by_instances(sequences: Iterable[SequenceState]) -> list[tuple[tuple[int, ...], list[SequenceState]]]:
+    """The sequences that several instances take part in, by these; all of them come to the same in the same order."""
+    found: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
+    for seq in sorted(sequences, key=lambda seq: seq.new.id):
+        if len(seq.instances) > 1:
+            found[seq.instances].append(seq)
+    return sorted(found.items())
+
+
+def token_ids(message: bytes) -> NDArray[np.int64]:
+    """Of a message from the scheduler."""
+    return np.frombuffer(message, np.int32).astype(np.int64)

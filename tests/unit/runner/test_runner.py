@@ -274,7 +274,7 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
         runner.execute(scheduler.schedule(0.0))
         runner.admit(Step(2, joining=(3, 0, 4, 1, 2)))
         step = Step(3, most_tokens=tokens)
-        lines.add(lines_of(lambda runner=runner, step=step: runner._batch(step)))
+        lines.add(lines_of(lambda runner=runner, step=step: runner.batches.of(step, runner.decoding)))
     assert len(lines) == 1
 
 
