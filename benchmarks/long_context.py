@@ -130,7 +130,7 @@ def measure(tokens: int) -> dict[str, float]:
         message_s, (size, step) = seconds_of(lambda step=step: over_the_wire(step, decoder))
         decoding += step.joining
         runner.admit(step)
-        batch_s, _ = seconds_of(lambda step=step: runner._batch(step))
+        batch_s, _ = seconds_of(lambda step=step: runner.batches.of(step, runner.decoding))
         for name, spent_s in (("schedule", schedule_s), ("message", message_s), ("batch", batch_s)):
             seconds[name].append(spent_s)
         sizes.append(size)
