@@ -26,7 +26,8 @@ from longhelix.runner.trace import TraceEvent
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.recording import Event
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.step import StepResult
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool

@@ -9,7 +9,7 @@ from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
 from longhelix.request import Request
-from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
+from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 

@@ -33,7 +33,7 @@ from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
 from longhelix.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.runner.trace import TraceFile
-from longhelix.scheduler.scheduler import FinishReason, TokenEvent, Usage
+from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import real, refused, whole

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longhelix.engine.exchanges import HopB
-from longhelix.scheduler.scheduler import FinishReason
+from longhelix.scheduler.token_event import FinishReason
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from longhelix.request import Request
 from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent, Usage
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.step import Step, StepResult
 
 # Ranks begin the next step while the scheduler takes the tokens of the last one.

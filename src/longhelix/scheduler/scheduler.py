@@ -5,12 +5,9 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from typing import Literal, NamedTuple
-
-import msgspec
 
 from longhelix.kv.blocks import Block
 from longhelix.request import Request
@@ -34,58 +31,16 @@ from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
+from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.scheduler.turns import Turn, Turns
 from longhelix.scheduler.widening import Widening
 from longhelix.step import Chunk, PromptLogprobs, SampledToken, Scored, Step, StepResult
 from longhelix.work import Cost
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
 # No target but the engine's is less than so many times what decodes take alone, nor than a millisecond: our choice.
 _TBT_FACTOR, _LEAST_TBT_S = 2.0, 1e-3
-
-
-class Usage(NamedTuple):
-    """What a request held at its end, on each KVP rank, and what it took: see `Job`."""
-
-    kv_tokens_per_rank: tuple[int, ...]
-    cached_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    swapped_tokens: int = 0
-    moved_tokens: int = 0
-    moved_s: float = 0.0
-
-    def after(self, earlier: "Usage") -> "Usage":
-        """Of a request that had begun in another engine before: together with what it took there. Cached were the
-        tokens that it found when it first began."""
-        return Usage(
-            self.kv_tokens_per_rank,
-            earlier.cached_tokens,
-            earlier.preemptions + self.preemptions,
-            earlier.recomputed_tokens + self.recomputed_tokens,
-            earlier.swapped_tokens + self.swapped_tokens,
-            earlier.moved_tokens + self.moved_tokens,
-            earlier.moved_s + self.moved_s,
-        )
-
-
-class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """A request's new token (None where a stop token ended it), and why the request ended, if it did.
-
-    prompt_logprobs: of the prompt's next tokens, the second one first, where they were asked for; in events without a
-    new token, before all others.
-    `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
-    request; `usage` says what it held.
-    """
-
-    request_id: int
-    sampled: SampledToken | None
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class Scheduler:
@@ -481,10 +436,10 @@ class Scheduler:
             self._leave(seq)
             length = seq.known_length
             held = tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
-            return _usage(seq.job, held)
+            return Usage.of(seq.job, held)
         preempted = self._preempted.pop(request_id, None)
         job = self._waiting.cancel(request_id) if preempted is None else preempted.job
-        return None if job is None else _usage(job, (0,) * self.config.kvp)
+        return None if job is None else Usage.of(job, (0,) * self.config.kvp)
 
 
 def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
@@ -513,15 +468,3 @@ def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable
         return config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens).encode()
 
     return lambda request: root(request) + placed(request)
-
-
-def _usage(job: Job, held: tuple[int, ...]) -> Usage:
-    return Usage(
-        held,
-        job.cached_tokens,
-        job.preemptions,
-        job.recomputed_tokens,
-        job.swapped_tokens,
-        job.moved_tokens,
-        job.moved_s,
-    )

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from longhelix.engine.result import Result
 from longhelix.engine.saving import Status
-from longhelix.scheduler.scheduler import FinishReason
+from longhelix.scheduler.token_event import FinishReason
 
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "abort": "abort"}
 

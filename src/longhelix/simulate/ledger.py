@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longhelix.request import ServiceLevel
-from longhelix.scheduler.scheduler import TokenEvent
+from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.histogram import Histogram, rank
 from longhelix.simulate.runner import RanStep
 from longhelix.step import SampledToken

@@ -11,7 +11,8 @@ from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
-from longhelix.scheduler.scheduler import Scheduler, TokenEvent
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.histogram import Histogram

@@ -18,7 +18,8 @@ from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
-from longhelix.scheduler.scheduler import Scheduler, Usage
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.token_event import Usage
 from longhelix.step import Chunk, NewSequence, PromptLogprobs, SampledToken, StepResult
 from longhelix.work import NO_WORK, Work
 

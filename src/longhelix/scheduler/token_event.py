@@ -1,0 +1,64 @@
+"""What a request gets in a step, and at its end."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from longhelix.scheduler.sequence import Job
+from longhelix.step import SampledToken
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Usage(NamedTuple):
+    """What a request held at its end, on each KVP rank, and what it took: see `Job`."""
+
+    kv_tokens_per_rank: tuple[int, ...]
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    swapped_tokens: int = 0
+    moved_tokens: int = 0
+    moved_s: float = 0.0
+
+    @classmethod
+    def of(cls, job: Job, kv_tokens_per_rank: tuple[int, ...]) -> "Usage":
+        return cls(
+            kv_tokens_per_rank,
+            job.cached_tokens,
+            job.preemptions,
+            job.recomputed_tokens,
+            job.swapped_tokens,
+            job.moved_tokens,
+            job.moved_s,
+        )
+
+    def after(self, earlier: "Usage") -> "Usage":
+        """Of a request that had begun in another engine before: together with what it took there. Cached were the
+        tokens that it found when it first began."""
+        return Usage(
+            self.kv_tokens_per_rank,
+            earlier.cached_tokens,
+            earlier.preemptions + self.preemptions,
+            earlier.recomputed_tokens + self.recomputed_tokens,
+            earlier.swapped_tokens + self.swapped_tokens,
+            earlier.moved_tokens + self.moved_tokens,
+            earlier.moved_s + self.moved_s,
+        )
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+    """A request's new token (None where a stop token ended it), and why the request ended, if it did.
+
+    prompt_logprobs: of the prompt's next tokens, the second one first, where they were asked for; in events without a
+    new token, before all others.
+    `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
+    request; `usage` says what it held.
+    """
+
+    request_id: int
+    sampled: SampledToken | None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
