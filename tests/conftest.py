@@ -12,7 +12,7 @@ if _WORKER is not None:
 # The oracle's threads would otherwise spin while they wait, and starve the ranks that run beside it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# How long an example takes says more about what else the machine does. `make test` takes the same examples in every run,
+# How long an example takes says more about what else the machine does. `make test` takes the same examples each time,
 # so that a change is judged by what it changes; `make test-all` asks for many, and for others each time.
 settings.register_profile("few", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("many", deadline=None, max_examples=200)
