@@ -17,6 +17,7 @@ from longhelix.layout import Layout
 from longhelix.measure import memory
 from longhelix.measure.configuration import configure
 from longhelix.measure.sequence_parallelism import link_label
+from tiers import few
 
 pytestmark = [
     pytest.mark.unit,
@@ -155,21 +156,26 @@ def make_python(environment, script):
         (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
         (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
         (["layouts", "--ranks", "0"], "ranks is 0"),
-        (["sp", "--variants", "sp"], "variant 'sp' is not known: use one or more of flash-comm-v1, "),
-        (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number from 0.001 to 1,000,000"),
-        (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
-        (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
-        (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
-        (["sp", "--tpa", "1"], "the layout has 1 ranks, but a link joins two"),
-        (["sp", "--kvp", "2"], "the layout has 4 ranks"),
-        (["sp", "--prompts", "0"], "a context or prompt is 0"),
-        (["sp", "--prompts", "512", "9k"], "a prompt has 9000 tokens, but the model is made for 8192"),
-        (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
-        (["sp", "--repeats", "0"], "repeats is 0"),
-        (["sp", "--threads", "0"], "threads is 0"),
-        (["sp", "--threads", "100000"], "threads is 100000: set it to a whole number from 1 to "),
-        (["sp", "--chunk-tokens", "0"], "chunk_tokens is 0: set it to a whole number from 1 to "),
-        (["sp", "--sp-min-token-num", "0"], "sp_min_token_num is 0"),
+        *few(
+            [
+                (["sp", "--variants", "sp"], "variant 'sp' is not known: use one or more of flash-comm-v1, "),
+                (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number from 0.001 to 1,000,000"),
+                (["sp", "--kvp", "2"], "the layout has 4 ranks"),
+                (["sp", "--prompts", "512", "9k"], "a prompt has 9000 tokens, but the model is made for 8192"),
+                (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
+                (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
+                (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
+                (["sp", "--tpa", "1"], "the layout has 1 ranks, but a link joins two"),
+                (["sp", "--prompts", "0"], "a context or prompt is 0"),
+                (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
+                (["sp", "--repeats", "0"], "repeats is 0"),
+                (["sp", "--threads", "0"], "threads is 0"),
+                (["sp", "--threads", "100000"], "threads is 100000: set it to a whole number from 1 to "),
+                (["sp", "--chunk-tokens", "0"], "chunk_tokens is 0: set it to a whole number from 1 to "),
+                (["sp", "--sp-min-token-num", "0"], "sp_min_token_num is 0"),
+            ],
+            4,
+        ),
         (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give as many"),
         (["all", "--out", "report.txt"], "give the name of a Markdown file"),
         (["all", "--out", "/proc/nowhere/report.md"], "cannot be made"),
