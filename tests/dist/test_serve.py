@@ -397,7 +397,8 @@ def test_an_engine_that_may_not_start_again_tells_every_client():
 
 
 def test_the_command_ends_when_it_is_told_to(tmp_path):
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0"]
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin"]
+    command += ["--port", "0", "--max-model-len", "256"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
