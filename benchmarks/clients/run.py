@@ -35,7 +35,16 @@ VARIABLES = {
 }
 PROMPT_TOKENS, NEW_TOKENS, STREAMS, REQUESTS = 64, 16, 4, 20
 LIMIT_S, END_S = 1800, 90
-OF_ROWS = ("load_average", "commit")  # conditions that are others for each client
+# Conditions that are others for each client: those that do not run keep their rows.
+OF_ROWS = (
+    "date",
+    "cpu",
+    "instruction_set",
+    "last_level_cache_bytes",
+    "available_memory_bytes",
+    "load_average",
+    "commit",
+)
 NEAR = 0.02  # of log-likelihoods, natural
 SERVED = {"model": "builtin", "kvp": "2", "max-model-len": "2048"}
 CHANGED = {
@@ -278,8 +287,8 @@ def head() -> list[str]:
         f"`longhelix serve {' '.join(flags(SERVED))}`; {', '.join(changed)}. guidellm and aiperf have {STREAMS} "
         f"streams, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new ones.",
         "",
-        "| client | | what it saw | s | load before | commit |",
-        "|---|---|---|--:|--:|---|",
+        "| client | | what it saw | s | load before | processor, date | commit |",
+        "|---|---|---|--:|--:|---|---|",
     ]
 
 
@@ -300,7 +309,8 @@ def row(directory: Path, name: str, folder: Path, cases: int) -> tuple[bool, str
     told = said.replace("|", "/").replace("\n", " ")
     return good, (
         f"| {name} {version(python, name)} | {'good' if good else 'WRONG'} | {told} "
-        f"| {time.monotonic() - begun_s:.0f} | {conditions['load_average'][0]} | {conditions['commit']} |"
+        f"| {time.monotonic() - begun_s:.0f} | {conditions['load_average'][0]} "
+        f"| {conditions['cpu']}, {conditions['instruction_set']}, {conditions['date']} | {conditions['commit']} |"
     )
 
 

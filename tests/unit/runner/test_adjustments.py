@@ -12,6 +12,7 @@ from test_runner import EOS, VOCAB, make_request, make_runner
 
 import sorted_rows
 from dense_adjustments import adjusted
+from longhelix import guide as guide_module
 from longhelix.guide import Guide, TokenTable
 from longhelix.layout import Layout
 from longhelix.request import SamplingParams
@@ -325,6 +326,21 @@ def test_a_guide_goes_on_after_a_preemption(asked):
         generated = array("i", one.generated_token_ids).tolist()
         assert generated == found[0][: 40 - one.sampling.max_new_tokens]
     assert len(found[0]) < 12 or usages[0].preemptions > 0
+
+
+def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_after_it(monkeypatch):
+    monkeypatch.setattr(guide_module, "_MOST_KEPT", 1)
+    runner, guides = guided_runner(), [Guide("regex", "a+"), Guide("regex", "b+"), Guide("regex", "c+")]
+
+    def begin(step_id, *places):
+        news = [new_sequence(5, SamplingParams(guide=guides[place])) for place in places]
+        runner.admit(
+            Step(step_id, tuple(msgspec.structs.replace(new, id=10 * step_id + at) for at, new in enumerate(news)))
+        )
+        return runner._matchers.steps, [guide in runner._matchers._kept for guide in guides]
+
+    assert begin(1, 0, 1, 0) == (2, [True, False, False])
+    assert begin(2, 1, 0, 2) == (4, [False, False, True])
 
 
 def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
