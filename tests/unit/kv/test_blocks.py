@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from asserts import fails_an_assert
 from longhelix.kv.blocks import Block, BlockAllocator, set_hashes
 
 pytestmark = pytest.mark.unit
@@ -155,12 +156,12 @@ def test_what_was_promised_is_not_available_to_others():
     allocator = BlockAllocator(4)
     allocator.reserve(3)
     assert allocator.available == 1
-    with pytest.raises(AssertionError):
+    with fails_an_assert():
         allocator.reserve(2)
 
 
 def test_a_block_is_only_handed_out_against_a_promise():
-    with pytest.raises(AssertionError):
+    with fails_an_assert():
         BlockAllocator(4).take_reserved()
 
 
@@ -174,9 +175,9 @@ def test_a_released_reservation_is_available_again():
 
 def test_more_is_never_taken_back_than_there_is():
     allocator = BlockAllocator(2)
-    with pytest.raises(AssertionError):
+    with fails_an_assert():
         allocator.release(array("q", [0]), 0)
-    with pytest.raises(AssertionError):
+    with fails_an_assert():
         allocator.release(array("q"), 1)
 
 
@@ -269,5 +270,5 @@ def test_the_content_of_a_block_does_not_change():
     allocator = BlockAllocator(4)
     taken(allocator, 1)
     set_hash(allocator, 0, b"content")
-    with pytest.raises(AssertionError):
+    with fails_an_assert():
         set_hash(allocator, 0, b"other")

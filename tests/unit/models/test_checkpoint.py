@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from asserts import fails_an_assert
 from builtin import builtin_config
 from longhelix.errors import UserError
 from longhelix.models import safetensors_checkpoint
@@ -328,7 +329,7 @@ def test_gguf_written_here(tmp_path):
             for columns in (slice(3, 17), slice(30, 61)):
                 slices = (slice(16, 32), columns)
                 torch.testing.assert_close(checkpoint.read(name, slices), tensor[slices], rtol=0, atol=0)
-    with pytest.raises(AssertionError, match="whole heads"):
+    with fails_an_assert(match="whole heads"):
         checkpoint.read(f"{layer}.self_attn.q_proj.weight", (slice(0, 8), slice(0, 64)))
 
 
