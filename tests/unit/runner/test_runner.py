@@ -64,7 +64,7 @@ class Model:
         return logits_SV
 
 
-def make_runner(kvp=1, rank=0, num_blocks=64):
+def make_runner(kvp=1, rank=0, num_blocks=64, spec=SPEC):
     groups = (RankGroup((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
         alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "waited_s": 0.0}
@@ -73,7 +73,7 @@ def make_runner(kvp=1, rank=0, num_blocks=64):
         groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
     pool = KVPool({"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}, 0, num_blocks, CPU)
-    return ModelRunner(SPEC, mesh, Model(mesh), pool, OP_BY_OP)
+    return ModelRunner(spec, mesh, Model(mesh), pool, OP_BY_OP)
 
 
 def make_request(id, prompt_tokens, new_tokens=8, **sampling):
@@ -281,10 +281,9 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
 def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
     """Two requests on ranks 0 and 1, of lengths between which dynamic RoPE begins to stretch: rank 2 has none of them
     and takes part in every step."""
-    runners = [make_runner(kvp=3, rank=rank) for rank in range(3)]
-    for runner in runners:
-        rope = RopeSpec(kind="dynamic", factor=2.0, original_max_positions=32)
-        runner.spec = SimpleNamespace(rope=rope, rotated_size=8, vocab_size=VOCAB)
+    rope = RopeSpec(kind="dynamic", factor=2.0, original_max_positions=32)
+    spec = SimpleNamespace(**vars(SPEC) | {"rope": rope})
+    runners = [make_runner(kvp=3, rank=rank, spec=spec) for rank in range(3)]
     scheduler = Scheduler(SchedulerConfig(3, 64, 512, placement="local"))
     for id, prompt_tokens in enumerate((5, 60)):
         scheduler.add(make_request(id, prompt_tokens))
