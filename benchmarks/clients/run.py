@@ -168,7 +168,8 @@ def guidellm(client: Client) -> tuple[bool, str]:
         return metrics[name]["successful"]["median"]
 
     return totals["successful"] >= REQUESTS and not totals["errored"], (
-        f"{totals['successful']} requests, {totals['errored']} errors; TTFT {median('time_to_first_token_ms'):.0f} ms, "
+        f"{totals['successful']} requests, {totals['errored']} errors, {totals['incomplete']} that it gave up; "
+        f"TTFT {median('time_to_first_token_ms'):.0f} ms, "
         f"between tokens {median('inter_token_latency_ms'):.1f} ms, medians"
     )
 
@@ -296,8 +297,8 @@ def row(directory: Path, name: str, folder: Path, cases: int) -> tuple[bool, str
     """Whether a client works, and its row. folder: that clients share."""
     python = (directory / name / "bin" / "python").absolute()
     if not python.exists():
-        return True, f"| {name} | not installed | | | | |"
-    conditions, begun_s = environment(""), time.monotonic()
+        return True, f"| {name} | not installed | | | | | |"
+    conditions, begun_s = environment(time.strftime("%Y-%m-%d")), time.monotonic()
     contexts = {"contexts-dir": str(folder / "contexts")}
     with served(SERVED | CHANGED.get(name, {}) | contexts) as url:
         room = folder / name
