@@ -11,21 +11,24 @@ process of its own. Prompts are random tokens that no turn has seen before; answ
 """
 
 import argparse
-import asyncio
 import json
 import random
 import re
+import selectors
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import psutil
 
 from longhelix import LLM, SamplingParams
 from longhelix.bench.environment import environment
@@ -65,7 +68,8 @@ def main() -> int:
     print("| streams | through | tokens/s | TTFT p50, s | p95 | TBT p50, ms | p95 |")
     print("|--:|---|--:|--:|--:|--:|--:|")
     tokens = max(given.streams) * (given.prompt_tokens + given.new_tokens + 32)
-    with served(tokens, options) as url, LLM("builtin", kv_cache_tokens=tokens, **options) as llm:
+    options |= {"model": "builtin", "kv_cache_tokens": tokens}
+    with served(options) as (url, _), LLM(**options) as llm:
         sides: dict[str, Callable[[list[list[int]]], Turn]] = {
             "longhelix, LLM": lambda prompts: in_process(llm, prompts, given.new_tokens),
             "longhelix, HTTP": lambda prompts: over_http(url, prompts, given.new_tokens),
@@ -128,50 +132,52 @@ def in_process(llm: LLM, prompts: list[list[int]], new_tokens: int) -> Turn:
 
 
 @contextmanager
-def served(tokens: int, options: dict[str, object]):
-    """The address of a server of ours, which ends with it."""
+def served(options: dict[str, object]) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a server of ours, and its process, which ends with it."""
     times = {name.removesuffix("_s"): f"{value}s" for name, value in options.items() if name.endswith("_s")}
     plain = {name: value for name, value in options.items() if not name.endswith("_s")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (plain | times).items()]
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", *flags]
-    server = subprocess.Popen([*command, "--kv-cache-tokens", str(tokens)], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "longhelix", "serve", "--port", "0", *flags]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
     try:
-        assert server.stderr is not None
-        yield next(found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+        url = next(found[0] for line in server.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+        yield url, psutil.Process(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
 
 
 def over_http(url: str, prompts: list[list[int]], new_tokens: int) -> Turn:
-    return asyncio.run(_over_http(url, prompts, new_tokens))
-
-
-async def _over_http(url: str, prompts: list[list[int]], new_tokens: int) -> Turn:
     """By a client that takes little of the cores that the ranks are on: a library's spends as much on an event as a
     server does."""
     body = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
     address = urlsplit(url)
-
-    async def ask(prompt: list[int]) -> list[float]:
-        content = json.dumps(body | {"prompt": prompt}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(head.encode() + content)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise SystemExit((status + await reader.read()).decode())
-        times_s = []
-        async for line in reader:  # an event is a chunk of its own, so that none is cut
-            if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
-                times_s.append(time.monotonic() - begun_s)
-        writer.close()
-        return times_s[:new_tokens]  # an end without a token may have an event of its own
-
+    times_s: list[list[float]] = [[] for _ in prompts]
+    rests = [b""] * len(prompts)  # of lines that are not whole yet
     begun_s = time.monotonic()
-    times_s = await asyncio.gather(*map(ask, prompts))
-    return Turn(list(times_s), time.monotonic() - begun_s)
+    with selectors.DefaultSelector() as waiting:
+        for place, prompt in enumerate(prompts):
+            content = json.dumps(body | {"prompt": prompt}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection = socket.create_connection((address.hostname, address.port))
+            connection.sendall(head.encode() + content)
+            waiting.register(connection, selectors.EVENT_READ, place)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                come, now_s = key.fileobj.recv(1 << 16), time.monotonic() - begun_s
+                if not come:
+                    waiting.unregister(key.fileobj)
+                    key.fileobj.close()
+                *lines, rests[key.data] = (rests[key.data] + come).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"HTTP/1.1") and b" 200 " not in line:
+                        raise SystemExit(line.decode())
+                    # An event is a chunk of its own, so that none is cut; an end without a token may have one.
+                    if line.startswith(b"data: {") and b'"choices":[{' in line:
+                        times_s[key.data].append(now_s)
+    return Turn([each[:new_tokens] for each in times_s], time.monotonic() - begun_s)
 
 
 def by_openvino(given: argparse.Namespace, prompts: list[list[int]]) -> Turn:

@@ -52,14 +52,12 @@ def application():
 
 
 def run(test):
-    """A test beside a server, which opens connections to it."""
+    """A test beside a server, on the event loop that servers have, which opens connections to it."""
+    config = uvicorn.Config(application(), http=connections.Connection, ws="none", lifespan="off", log_config=None)
 
     async def whole():
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
-            config = uvicorn.Config(
-                application(), http=connections.Connection, ws="none", lifespan="off", log_config=None
-            )
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             while not server.started:
@@ -79,7 +77,8 @@ def run(test):
                 server.should_exit = True
                 await serving
 
-    asyncio.run(whole())
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(whole())
 
 
 async def rest(reader):

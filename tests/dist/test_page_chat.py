@@ -413,8 +413,10 @@ def test_all_of_it_works_by_keyboard(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_themes_have_contrast(page, scheme):
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    # A colour is read while it changes from one to another where motion is not reduced.
+    features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+    emulated = [{"name": name, "value": value} for name, value in features.items()]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": emulated})
     sampling(page, temperature=0, max_tokens=5)
     ask(page, QUESTION)
     answered(page)

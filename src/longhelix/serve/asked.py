@@ -21,6 +21,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Quiet:
+    """Nothing has come for a while."""
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request for the engine. num_tokens: of the prompt, and of the saved context before it. came_s: when its call
     came, by the monotonic clock. watched: its progress is told before its first token."""

@@ -11,7 +11,7 @@ from longhelix.engine.llm import LLM
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
-from longhelix.serve.asked import Answer, Asked, Got, Progress, fail, settle
+from longhelix.serve.asked import Answer, Asked, Got, Progress, Quiet, fail, settle
 from longhelix.serve.course import Course, NoWatch, Watch
 from longhelix.serve.engine_thread import EngineThread, Recovery
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
@@ -37,7 +37,7 @@ class Answers:
         self._driver = driver
         self._watch = NoWatch() if watch is None else watch
         self._open: dict[int, Answer] = {}
-        self._got: asyncio.Queue[tuple[int, Got]] = asyncio.Queue()
+        self._got: asyncio.Queue[tuple[int, Got | Quiet]] = asyncio.Queue()
 
     async def ask(self, requests: Sequence[Asked]) -> None:
         """Queue all of them, or none. Returns once the engine has taken them. Raises OverloadedError, EngineError once
@@ -59,7 +59,7 @@ class Answers:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, Delta | Progress]:
+    async def __anext__(self) -> tuple[int, Delta | Progress | Quiet]:
         if not self._open:
             raise StopAsyncIteration
         place, got = await self._got.get()
@@ -69,6 +69,11 @@ class Answers:
         if isinstance(got, Delta) and got.result is not None:
             del self._open[place]
         return place, got
+
+    def tell_quiet(self) -> None:
+        """Let whoever waits have `Quiet`, unless something has come."""
+        if self._got.empty():
+            self._got.put_nowait((0, Quiet()))
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,11 +1,11 @@
 """What answers to one call have in common, whole or event by event."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 from longhelix.engine.result import Delta, Result
@@ -24,11 +24,11 @@ _ENDS_OF_LINES = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029
 
 def one_line(text: str) -> str:
     """JSON as an event has it."""
-    return text.translate(_ENDS_OF_LINES)
+    return text if text.isascii() else text.translate(_ENDS_OF_LINES)
 
 
 def data_line(event: Mapping[str, Any]) -> str:
-    return f"data: {one_line(json.dumps(event, ensure_ascii=False, separators=(',', ':')))}\n\n"
+    return f"data: {one_line(msgspec.json.encode(event).decode())}\n\n"
 
 
 class Form:

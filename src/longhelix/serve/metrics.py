@@ -31,6 +31,7 @@ PREFIX = "longhelix"
 REASONS = ("stop", "length", "abort", "error")
 _BLOCK_STATES = ("held", "cached", "promised", "free")
 _LOOK_S = 0.5  # a scrape waits no longer for a step that is being run
+_TOGETHER = 64  # steps, or tokens, that are counted in one go
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -66,6 +67,8 @@ class Metrics:
         self._seen: Observation | None = None
         self._seen_s = time.monotonic()
         self._look: asyncio.Task[None] | None = None
+        self._ran: list[RanStep] = []  # these and the next are not counted yet
+        self._between_s: list[float] = []
 
         self._running = self._gauge("num_requests_running", "Requests that the scheduler has admitted.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for it.")
@@ -163,13 +166,12 @@ class Metrics:
         before_s, now_s = course.last_s, time.monotonic()
         course.come(delta, now_s)
         if delta.token_id is not None:
-            self._new_tokens.inc()
             if before_s is None:
                 self._read(course)
+                self._new_tokens.inc()
                 self._first_token.observe(now_s - course.came_s)
             else:
-                for histogram in self._between_tokens:
-                    histogram.observe(now_s - before_s)
+                self._between_s.append(now_s - before_s)
         if course.has_ended:
             self._end(course)
 
@@ -192,6 +194,7 @@ class Metrics:
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._observe())
         await asyncio.wait((self._look,), timeout=_LOOK_S)
+        self._count()
         self._set_now(time.monotonic())
         return generate_latest(self._registry)
 
@@ -226,7 +229,19 @@ class Metrics:
         self._still.set(driver.still_s)
 
     def _stepped(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:
-        for step in ran:
+        """Counted together with others: caches that the model has emptied are filled once for many."""
+        self._ran += ran
+        if len(self._ran) >= _TOGETHER or len(self._between_s) >= _TOGETHER:
+            self._count()
+
+    def _count(self) -> None:
+        """What steps have been, and tokens that came in them."""
+        self._new_tokens.inc(len(self._between_s))
+        for between_s in self._between_s:
+            for histogram in self._between_tokens:
+                histogram.observe(between_s)
+        self._between_s.clear()
+        for step in self._ran:
             chunks = [chunk.num_tokens for chunk in step.chunks]
             self._steps.inc()
             self._step_s.observe(step.taken_s)
@@ -241,6 +256,7 @@ class Metrics:
                 self._predicted_s.inc(step.predicted_s)
                 self._measured_s.inc(step.taken_s)
                 self._ratio.observe(step.taken_s / step.predicted_s)
+        self._ran.clear()
 
     def _read(self, course: Course) -> None:
         """Its prompt has been read."""

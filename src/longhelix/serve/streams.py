@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
-from longhelix.serve.asked import Progress
+from longhelix.serve.asked import Progress, Quiet
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
@@ -57,25 +57,21 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
     goes away aborts all."""
 
     async def lines() -> AsyncIterator[str]:
-        clock = asyncio.get_running_loop().time
+        silence = _Silence(answers)
         try:
             async for line in _first(form):
                 yield line
-            sent_s = clock()
-            while True:
-                try:
-                    got = await _next(answers, sent_s + KEEP_ALIVE_S)
-                except StopAsyncIteration:
-                    break
-                come = [": the answer is under way\n\n"] if got is None else _lines(form, *got)
-                for line in come:
+            silence.begin()
+            async for place, got in answers:
+                for line in _lines(form, place, got):
                     yield line
-                if come:
-                    sent_s = clock()
+                    silence.begin()
             for event in form.last():
                 yield form.line(event)
         except Exception as error:
             yield form.error_line(error)
+        finally:
+            silence.end()
         if form.end:
             yield form.end
 
@@ -93,19 +89,37 @@ async def _first(form: Form) -> AsyncIterator[str]:
         yield line
 
 
-async def _next(answers: Answers, until_s: float) -> tuple[int, Delta | Progress] | None:
-    """What comes next, by then; None: too late. Raises StopAsyncIteration after the last one."""
-    if asyncio.get_running_loop().time() >= until_s:
-        return None
-    try:
-        async with asyncio.timeout_at(until_s):
-            return await anext(answers)
-    except TimeoutError:
-        return None
+class _Silence:
+    """Gives who waits for answers a `Quiet` once nothing has been sent for a while, and again after as long. One timer
+    looks at what each line only writes down: lines come by the hundred in a second."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._clock = asyncio.get_running_loop().time
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """A line has been sent."""
+        self._since_s = self._clock()
+        if self._timer is None:
+            self._look()
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now_s = self._clock()
+        if now_s >= self._since_s + KEEP_ALIVE_S:
+            self._answers.tell_quiet()
+            self._since_s = now_s
+        self._timer = asyncio.get_running_loop().call_at(self._since_s + KEEP_ALIVE_S, self._look)
 
 
-def _lines(form: Form, place: int, got: Delta | Progress) -> list[str]:
+def _lines(form: Form, place: int, got: Delta | Progress | Quiet) -> list[str]:
     """Those of what a request got. Raises the error of one that failed."""
+    if isinstance(got, Quiet):
+        return [": the answer is under way\n\n"]
     if isinstance(got, Progress):
         told = {"prefilled_tokens": got.prefilled_tokens, "prompt_tokens": form.asked[place].num_tokens}
         return [f"event: progress\n{data_line({'index': place} | told)}"]

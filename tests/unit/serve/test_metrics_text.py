@@ -203,6 +203,28 @@ def test_buckets_reach_minutes_and_millions_of_tokens():
     assert sum(1e6 <= bound < float("inf") for bound in bounds("request_prompt_tokens")) >= 3
 
 
+def test_what_is_counted_together_is_all_counted():
+    """As many steps as make several lots, a part of one, and tokens that make one before the steps do."""
+    for steps, tokens in ((3, 1), (64, 1), (200, 1), (5, 40), (7, 1000)):
+        driver = Idle()
+
+        def doing(metrics, driver=driver, steps=steps, tokens=tokens):
+            (hear,) = driver.listeners
+            courses = [Course(8, 999, time.monotonic()) for _ in range(tokens)]
+            for number in range(steps):
+                hear([], [replace(STEP, taken_s=0.25 * number)])
+                for course in courses:
+                    metrics.came(course, Delta(0, "a", None, 5))
+
+        found = scraped(driver, doing=doing)
+        assert found[("steps_total",)] == found[("step_seconds_count",)] == steps
+        assert found[("step_seconds_sum",)] == 0.25 * steps * (steps - 1) / 2
+        assert found[("generation_tokens_total",)] == steps * tokens
+        for name in ("inter_token_latency_seconds_count", "time_per_output_token_seconds_count"):
+            assert found[(name,)] == (steps - 1) * tokens
+        assert found[("time_to_first_token_seconds_count",)] == tokens
+
+
 @pytest.mark.parametrize("prefix", ["", "1x", "a:b", "a b", "a\n", "ä", "x" * 65])
 def test_a_prefix_is_a_name(prefix):
     with pytest.raises(UserError, match="metrics_prefix is"):

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from longhelix import UserError
+from longhelix import SamplingParams, UserError
 from longhelix.engine.result import Delta
 from longhelix.errors import PassingError, RequestError
-from longhelix.serve import streams
-from longhelix.serve.asked import Progress
+from longhelix.request import ServiceLevel
+from longhelix.serve import driver, streams
+from longhelix.serve.asked import Answer, Asked, Progress, Quiet
 from longhelix.serve.errors import ClientError, of_error
 from longhelix.serve.form import Form
 
@@ -37,11 +38,24 @@ class Answers:
     """Gives what it was given: deltas after some seconds each, or an error."""
 
     def __init__(self, *given):
-        self._given = iter(given)
+        self._given = given
+        self._got = asyncio.Queue()
+        self._feeding = asyncio.create_task(self._feed())
+
+    async def _feed(self):
+        for wait_s, got in self._given:
+            await asyncio.sleep(wait_s)
+            self._got.put_nowait(got)
+        self._got.put_nowait(None)
+
+    def tell_quiet(self):
+        self._got.put_nowait(Quiet())
+
+    def __aiter__(self):
+        return self
 
     async def __anext__(self):
-        wait_s, got = next(self._given, (0, None))
-        await asyncio.sleep(wait_s)
+        got = await self._got.get()
         if got is None:
             raise StopAsyncIteration
         if isinstance(got, Exception):
@@ -118,6 +132,50 @@ def test_a_comment_counts_from_the_last_line_and_not_from_the_last_token():
 @pytest.mark.usefixtures("soon")
 def test_waiting_has_comments_too():
     assert any(line.startswith(":") for line in lines_of((0.7, text("a"))))
+
+
+@pytest.mark.usefixtures("soon")
+def test_comments_go_on_while_nothing_comes_and_end_with_the_stream():
+    async def read():
+        answers, told = Answers((0.9, text("a"))), []
+        tell, answers.tell_quiet = answers.tell_quiet, lambda: (told.append(1), tell())
+        found = [line async for line in streams.stream(answers, Words()).body_iterator]
+        before = len(told)
+        await asyncio.sleep(3 * streams.KEEP_ALIVE_S)
+        return found, before, len(told)
+
+    found, before, after = asyncio.run(read())
+    assert 3 <= len([line for line in found if line.startswith(":")]) == before == after <= 4
+
+
+class Taking:
+    """A driver that takes what is asked, and never gives anything."""
+
+    def check_room(self, lengths): ...
+
+    def abort(self, answer): ...
+
+    def add(self, asked, give):
+        answer = Answer(asked, give)
+        answer.taken.set_result(None)
+        return answer
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_nobody_reads_is_one_comment_however_long():
+    async def read():
+        answers = driver.Answers(Taking())
+        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        lines = streams.stream(answers, Words()).body_iterator
+        found = [await anext(lines), await anext(lines)]
+        await asyncio.sleep(5.5 * streams.KEEP_ALIVE_S)
+        found.append(await asyncio.wait_for(anext(lines), 0.05))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(lines), streams.KEEP_ALIVE_S / 2)
+        answers.end()
+        return found
+
+    assert [line[0] for line in asyncio.run(read())] == ["d", ":", ":"]
 
 
 def test_what_comes_in_time_has_none():
