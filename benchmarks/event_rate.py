@@ -40,9 +40,9 @@ def main() -> int:
                 _turn(url, streams, given.new_tokens)
                 before = _spent_s(server)
                 turns = [_turn(url, streams, given.new_tokens) for _ in range(given.repeats)]
-                tokens = given.repeats * streams * given.new_tokens
-                loop, rest = (1e6 * (b - a) / tokens for a, b in zip(before, _spent_s(server), strict=True))
-                rate = statistics.median(streams * given.new_tokens / turn.took_s for turn in turns)
+                tokens = [sum(map(len, turn.times_s)) for turn in turns]
+                loop, rest = (1e6 * (b - a) / sum(tokens) for a, b in zip(before, _spent_s(server), strict=True))
+                rate = statistics.median(count / turn.took_s for count, turn in zip(tokens, turns, strict=True))
                 print(f"| {streams} | {rate:.0f} | {loop:.0f} | {rest:.0f} |", flush=True)
     return 0
 

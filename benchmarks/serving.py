@@ -33,6 +33,7 @@ import psutil
 from longhelix import LLM, SamplingParams
 from longhelix.bench.environment import environment
 
+CHOICES = re.compile(rb'"choices": ?\[ ?{')  # not parsed, which takes longer than all else
 OPTIONS = {"max_model_len": 2048, "policy": "lars", "placement": "auto"}
 
 
@@ -173,10 +174,12 @@ def over_http(url: str, prompts: list[list[int]], new_tokens: int) -> Turn:
                 *lines, rests[key.data] = (rests[key.data] + come).split(b"\n")
                 for line in lines:
                     if line.startswith(b"HTTP/1.1") and b" 200 " not in line:
-                        raise SystemExit(line.decode())
+                        raise SystemExit(f"{line.decode()}: {(come + key.fileobj.recv(1 << 16)).decode()}")
                     # An event is a chunk of its own, so that none is cut; an end without a token may have one.
-                    if line.startswith(b"data: {") and b'"choices":[{' in line:
+                    if line.startswith(b"data: {") and CHOICES.search(line):
                         times_s[key.data].append(now_s)
+    if not all(times_s):
+        raise SystemExit(f"a stream of {url} had no token")
     return Turn([each[:new_tokens] for each in times_s], time.monotonic() - begun_s)
 
 

@@ -30,14 +30,16 @@ class Limits:
 
 
 class Answers:
-    """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results.
-    The error of one is raised. Leaving the `async with` aborts those that have not ended. watch: is told of all."""
+    """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results;
+    or of 0 and `Quiet`. The error of one is raised. Leaving the `async with` aborts those that have not ended. watch:
+    is told of all."""
 
     def __init__(self, driver: "Driver", watch: Watch | None = None) -> None:
         self._driver = driver
         self._watch = NoWatch() if watch is None else watch
         self._open: dict[int, Answer] = {}
         self._got: asyncio.Queue[tuple[int, Got | Quiet]] = asyncio.Queue()
+        self._quiet_waits = False
 
     async def ask(self, requests: Sequence[Asked]) -> None:
         """Queue all of them, or none. Returns once the engine has taken them. Raises OverloadedError, EngineError once
@@ -63,6 +65,8 @@ class Answers:
         if not self._open:
             raise StopAsyncIteration
         place, got = await self._got.get()
+        if isinstance(got, Quiet):
+            self._quiet_waits = False
         if isinstance(got, Exception):
             del self._open[place]
             raise got
@@ -70,9 +74,15 @@ class Answers:
             del self._open[place]
         return place, got
 
+    @property
+    def are_open(self) -> bool:
+        """Whether something is yet to come, or to be taken."""
+        return bool(self._open)
+
     def tell_quiet(self) -> None:
-        """Let whoever waits have `Quiet`, unless something has come."""
-        if self._got.empty():
+        """Give `Quiet`, unless one waits already that nobody has taken."""
+        if not self._quiet_waits:
+            self._quiet_waits = True
             self._got.put_nowait((0, Quiet()))
 
     async def __aenter__(self) -> Self:

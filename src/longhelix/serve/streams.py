@@ -90,8 +90,8 @@ async def _first(form: Form) -> AsyncIterator[str]:
 
 
 class _Silence:
-    """Gives who waits for answers a `Quiet` once nothing has been sent for a while, and again after as long. One timer
-    looks at what each line only writes down: lines come by the hundred in a second."""
+    """Gives who takes answers a `Quiet` once no line has been sent for a while, and again after as long, until they are
+    over. One timer looks at what each line only writes down: lines come by the hundred in a second."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -109,6 +109,9 @@ class _Silence:
             self._timer.cancel()
 
     def _look(self) -> None:
+        self._timer = None
+        if not self._answers.are_open:
+            return
         now_s = self._clock()
         if now_s >= self._since_s + KEEP_ALIVE_S:
             self._answers.tell_quiet()

@@ -48,6 +48,8 @@ class Answers:
             self._got.put_nowait(got)
         self._got.put_nowait(None)
 
+    are_open = True
+
     def tell_quiet(self):
         self._got.put_nowait(Quiet())
 
@@ -159,6 +161,46 @@ class Taking:
         answer = Answer(asked, give)
         answer.taken.set_result(None)
         return answer
+
+
+@pytest.mark.usefixtures("soon")
+def test_tokens_without_text_keep_no_comment_away():
+    """Not even those that lie there when it is due."""
+
+    async def read():
+        answers = driver.Answers(Taking())
+        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        tell = answers.tell_quiet
+        answers.tell_quiet = lambda: (answers._come(0, text()), tell())
+        lines = streams.stream(answers, Words()).body_iterator
+        await anext(lines)
+        began_s = asyncio.get_running_loop().time()
+        comment = await anext(lines)
+        took_s = asyncio.get_running_loop().time() - began_s
+        answers.end()
+        return comment, took_s
+
+    comment, took_s = asyncio.run(read())
+    assert comment.startswith(":")
+    assert took_s < 1.5 * streams.KEEP_ALIVE_S
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_stream_that_is_left_where_it_was_has_no_timer():
+    async def leave():
+        answers = driver.Answers(Taking())
+        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        lines = streams.stream(answers, Words()).body_iterator
+        await anext(lines)
+        await anext(lines)
+        answers.end()
+        told = []
+        answers.tell_quiet = lambda: told.append(1)
+        await asyncio.sleep(3 * streams.KEEP_ALIVE_S)
+        return told, lines
+
+    told, _ = asyncio.run(leave())
+    assert told == []
 
 
 @pytest.mark.usefixtures("soon")
