@@ -163,19 +163,25 @@ class Taking:
         return answer
 
 
+async def taken():
+    """The answers to one request, which get nothing."""
+    answers = driver.Answers(Taking())
+    await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+    return answers
+
+
 @pytest.mark.usefixtures("soon")
 def test_tokens_without_text_keep_no_comment_away():
     """Not even those that lie there when it is due."""
 
     async def read():
-        answers = driver.Answers(Taking())
-        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        answers = await taken()
         tell = answers.tell_quiet
         answers.tell_quiet = lambda: (answers._come(0, text()), tell())
         lines = streams.stream(answers, Words()).body_iterator
         await anext(lines)
         began_s = asyncio.get_running_loop().time()
-        comment = await anext(lines)
+        comment = await asyncio.wait_for(anext(lines), 5 * streams.KEEP_ALIVE_S)
         took_s = asyncio.get_running_loop().time() - began_s
         answers.end()
         return comment, took_s
@@ -188,8 +194,7 @@ def test_tokens_without_text_keep_no_comment_away():
 @pytest.mark.usefixtures("soon")
 def test_a_stream_that_is_left_where_it_was_has_no_timer():
     async def leave():
-        answers = driver.Answers(Taking())
-        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        answers = await taken()
         lines = streams.stream(answers, Words()).body_iterator
         await anext(lines)
         await anext(lines)
@@ -206,8 +211,7 @@ def test_a_stream_that_is_left_where_it_was_has_no_timer():
 @pytest.mark.usefixtures("soon")
 def test_what_nobody_reads_is_one_comment_however_long():
     async def read():
-        answers = driver.Answers(Taking())
-        await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+        answers = await taken()
         lines = streams.stream(answers, Words()).body_iterator
         found = [await anext(lines), await anext(lines)]
         await asyncio.sleep(5.5 * streams.KEEP_ALIVE_S)
