@@ -286,7 +286,9 @@ def test_what_is_served_is_described(server):
     client, _ = server
     paths = client.get("/openapi.json").json()["paths"]
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
-        assert {"application/json", "text/event-stream"} == paths[path]["post"]["responses"]["200"]["content"].keys()
+        content = paths[path]["post"]["responses"]["200"]["content"]
+        assert {"application/json", "text/event-stream"} == content.keys()
+        assert content["text/event-stream"].keys() == {"itemSchema"}  # `schema` is read as that of each event, too
     for path, routes in paths.items():
         for route in routes.values():
             assert "405" in route["responses"] or path == "/health"

@@ -17,7 +17,7 @@ from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.runner.config import EngineConfig
 from longhelix.serve.driver import Driver
-from longhelix.serve.errors import Refusal, of_error, statuses
+from longhelix.serve.errors import Refusal, event_stream, of_error, statuses
 from longhelix.serve.form import one_line
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
@@ -252,8 +252,8 @@ async def _lines(view: View, watcher: Watcher, server: LiveServer) -> AsyncItera
 def routes(serving: Serving) -> APIRouter:
     router, view = APIRouter(route_class=BodyRoute), View(serving)
     server = what_stays(serving.model, serving.llm.config)
-    reference = {"$ref": "#/components/schemas/LiveEvent"}
-    events = {"description": "Server-sent events", "content": {"text/event-stream": {"schema": reference}}}
+    data = {"contentMediaType": "application/json", "contentSchema": {"$ref": "#/components/schemas/LiveEvent"}}
+    events = {"description": "Server-sent events", "content": event_stream(data)}
 
     @router.get(
         "/live",

@@ -192,8 +192,12 @@ def test_its_events_are_documented():
     app.include_router(live.routes(SimpleNamespace(model="small", llm=llm, driver=Driver())))
     document = app.openapi()
     answers = document["paths"]["/live"]["get"]["responses"]
-    events = answers["200"]["content"]
-    assert events == {"text/event-stream": {"schema": {"$ref": "#/components/schemas/LiveEvent"}}}
+    event = answers["200"]["content"]["text/event-stream"]["itemSchema"]
+    assert event["properties"]["data"] == {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": "#/components/schemas/LiveEvent"},
+    }
     assert list(answers["429"]["content"]) == ["application/json"]
     names = {each["$ref"].split("/")[-1] for each in document["components"]["schemas"]["LiveEvent"]["anyOf"]}
     assert names == {"LiveServer", "LiveState", "Refusal"} <= document["components"]["schemas"].keys()
