@@ -145,9 +145,22 @@ def test_a_long_prompt_tells_how_far_it_is(server):
 
 @pytest.mark.parametrize("when", ["at once", "prefill", "decode"])
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_goes_away_frees_its_blocks(server, when, streams):
+def test_a_client_that_goes_away_frees_its_blocks_within_five_steps(server, when, streams, monkeypatch):
     client, llm = server
     prompt = [11] * 1900 if when != "decode" else [11] * 40
+    ran, ran_at_abort, ran_steps, abort = [], [0], llm.ran_steps, llm.abort
+
+    def counted():
+        come = ran_steps()
+        ran.extend(come)
+        return come
+
+    def aborted(request_id):
+        ran_at_abort.append(len(ran))
+        return abort(request_id)
+
+    monkeypatch.setattr(llm, "ran_steps", counted)
+    monkeypatch.setattr(llm, "abort", aborted)
 
     async def leave():
         body = {"prompt": prompt, "n": 2, "max_tokens": 100, "ignore_eos": True, "stream": streams}
@@ -159,6 +172,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server, when, streams):
 
     asyncio.run(leave())
     assert settled(client, llm)
+    assert len(ran) - ran_at_abort[-1] <= 5
     assert client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY}).status_code == 200
 
 
