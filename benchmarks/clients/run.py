@@ -135,7 +135,8 @@ def openai(client: Client) -> tuple[bool, str]:
 
 
 def schemathesis(client: Client) -> tuple[bool, str]:
-    """5xx and undocumented statuses are wrong; the rest is told. /live is left out, which does not end."""
+    """5xx, undocumented statuses and answers that their schemas do not allow are wrong; the rest is told. /live is left
+    out, which does not end."""
     said = client.run(
         "st", "run", f"{client.url}/openapi.json", "--checks", "all", "-n", client.cases, "--seed", 1,
         "--exclude-path", "/live", "--request-timeout", 300, "--continue-on-failure", "--no-color", allowed=(0, 1),
