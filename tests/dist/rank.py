@@ -207,7 +207,7 @@ def build(case, rank, meshes):
     runner.cut = Cut(step_cost(config, execution.overlaps), config.hop_b) if execution.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
-        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, capture=run_again)
+        runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, 2**20, capture=run_again)
     runner.num_requests = len(case["prompts"])
     return config, runner
 

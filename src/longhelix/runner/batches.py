@@ -192,9 +192,16 @@ class Batches:
         return tuple(found)
 
     def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """Integers as tensors, each of a group's pieces. They are copied there at once."""
-        together_X = torch.from_numpy(np.concatenate([piece for group in groups for piece in group])).to(self._device)
-        return together_X.split([sum(map(len, group)) for group in groups])
+        """Integers as tensors, each of a group's pieces. They are copied there at once.
+
+        Each tensor begins at a multiple of 16 bytes: Triton compiles a kernel once more for pointers that do not.
+        """
+        lengths = [sum(map(len, group)) for group in groups]
+        odd = np.zeros(1, np.int64)
+        pieces = [[*group, odd] if length % 2 else group for group, length in zip(groups, lengths, strict=True)]
+        together_X = torch.from_numpy(np.concatenate([piece for group in pieces for piece in group])).to(self._device)
+        placed = together_X.split([length + length % 2 for length in lengths])
+        return tuple(tensor[:length] for tensor, length in zip(placed, lengths, strict=True))
 
     def _held(self, lines_S: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which KVP ranks hold KV for which sequences, by their lines."""

@@ -1,5 +1,6 @@
 """The decoder's layers as CUDA graphs: one graph for each bucket of step shapes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -13,8 +14,23 @@ from longhelix.models.batch import Batch
 from longhelix.parallel.holders import PaddedHolders
 from longhelix.parallel.mesh import Mesh
 from longhelix.parallel.traffic import Traffic
+from longhelix.spec import ModelSpec
+from longhelix.spec.weights import num_active_parameters
 
 _MOST_GRAPHS = 128
+# Time that the host takes to launch one layer op by op, and arithmetic of a GPU, both as measured on an H200.
+_LAUNCH_LAYER_S = 1e-3
+_FLOPS_PER_S = 6e14
+
+
+def most_graph_rows(spec: ModelSpec, num_ranks: int) -> int:
+    """Rows from which a GPU takes longer to compute a layer than the host takes to launch it, so a graph gains nothing.
+
+    num_ranks: ranks that share a layer. The result depends on nothing else, so it is the same on all of them.
+    """
+    layer_flops_per_row = 2 * num_active_parameters(spec) / (spec.num_layers * num_ranks)
+    return math.ceil(_LAUNCH_LAYER_S * _FLOPS_PER_S / layer_flops_per_row)
+
 
 # Gives what a call returns, and how to run it again over the same memory.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -124,33 +140,43 @@ class _Graph:
 
 
 class GraphedLayers:
-    """Runs `layers` from CUDA graphs: the first step of a bucket is captured, later ones replay it with their own
-    inputs.
+    """Runs `layers` from CUDA graphs: one step of a bucket is captured, later ones replay it with their own inputs.
 
-    `mesh`: its groups count the collectives of a replay, which are those of its capture. `page_lists`: FlashInfer's,
-    prepared before a capture and before every replay.
+    A bucket of decodes is captured the first time it is met. A bucket with chunks is captured the second time: most are
+    met once, and a capture costs several runs of the layers. Steps of more than `most_rows` rows are never captured.
+
+    mesh: its groups count the collectives of a replay, which are those of its capture.
+    most_rows: see `most_graph_rows`.
+    page_lists: FlashInfer's, prepared before a capture and before every replay.
+    capture: captures a call; a CUDA graph by default.
     """
 
     def __init__(
         self,
         layers: Callable[[Tensor, Batch], Tensor],
         mesh: Mesh,
+        most_rows: int,
         page_lists: PageLists | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._layers = layers
         self._mesh = mesh
+        self._most_rows = most_rows
         self._page_lists = page_lists
         self._capture = capture or _CudaCapture()
         # Of all ranks alike, since they use the same: the one used last comes last, and the first goes first.
         self._graphs: dict[Bucket, _Graph] = {}
+        self._met_once: set[Bucket] = set()
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
-        if batch.alone or batch.shards is not None:
+        if batch.alone or batch.shards is not None or len(hidden_TH) > self._most_rows:
             return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.pop(bucket, None)
+        if graph is None and bucket.max_rows > 1 and bucket not in self._met_once:
+            self._met_once.add(bucket)
+            return self._layers(hidden_TH, batch)
         if graph is None:
             graph = self._new_graph(bucket, hidden_TH, batch)
         else:

@@ -11,20 +11,27 @@ from longhelix.models.batch import Batch
 from longhelix.models.decoder import Decoder
 from longhelix.runner.compiled_layers import CompiledLayers
 from longhelix.runner.execution import Execution
-from longhelix.runner.graphed_layers import GraphedLayers
+from longhelix.runner.graphed_layers import GraphedLayers, most_graph_rows
 from longhelix.runner.taped_layers import TapedLayers
 from longhelix.spans import UNTRACED, Spans
+from longhelix.spec import ModelSpec
 
 Layers = Callable[[Tensor, Batch], Tensor]
 
 
 def make_layers(
-    execution: Execution, model: Decoder, pool: KVPool, page_lists: PageLists | None = None, spans: Spans = UNTRACED
+    spec: ModelSpec,
+    execution: Execution,
+    model: Decoder,
+    pool: KVPool,
+    page_lists: PageLists | None = None,
+    spans: Spans = UNTRACED,
 ) -> Layers:
     """`Decoder.run_layers` over `pool`, run as `execution` says. What it returns may be overwritten by the next call.
 
-    `page_lists`: for FlashInfer's attention in CUDA graphs. `spans`: those of the model; they see compiled layers as
-    one span.
+    spec: the whole model's.
+    page_lists: for FlashInfer's attention in CUDA graphs.
+    spans: those of the model; they see compiled layers as one span.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution.compiled:
@@ -32,7 +39,8 @@ def make_layers(
     if execution.tapes:
         layers = TapedLayers(layers, spans)
     if execution.graphs:
-        layers = GraphedLayers(layers, model.mesh, page_lists)
+        most_rows = most_graph_rows(spec, model.mesh.layout.num_ranks)
+        layers = GraphedLayers(layers, model.mesh, most_rows, page_lists)
     return _as_one_span(layers, spans) if execution.compiled else layers
 
 

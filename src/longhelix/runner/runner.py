@@ -60,7 +60,7 @@ class ModelRunner:
         self.mesh = mesh
         self.model = model
         self.execution = execution
-        self.layers = make_layers(execution, model, pool, page_lists, spans)
+        self.layers = make_layers(spec, execution, model, pool, page_lists, spans)
         self.sampling = Sampling(mesh, spec.vocab_size, pool.device, spans)
         self._scoring = Scoring(mesh, spec.vocab_size, pool.device)
         self.pool = pool

@@ -57,7 +57,7 @@ def make_runner(compile, replay, spans=UNTRACED, graphs=False, spec=SPEC, device
     execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
     runner = ModelRunner(spec, mesh, model, pool, execution, spans=spans)
     if graphs and device is CPU:
-        runner.layers = GraphedLayers(runner.layers, mesh, capture=run_again)
+        runner.layers = GraphedLayers(runner.layers, mesh, 2**20, capture=run_again)
     return runner
 
 

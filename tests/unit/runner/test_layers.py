@@ -13,8 +13,9 @@ from longhelix.layout import Layout
 from longhelix.models.batch import Batch
 from longhelix.parallel.holders import Holders
 from longhelix.parallel.mesh import Mesh
+from longhelix.presets import load_model
 from longhelix.runner import graphed_layers, taped_layers
-from longhelix.runner.graphed_layers import Bucket, GraphedLayers, _Inputs
+from longhelix.runner.graphed_layers import Bucket, GraphedLayers, _Inputs, most_graph_rows
 from longhelix.runner.taped_layers import TapedLayers
 
 pytestmark = pytest.mark.unit
@@ -40,7 +41,7 @@ def decode(rows):
 
 
 def graphed(layers):
-    return GraphedLayers(layers, Mesh.build(Layout(), 0), capture=lambda call: (call(), lambda: None))
+    return GraphedLayers(layers, Mesh.build(Layout(), 0), 2**20, capture=lambda call: (call(), lambda: None))
 
 
 @pytest.mark.parametrize("kind", ["tapes", "graphs"])
@@ -140,10 +141,35 @@ def test_experts_are_told_of_padding_and_have_no_rows_while_a_graph_is_captured(
         result = call()
         return result, call
 
-    run = GraphedLayers(layers, Mesh.build(Layout(), 0), capture=capture)
+    run = GraphedLayers(layers, Mesh.build(Layout(), 0), 2**20, capture=capture)
     for rows in (5, 6):
         run(torch.ones(rows, 4), decode(rows))
     assert seen == [[True] * 6, [False] * 5 + [True], [False] * 6]
+
+
+def test_decodes_are_captured_at_once_chunks_the_second_time_and_long_steps_never():
+    captured = []
+
+    def capture(call):
+        captured.append(len(call()))
+        return call(), lambda: None
+
+    run = GraphedLayers(lambda hidden_TH, batch: hidden_TH, Mesh.build(Layout(), 0), 6, capture=capture)
+    one, two, long = (step_batch(rows, np.ones((1, len(rows)), dtype=bool), 0, 1) for rows in ([3], [3, 1], [7]))
+    for batch, expected in ((one, []), (two, []), (one, [3]), (two, [3, 4]), (long, [3, 4]), (long, [3, 4])):
+        hidden_TH = torch.rand(len(batch.token_ids_T), 4)
+        assert torch.equal(run(hidden_TH, batch), hidden_TH)
+        assert captured == expected
+    run(torch.ones(2, 4), decode(2))
+    assert captured == [3, 4, 2]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_graphs_are_for_steps_that_compute_for_less_time_than_they_take_to_launch(num_ranks):
+    """Of Llama 3 8B, and a layer's share of its head: 1 ms at 600 TFLOP/s."""
+    parameters = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 4096 * 128256 / 32
+    rows = 1e-3 * 600e12 / (2 * parameters / num_ranks)
+    assert most_graph_rows(load_model("llama-3-8b"), num_ranks) == pytest.approx(rows, rel=0.001)
 
 
 @pytest.mark.skipif(native.module is None, reason="no native kernels")

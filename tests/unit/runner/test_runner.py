@@ -176,6 +176,22 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
         assert runner.sequences[0].seen is None
 
 
+def test_what_kernels_take_of_steps_with_chunks_begins_at_multiples_of_16_bytes():
+    """Whatever the lengths: Triton compiles a kernel once more for pointers that do not."""
+    scheduler, runner = Scheduler(SchedulerConfig(1, 64, 128, chunk_tokens=9)), make_runner()
+    for id, length in enumerate((5, 7, 30, 1)):
+        scheduler.add(make_request(id, length))
+    mixed = 0
+    while (step := scheduler.schedule(0.0)) is not None:
+        scheduler.complete(runner.execute(step))
+        for batch in (batch for batch in runner.model.batches if not batch.stays):
+            taken = (batch.token_ids_T, batch.slots_t, batch.limits_t, batch.row_starts_b, batch.extents_b2)
+            assert not any(tensor.data_ptr() % 16 for tensor in taken)
+            mixed += len(batch.token_ids_T) % 2
+        runner.model.batches.clear()
+    assert mixed > 2
+
+
 @pytest.mark.parametrize("placement", ["striped", "growing", "local"])
 def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
     """A history of requests of many lengths, whichever ranks have their rows."""
