@@ -95,7 +95,7 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
     console.print(report.frontier_table(found), report.strategy_table(found), report.users_table(found))
     if found.latencies is not None:
         console.print(report.latency_table(found))
-    console.print(report.crossover_table(crossed, found.question.max_gpus))
+    console.print(report.crossover_table(crossed))
     if rejected:
         console.print(report.rejections_table(rejected))
     if found.best is not None:

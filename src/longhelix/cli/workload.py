@@ -25,9 +25,9 @@ class WorkloadOptions:
     """Which requests arrive when, and how soon they want their tokens."""
 
     trace: Path | None = None
-    """A .csv or .jsonl file of requests: arrival_s, prompt_tokens, output_tokens, and where wanted prefix_id,
-    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s, session, think_s; or one in Azure's or Mooncake's
-    columns."""
+    """A .csv or .jsonl file of requests with arrival_s, prompt_tokens, output_tokens, and optionally prefix_id,
+    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s, session, think_s. It can also have the columns of Azure,
+    BurstGPT, Vidur, Mooncake or Bailian."""
     synthetic: Flag = False
     "Draw requests in place of a trace."
     requests: Size = 1000
@@ -66,7 +66,7 @@ def read_trace(path: Path, service: ServiceLevel) -> list[Arrival]:
     """The requests of a file. Raises UserError for one that cannot be read."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        raise UserError(f"{path} ends in {path.suffix or 'no suffix'}: give a .csv or .jsonl file")
+        raise UserError(f"{path} ends in {path.suffix or 'no suffix'}: give a .csv or .jsonl file, unpacked")
     try:
         return read(io.StringIO(read_text(path), newline=""), service)
     except csv.Error as error:

@@ -16,25 +16,29 @@ BATCHES = (1, 8, 64, 512)
 
 @dataclass(frozen=True)
 class Crossover:
-    """At one context and batch on all GPUs: the best TTL with Helix and with every other strategy (None: none fits).
+    """The best TTL with Helix and with every other strategy, at one context and batch. None: no layout fits."""
 
-    kvp: Helix's.
-    """
-
+    gpus: int  # of every layout that is compared
     context: int
     batch: int
     helix_s: float | None
     others_s: float | None
-    kvp: int | None
+    kvp: int | None  # of Helix's best layout
 
     @property
     def pays(self) -> bool:
         return self.helix_s is not None and (self.others_s is None or self.helix_s < self.others_s)
 
 
-def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover]:
-    """The best TTL on `gpus` GPUs at each context and batch, sharded and not."""
-    on_all = np.flatnonzero(searched.layouts.world_size == gpus)
+def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Crossover]:
+    """Compare the best TTL with and without KVP at each context and batch.
+
+    All layouts compared have as many GPUs as the largest layout of up to `max_gpus` GPUs. That can be fewer than
+    `max_gpus`: no layout has 3 GPUs where sizes are powers of two.
+    """
+    sizes = searched.layouts.world_size
+    gpus = sizes[sizes <= max_gpus].max()
+    on_all = np.flatnonzero(sizes == gpus)
     layouts = searched.layouts.take(on_all)
     helix = np.isin(searched.strategy[on_all], [i for i, each in enumerate(STRATEGIES) if each.name in HELIX])
     found = []
@@ -48,6 +52,7 @@ def crossovers(question: Question, searched: Space, gpus: int) -> list[Crossover
             fits = bool(np.isfinite(ours[best]))
             found.append(
                 Crossover(
+                    int(gpus),
                     context,
                     batch,
                     float(ours[best]) if fits else None,

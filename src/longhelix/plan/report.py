@@ -226,10 +226,11 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
     return table
 
 
-def crossover_table(found: list[Crossover], gpus: int) -> Table:
+def crossover_table(found: list[Crossover]) -> Table:
     """Where Helix's best TTL beats that of every other strategy."""
     batches = list(dict.fromkeys(each.batch for each in found))
-    table = _table(f"best TTL of Helix over that of the others, {gpus} GPUs: below 1 KVP pays", "context")
+    title = f"best TTL of Helix over that of the others, {found[0].gpus} GPUs: below 1 KVP pays"
+    table = _table(title, "context")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
     for context in dict.fromkeys(each.context for each in found):

@@ -9,15 +9,13 @@ import msgspec
 
 from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 
-_ID_BITS = 30
-
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request that arrives `arrival_s` after the clock's zero.
 
     pieces: ids of the pieces of `piece_tokens` tokens that its prompt begins with: prompts are alike where these are.
-    What follows the pieces no other prompt has. A session has one request at a time: each is sent `think_s` after the
-    end of the one before, at `arrival_s` at the earliest.
+    They count from 0, below 2^31: token ids have 32 bits. What follows the pieces no other prompt has. A session has
+    one request at a time: each is sent `think_s` after the end of the one before, at `arrival_s` at the earliest.
     """
 
     arrival_s: float
@@ -31,7 +29,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
 
     def request(self, id: int) -> Request:
         """What the scheduler gets of it. No token ends the answer before its length."""
-        prompt = Prompt(self, 2 * (id % 2**_ID_BITS) + 1)
+        prompt = Prompt(self, 2 * id + 1)
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
         return Request(id, prompt, sampling, frozenset(), 0, self.arrival_s, self.service)
 
@@ -64,8 +62,11 @@ class Sooner:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of an arrival's prompt, made when they are asked for. Every piece has one id, which is even, and
-    what follows them has `own_id`, which is odd. generated: what a request goes on with after it was preempted."""
+    """The token ids of an arrival's prompt, made when they are asked for.
+
+    All tokens of a piece have one id, which is negative. Those after the pieces have `own_id`, which is above 0 and no
+    other prompt's. Tokens of answers are 0. generated: what a request goes on with after it was preempted.
+    """
 
     arrival: Arrival
     own_id: int
@@ -90,7 +91,7 @@ class Prompt:
         while start < min(stop, len(pieces) * piece_tokens):
             index = start // piece_tokens
             end = min((index + 1) * piece_tokens, stop)
-            token_ids += array("i", [2 * (pieces[index] % 2**_ID_BITS)]) * (end - start)
+            token_ids += array("i", [~pieces[index]]) * (end - start)
             start = end
         return token_ids + array("i", [self.own_id]) * (stop - start)
 

@@ -1,28 +1,47 @@
-"""Traces of requests as they are published: longhelix's own columns, Azure's and Mooncake's."""
+"""Traces of requests: longhelix's own columns, and those of published traces."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
-from zlib import crc32
 
 import msgspec
 
 from longhelix.errors import UserError
 from longhelix.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
-from longhelix.values import items, real, shown, whole
+from longhelix.values import items, real, refused, shown, whole
 
-# Mooncake's hash_ids name the KV blocks of a prompt (arXiv 2407.00079): equal ids, equal tokens.
-_MOONCAKE_PIECE_TOKENS = 512
-_MOST_PIECES = 2**24
-_REQUIRED = {
-    "longhelix": ("arrival_s", "prompt_tokens", "output_tokens"),
-    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    "mooncake": ("timestamp", "input_length", "output_length"),
-}
-_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s", "session", "think_s")
+_MOST_HASHES = 2**24  # of one prompt
+
+
+@dataclass(frozen=True)
+class _Format:
+    """The columns that somebody's traces have, and their units."""
+
+    name: str
+    arrival: str
+    prompt: str
+    output: str
+    per_second: float = 1.0  # of the unit of arrival times
+    hash_tokens: int = 1  # of a prompt, for each of its hash_ids
+
+    @property
+    def required(self) -> tuple[str, str, str]:
+        return self.arrival, self.prompt, self.output
+
+
+_OWN = _Format("longhelix", "arrival_s", "prompt_tokens", "output_tokens")
+_OWN_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s", "tbt_slo_s", "session", "think_s")
+_AZURE = _Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURST_GPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens")
+_VIDUR = _Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens")
+# hash_ids name the KV blocks of a prompt (arXiv 2407.00079): equal ids, equal tokens.
+_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", per_second=1e3, hash_tokens=512)
+# Has Mooncake's columns in other units. `chat_id` tells them apart.
+_BAILIAN = _Format("Bailian", "timestamp", "input_length", "output_length", hash_tokens=16)
+_FORMATS = (_OWN, _AZURE, _BURST_GPT, _VIDUR, _MOONCAKE)
 
 Record = Mapping[str, Any]
 
@@ -34,38 +53,58 @@ class _Numbered:
 
 
 def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """The requests of a CSV file with a header, by time of arrival; the first arrives at 0.
+    """Read the requests of a CSV file with a header, sorted by arrival. The first one arrives at 0.
 
-    service: of requests whose columns do not say another. Raises UserError for lines that are no requests.
+    Args:
+        lines: The text of the file.
+        service: What each request asks of the scheduler unless its columns say otherwise.
+
+    Raises:
+        UserError: The header is unknown, or a line is not a request.
     """
-    rows = csv.reader(lines)
-    header = [name.strip().removeprefix("\ufeff") for name in next(rows, [])]
-    kind = _kind(header)
-    if kind is None:
-        columns = "; ".join(",".join(names) for names in _REQUIRED.values())
-        raise UserError(f"the trace's first line is {shown(','.join(header))}: begin with columns such as {columns}")
-    return _sorted(kind, _csv_records(rows, header), service)
+    rows = csv.reader(_unmarked(lines))
+    header = [name.strip() for name in next(filter(_has_text, rows), [])]
+    found = _format(header)
+    if found is None:
+        columns = "; ".join(f"{','.join(each.required)} ({each.name})" for each in _FORMATS)
+        raise _no_header(header, f"begin with columns such as {columns}")
+    repeated = next((name for name in header if header.count(name) > 1), None)
+    if repeated is not None:
+        raise _no_header(header, f"give the column {shown(repeated)} once")
+    return _Reader(found, service).read(_csv_records(rows, header, found))
 
 
 def read_jsonl(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """The requests of a file with a JSON object in each line; otherwise as `read_csv`."""
-    records = list(_json_records(lines))
-    kind = _kind(records[0].record) if records else "longhelix"
-    return _sorted(kind or "longhelix", records, service)
+    """Read the requests of a file with a JSON object in each line; otherwise as `read_csv`."""
+    records = list(_json_records(_unmarked(lines)))
+    found = _format(records[0].record) if records else None
+    return _Reader(found or _OWN, service).read(records)
 
 
-def _kind(names: Iterable[str]) -> str | None:
+def _unmarked(lines: Iterable[str]) -> Iterator[str]:
+    """Leave out the byte order mark that some editors write before the first line."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix("\ufeff")
+
+
+def _format(names: Iterable[str]) -> _Format | None:
+    """The format that has the most of its columns among these; None if none has any."""
     given = set(names)
-    return next((kind for kind, required in _REQUIRED.items() if given.issuperset(required)), None)
+    best = max(_FORMATS, key=lambda each: len(given.intersection(each.required)))
+    if not given.intersection(best.required):
+        return None
+    return _BAILIAN if best is _MOONCAKE and "chat_id" in given else best
 
 
-def _csv_records(rows: Any, header: list[str]) -> Iterator[_Numbered]:
-    for row in rows:
-        if not row:
-            continue
+def _has_text(row: list[str]) -> bool:
+    return len(row) > 1 or bool("".join(row).strip())
+
+
+def _csv_records(rows: Any, header: list[str], found: _Format) -> Iterator[_Numbered]:
+    for row in filter(_has_text, rows):
         if len(row) != len(header):
-            raise _no_request(rows.line_num, f"it has {len(row)} columns, and the header {len(header)}")
-        yield _Numbered(rows.line_num, {name: value for name, value in zip(header, row, strict=True) if value != ""})
+            raise _no_request(rows.line_num, f"it has {len(row)} columns, and the header {len(header)}", found)
+        yield _Numbered(rows.line_num, {name: value for name, value in zip(header, row, strict=True) if value.strip()})
 
 
 def _json_records(lines: Iterable[str]) -> Iterator[_Numbered]:
@@ -74,86 +113,143 @@ def _json_records(lines: Iterable[str]) -> Iterator[_Numbered]:
             continue
         try:
             record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             raise _no_request(number, f"it is not JSON ({error})") from error
         if not isinstance(record, dict):
             raise _no_request(number, "it is not a JSON object")
         yield _Numbered(number, record)
 
 
-def _sorted(kind: str, records: Iterable[_Numbered], service: ServiceLevel) -> list[Arrival]:
-    arrivals = []
-    for numbered in records:
-        try:
-            arrivals.append(_arrival(kind, numbered.record, service))
-        except UserError as error:
-            raise _no_request(numbered.line, str(error)) from error
-    if not arrivals:
-        raise UserError("the trace has no requests: give at least one")
-    arrivals.sort(key=lambda arrival: arrival.arrival_s)
-    first_s = arrivals[0].arrival_s
-    return [msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - first_s) for arrival in arrivals]
+def _no_header(header: list[str], instead: str) -> UserError:
+    return UserError(f"the trace's first line is {shown(','.join(header))}: {instead}", "invalid_trace")
 
 
-def _no_request(line: int, why: str) -> UserError:
-    return UserError(f"line {line} of the trace is not a request: {why}", "invalid_trace")
+def _no_request(line: int, why: str, found: _Format | None = None) -> UserError:
+    form = "" if found is None else f" in {found.name}'s format"
+    return UserError(f"line {line} of the trace is not a request{form}: {why}", "invalid_trace")
 
 
-def _arrival(kind: str, record: Record, service: ServiceLevel) -> Arrival:
-    missing = [name for name in _REQUIRED[kind] if record.get(name) is None]
-    if missing:
-        raise UserError(f"{missing[0]} is missing")
-    arrival, prompt, output = _REQUIRED[kind]
-    prompt_tokens = whole(prompt, _number(record[prompt]), 1, MOST_TOKENS)
-    output_tokens = whole(output, _number(record[output]), 1, MOST_TOKENS)
-    match kind:
-        case "azure":
-            return Arrival(_timestamp_s(record[arrival]), prompt_tokens, output_tokens, service)
-        case "mooncake":
-            pieces = _pieces(record.get("hash_ids", ()))
-            arrival_s = _seconds(arrival, record[arrival]) / 1e3
-            return Arrival(arrival_s, prompt_tokens, output_tokens, service, pieces, _MOONCAKE_PIECE_TOKENS)
-    for name in record:
-        if name not in (*_REQUIRED[kind], *_OPTIONAL):
-            raise UserError(f"{shown(name)} is not known: use {', '.join((*_REQUIRED[kind], *_OPTIONAL))}")
-    pieces, piece_tokens = _prefix(record, prompt_tokens)
-    arrival_s = _seconds(arrival, record[arrival])
-    session, think_s = str(record.get("session", "")), _seconds("think_s", record.get("think_s", 0.0))
-    if think_s and not session:
-        raise UserError("think_s is of a session: give it one")
-    level = _service(record, service)
-    return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the records of one trace, in the order of its lines."""
 
+    format: _Format
+    service: ServiceLevel
+    pieces: dict[object, int] = field(default_factory=dict)  # a number for each hash id or prefix id so far
+    arrived_s: dict[str, float] = field(default_factory=dict)  # for each session so far, when its last request arrives
 
-def _prefix(record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
-    """The one piece that prompts of a prefix id share: their first `prefix_tokens`, or all of the shorter prompt."""
-    if record.get("prefix_id") is None:
-        if record.get("prefix_tokens") is not None:
-            raise UserError("prefix_tokens is given without a prefix_id: give both, or leave it out")
-        return (), 1
-    tokens = whole("prefix_tokens", _number(record.get("prefix_tokens", prompt_tokens)), 1, prompt_tokens)
-    return (crc32(str(record["prefix_id"]).encode("utf-8", "surrogatepass")),), tokens
+    def read(self, records: Iterable[_Numbered]) -> list[Arrival]:
+        arrivals = []
+        for numbered in records:
+            try:
+                arrivals.append(self._arrival(numbered.record))
+            except UserError as error:
+                raise _no_request(numbered.line, str(error), self.format) from error
+        if not arrivals:
+            raise UserError("the trace has no requests: give at least one", "invalid_trace")
+        arrivals.sort(key=lambda arrival: arrival.arrival_s)
+        first_s = arrivals[0].arrival_s
+        return [msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - first_s) for arrival in arrivals]
 
+    def _arrival(self, record: Record) -> Arrival:
+        arrival, prompt, output = self.format.required
+        is_turn = self.format is _MOONCAKE and ("session_id" in record or "delay" in record)
+        for name in self.format.required:
+            if record.get(name) is None and not (is_turn and name == arrival):
+                raise UserError(f"{name} is missing")
+        prompt_tokens = _tokens(prompt, record[prompt], 1, MOST_TOKENS)
+        # The step that ends a prompt also gives the first token of its answer.
+        output_tokens = max(_tokens(output, record[output], 0, MOST_TOKENS), 1)
+        if self.format is _OWN:
+            return self._own(record, prompt_tokens, output_tokens)
+        if self.format is _AZURE:
+            return Arrival(_timestamp_s(record[arrival]), prompt_tokens, output_tokens, self.service)
+        arrival_s, session, think_s = self._turn(record) if is_turn else (self._seconds(record, arrival), "", 0.0)
+        pieces = self._hashed(record.get("hash_ids"))
+        return Arrival(
+            arrival_s, prompt_tokens, output_tokens, self.service, pieces, self.format.hash_tokens, session, think_s
+        )
 
-def _pieces(hash_ids: object) -> tuple[int, ...]:
-    given = items("hash_ids", hash_ids, _MOST_PIECES, "whole numbers")
-    return tuple(whole("a hash id", hash_id, 0, 2**63 - 1) for hash_id in given)
+    def _turn(self, record: Record) -> tuple[float, str, float]:
+        """When a request of a session arrives, whose it is, and its delay after the one before."""
+        session, delay_s = _name("session_id", record), self._seconds(record, "delay")
+        before_s = self.arrived_s.get(session)
+        if record.get(self.format.arrival) is not None:
+            arrival_s = self._seconds(record, self.format.arrival)
+        else:
+            arrival_s = before_s or 0.0
+        if before_s is None:  # nothing comes before a session's first request but the begin of the trace
+            arrival_s, delay_s = arrival_s + delay_s, 0.0
+        if session:
+            self.arrived_s[session] = arrival_s
+        return arrival_s, session, delay_s
+
+    def _own(self, record: Record, prompt_tokens: int, output_tokens: int) -> Arrival:
+        known = (*_OWN.required, *_OWN_OPTIONAL)
+        for name in record:
+            if name not in known:
+                raise UserError(f"{shown(name)} is not known: use {', '.join(known)}")
+        pieces, piece_tokens = self._prefix(record, prompt_tokens)
+        arrival_s, think_s = self._seconds(record, _OWN.arrival), self._seconds(record, "think_s")
+        session = _name("session", record)
+        if think_s and not session:
+            raise UserError("think_s is of a session: give it one")
+        level = _service(record, self.service)
+        return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
+
+    def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
+        """The one piece that prompts of a prefix id share: their first `prefix_tokens`, or all of the shorter one."""
+        prefix_id, tokens = _name("prefix_id", record), record.get("prefix_tokens")
+        if not prefix_id:
+            if tokens is not None:
+                raise UserError("prefix_tokens is given without a prefix_id: give both, or leave it out")
+            return (), 1
+        shared = prompt_tokens if tokens is None else _tokens("prefix_tokens", tokens, 1, prompt_tokens)
+        return (self._piece(prefix_id),), shared
+
+    def _hashed(self, hash_ids: object) -> tuple[int, ...]:
+        given = () if hash_ids is None else items("hash_ids", hash_ids, _MOST_HASHES, "whole numbers")
+        return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
+
+    def _piece(self, name: object) -> int:
+        """Number the names of pieces from 0, so that two are never alike however long they are."""
+        return self.pieces.setdefault(name, len(self.pieces))
+
+    def _seconds(self, record: Record, name: str) -> float:
+        """A time of the record; 0 if it is absent."""
+        given = record.get(name)
+        if given is None:
+            return 0.0
+        return real(name, _number(given), lambda number: 0 <= number < 1e15, "a number from 0") / self.format.per_second
 
 
 def _service(record: Record, service: ServiceLevel) -> ServiceLevel:
-    said = {name: _number(record[name]) for name in ("priority", "ttft_slo_s", "tbt_slo_s") if name in record}
-    if record.get("client") is not None:
-        said["client"] = str(record["client"])
+    levels = ("priority", "ttft_slo_s", "tbt_slo_s")
+    said = {name: _number(record[name]) for name in levels if record.get(name) is not None}
+    if client := _name("client", record):
+        said["client"] = client
     return replace(service, **said) if said else service
 
 
-def _seconds(name: str, value: object) -> float:
-    return real(name, _number(value), lambda number: 0 <= number < 1e15, "a number from 0")
+def _name(field: str, record: Record) -> str:
+    """A string, or a whole number as one; empty if the record has none."""
+    given = record.get(field, "")
+    if given is None:
+        return ""
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise refused(field, given, "a string or a whole number")
+    return str(given)
+
+
+def _tokens(name: str, value: object, least: int, most: int) -> int:
+    """A number of tokens. Tools that compute with floats write whole ones as 374.0."""
+    number = _number(value)
+    return whole(name, int(number) if isinstance(number, float) and number.is_integer() else number, least, most)
 
 
 def _number(value: object) -> Any:
     """The number that a text of CSV is, or the value itself."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "_" in value:
         return value
     for convert in (int, float):
         try:
@@ -165,7 +261,7 @@ def _number(value: object) -> Any:
 
 def _timestamp_s(value: object) -> float:
     try:
-        moment = datetime.fromisoformat(str(value))
+        moment = datetime.fromisoformat(str(value).strip())
     except ValueError as error:
         raise UserError(f"TIMESTAMP is {shown(value)}: give a date and a time") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -53,6 +53,17 @@ def test_plan_writes_json_alone(capfd):
     assert found["crossovers"]
 
 
+def test_a_plan_of_a_number_of_gpus_that_no_layout_has(capfd):
+    """Three GPUs are neither a power of two nor whole servers."""
+    asked = ("plan", "--model", "llama-3-8b", "--system", "h100", "--context", "4k", "--max-gpus", "3")
+    status, out, err = run(capfd, *asked)
+    assert (status, err) == (0, "")
+    assert "best TTL of Helix over that of the others, 2 GPUs" in " ".join(out.split())
+    status, out, _ = run(capfd, *asked, "--json")
+    assert status == 0
+    assert {each["gpus"] for each in json.loads(out)["crossovers"]} == {2}
+
+
 def test_accepted_drafts_are_told_with_the_plan(capfd, tmp_path):
     drafts = ("--draft-tokens", "1", "--accepted-tokens", "1.8")
     asked = "plan", "--model", "llama-3-8b", "--system", "h100", "--context", "32k", "--ttl", "20ms", "--max-gpus", "2"

@@ -60,6 +60,9 @@ def test_the_same_seed_gives_the_same_report(capfd):
         ("own.jsonl", '{"arrival_s": 3, "prompt_tokens": 100, "output_tokens": 5, "prefix_id": "a"}\n', 1),
         ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n", 1),
         ("mooncake.jsonl", '{"timestamp": 0, "input_length": 900, "output_length": 7, "hash_ids": [1, 2]}\n', 1),
+        ("turns.jsonl", '{"session_id": "a", "input_length": 9, "output_length": 7, "delay": 50}\n' * 3, 3),
+        ("vidur.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,374,44\n4.3,396,109\n", 2),
+        ("burst.csv", "Timestamp,Model,Request tokens,Response tokens\n5,GPT-4,472,18\n9,GPT-4,81,0\n", 2),
     ],
 )
 def test_traces_load_as_they_are(capfd, tmp_path, name, text, requests):
@@ -79,6 +82,17 @@ def test_requests_that_begin_alike_share_what_is_computed(capfd, tmp_path):
     assert cached["ttft_s"]["p50"] < 0.1 * computed["ttft_s"]["p50"]
     assert cached["ttft_s"]["max"] == pytest.approx(computed["ttft_s"]["max"])  # the first has nothing to share
     assert cached["steps"] < 0.5 * computed["steps"]
+
+
+def test_hash_ids_that_differ_by_a_power_of_two_share_nothing(capfd, tmp_path):
+    row = {"timestamp": 0, "input_length": 8192, "output_length": 1, "hash_ids": [2**63 + at for at in range(16)]}
+    waits = []
+    for shift in (0, 2**30, 2**63):
+        later = row | {"timestamp": 60_000, "hash_ids": [at ^ shift for at in row["hash_ids"]]}
+        (tmp_path / "t.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(later)}\n")
+        waits.append(found(capfd, *SERVER, "--trace", str(tmp_path / "t.jsonl"))["ttft_s"]["p50"])
+    assert waits[0] < 0.5 * waits[1]
+    assert waits[1] == waits[2]
 
 
 @pytest.mark.slow
@@ -169,8 +183,10 @@ def test_what_cannot_be_is_said_in_a_sentence(capfd, options, said):
 
 
 def test_a_line_that_is_no_request_is_named(capfd, tmp_path):
-    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n1,5,0\n")
-    assert "line 3 of the trace is not a request" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "t.csv"))
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n1,5,-1\n")
+    assert "line 3 of the trace is not a request in longhelix's format: output_tokens is -1" in refusal(
+        capfd, *SERVER, "--trace", str(tmp_path / "t.csv")
+    )
     assert "cannot be read" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "missing.csv"))
     assert "give a .csv or .jsonl file" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "t.parquet"))
 

@@ -28,7 +28,7 @@ from longhelix.plan.reasons import neighbours, rejections
 from longhelix.plan.service import CHUNKS, Use, mixed_seconds, service
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
-from longhelix.presets import load_model, load_system
+from longhelix.presets import load_model, load_system, model_names, system_names
 
 pytestmark = pytest.mark.unit
 
@@ -269,6 +269,27 @@ def test_kvp_starts_to_pay_with_context(r1):
     assert not crossed[4096, 1].pays
     assert crossed[1048576, 1].pays
     assert crossed[1048576, 1].kvp > 1
+
+
+@pytest.mark.parametrize(("max_gpus", "compared"), [(1, 1), (3, 2), (5, 4), (12, 8), (20, 16), (24, 24), (63, 56)])
+def test_crossovers_are_of_the_largest_layouts_that_there_are(max_gpus, compared):
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    question = Question(setting, 4096, max_gpus)
+    crossed = crossovers(question, space(setting.model, max_gpus, question.node_gpus), max_gpus)
+    assert {each.gpus for each in crossed} == {compared}
+    assert any(each.others_s is not None for each in crossed)
+
+
+@pytest.mark.slow
+def test_every_number_of_gpus_has_crossovers():
+    """Each number of GPUs up to 130, and every preset and system somewhere among them."""
+    models = model_names()
+    for index, system in enumerate(map(load_system, system_names())):
+        for max_gpus in range(1 + index % 3, min(131, 1 + system.scale_out.ranks), 3):
+            setting = Setting(load_model(models[max_gpus % len(models)]), system, "bfloat16", "bfloat16")
+            question = Question(setting, 4096, max_gpus)
+            searched = space(setting.model, max_gpus, question.node_gpus)
+            assert max_gpus / 2 < crossovers(question, searched, max_gpus)[0].gpus <= max_gpus
 
 
 def test_reports_hold_every_candidate(r1):
