@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
+from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.kernels import PANELS, native
 from longhelix.kernels.draw import UNDECIDED
 from longhelix.kv import splits
@@ -67,8 +68,12 @@ class RecordingRunner(ModelRunner):
         self.copied_bytes = 0
         self.moves = []  # of sequences that were widened: owners before and after
         self._results = []
+        self.shown = ShownImages(0, 0)
 
     def submit(self, step):
+        for rows in self.shown.rows(step):
+            if takes_images(self.spec, self.mesh.layout, self.mesh.rank):
+                self.take_image_rows(rows.id, rows.start, rows.states)
         self.most_parts = max(self.most_parts, step.work.parts)
         step = msgspec.structs.replace(step, copies=self.copies + step.copies)
         self.moves += [(source.owner, target.owner) for source, target in step.moved]
@@ -213,11 +218,13 @@ def build(case, rank, meshes):
 
 
 def show(case, runner):
-    """The images of each prompt; the runner gets all of them, if it needs any."""
-    if takes_images(runner.spec, runner.mesh.layout, runner.mesh.rank):
-        for digest, states_LXH in np.load(case["states"]).items():
-            runner.take_image(bytes.fromhex(digest), states_LXH.shape[1], states_LXH.tobytes())
-    return [tuple(ImageSpan(*place, bytes.fromhex(digest)) for *place, digest in spans) for spans in case["images"]]
+    """The images of each prompt, rows of which the runner gets with its steps."""
+    states = {bytes.fromhex(digest): states_LXH for digest, states_LXH in np.load(case["states"]).items()}
+    runner.shown = ShownImages(len(next(iter(states.values()))), 2**30)
+    spans = [tuple(ImageSpan(*place, bytes.fromhex(digest)) for *place, digest in spans) for spans in case["images"]]
+    for request_id, of_prompt in enumerate(spans):
+        runner.shown.add(request_id, [ShownImage(span, states[span.digest].tobytes) for span in of_prompt])
+    return spans
 
 
 def run_again(call):

@@ -120,7 +120,8 @@ def make_shown_oracle(config, folder, seed=0, new_tokens=NEW_TOKENS):
     model, processor = save_model(config, folder, seed)
     images = {name: draw(*grid, seed) for seed, (name, grid) in enumerate(zip("abc", GRIDS, strict=True))}
     checkpoint = open_checkpoint(str(folder))
-    patcher, tower = Patcher(Path(folder)), Tower(checkpoint, ModelSpec.from_hf_config(checkpoint.config), "float32")
+    patcher, spec = Patcher(Path(folder)), ModelSpec.from_hf_config(checkpoint.config)
+    tower = Tower(checkpoint, spec, "float32", 2**20)
     patches = {name: patcher.patches(image) for name, image in images.items()}
     states = {
         one.digest: np.frombuffer(tower.states(one), np.float32).reshape(3, one.num_tokens, -1)

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
+from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.layout import Layout
 from longhelix.models.model_files import open_checkpoint
 from longhelix.parallel.mesh import Mesh
@@ -46,11 +47,11 @@ def test_no_request_compiles(tmp_path, seed):
     warm_up(config, runner, lambda share: None)
     warmed = graphs()
     assert warmed > before
-    assert not runner.images
+    assert not runner._image_rows
 
     chance = np.random.default_rng(seed)
     states = chance.standard_normal((3, IMAGE.num_tokens, config.spec.hidden_size), np.float32)
-    runner.take_image(IMAGE.digest, IMAGE.num_tokens, states.tobytes())
+    images_of = ShownImages(len(states), 2**20)
     scheduler, met = Scheduler(config.scheduler), set()
     for turn in range(150):
         for number in range(chance.integers(3) if turn < 120 else 0):
@@ -61,9 +62,12 @@ def test_no_request_compiles(tmp_path, seed):
                 ids[image.start : image.start] = array("i", [shown.IMAGE] * image.num_tokens)
             sampling = SamplingParams(max_new_tokens=int(chance.integers(1, 9)))
             scheduler.add(Request(3 * turn + number, ids, sampling, frozenset(), 0, 0.0, images=images))
+            images_of.add(3 * turn + number, [ShownImage(image, states.tobytes) for image in images])
         step = scheduler.schedule(0.0)
         if step is None:
             continue
+        for rows in images_of.rows(step):
+            runner.take_image_rows(rows.id, rows.start, rows.states)
         scheduler.complete(runner.execute(step))
         met.add((config.token_ranges.range_of(step.work.rows), bool(step.work.chunk_rows)))
         rows = [chunk.num_tokens for chunk in step.chunks]

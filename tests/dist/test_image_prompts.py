@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import PIL.Image
 import pytest
@@ -97,23 +98,32 @@ def test_a_prompt_is_cached_with_its_images(oracle):
         assert len(set(map(tuple, alone.values()))) == 4
 
 
-def test_ranks_have_each_image_once_and_drop_it(llm, oracle, monkeypatch):
-    told = []
-    monkeypatch.setattr(llm._core._pool, "show", lambda ranks, message, show=llm._core._pool.show: (
-        told.append((type(message).__name__, message.digest)), show(ranks, message)
-    ))  # fmt: skip
-    image = draw(2, 2, 11)
-    prompt = ImagePrompt([1, START, IMAGE, END, START, IMAGE, END], [image, image])
-    stream = llm.stream(prompt, SamplingParams(100))
-    next(stream)
-    llm.generate([prompt, prompt], GREEDY)
-    assert [kind for kind, _ in told] == ["TakeImage"]
-    stream.close()
-    assert [kind for kind, _ in told] == ["TakeImage", "DropImage"]
-    assert len({digest for _, digest in told}) == 1
-    llm.generate(prompt, GREEDY)
-    assert [kind for kind, _ in told] == ["TakeImage", "DropImage"] * 2
-    assert not llm._core._images._requests
+def test_ranks_get_the_rows_of_each_step_with_it(llm, monkeypatch):
+    """And nothing of requests that wait, or of what is cached."""
+    told, pool = [], llm._core._pool
+
+    def listen(name, real):
+        monkeypatch.setattr(pool, name, lambda *given: (told.append((name, given[-1])), real(*given)))
+
+    listen("show", pool.show)
+    listen("submit", pool.submit)
+    prompt = ImagePrompt([1, START, IMAGE, END, START, IMAGE, END, 2], [draw(2, 2, 11), draw(3, 2, 12)])
+    row_bytes, places = 3 * 90 * 4, [2, 3, 4, 5, *range(8, 14)]  # float32
+    for expected in (places, []):
+        request = llm.add(prompt, GREEDY)
+        assert not told
+        assert llm.image_bytes == (4 + 6) * row_bytes
+        while llm.has_work:
+            llm.step()
+        assert llm.image_bytes == 0
+        found = []
+        for (name, message), (_, behind) in pairwise([*told, (None, None)]):
+            if name == "show":
+                found += range(message.start, message.start + len(message.states) // row_bytes)
+                if not isinstance(behind, type(message)):
+                    assert request in {chunk.id for chunk in behind.chunks}
+        assert found == expected
+        told.clear()
 
 
 def test_images_come_first_where_a_prompt_has_no_place_for_them(llm, oracle):
@@ -180,7 +190,7 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
     with pytest.raises(UserError, match="a saved context has tokens alone"):
         llm.save_context("it", ImagePrompt([1], [image]))
     assert not llm._core._loop.scheduler.num_waiting
-    assert not llm._core._images._requests
+    assert llm.image_bytes == 0
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_an_image_is_read(llm, tmp_path, monkeypatch):
@@ -212,7 +222,7 @@ def test_states_of_another_shape_than_the_decoder_takes_are_refused(oracle):
         replace(spec, vision=replace(spec.vision, num_deepstack=1)),
     ):
         with pytest.raises(UserError, match="gives states of another shape than the decoder takes") as refusal:
-            Tower(checkpoint, other, "float32").states(patches)
+            Tower(checkpoint, other, "float32", 2**20).states(patches)
         assert refusal.value.code == "invalid_checkpoint"
 
 

@@ -1,8 +1,10 @@
 """Images in chats over HTTP, by a toy vision-language model: the answer is that of the engine's own `ImagePrompt`."""
 
 import base64
+import json
 import threading
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 from served import events, served, settled
@@ -124,7 +126,7 @@ def test_the_tower_runs_beside_the_engines_thread(server, monkeypatch):
     assert answers[0].status_code == 200
     assert len(ran) == 1
     assert ran != ["engine"]
-    assert not llm._core._images._requests
+    assert llm.image_bytes == 0
     assert settled(client, llm)
 
 
@@ -162,6 +164,42 @@ def test_images_go_with_no_context_and_are_not_tokenized_alone(server, oracle):
     assert (refused.status_code, "tokens alone" in refused.json()["error"]["message"]) == (400, True)
     refused = client.post("/tokenize", json={"messages": messages})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
+def test_an_image_that_ranks_cannot_take_ends_its_request_alone(oracle, expected, tmp_path, monkeypatch):
+    """The engine fails with it each time, and the request is known by that; everybody else is answered."""
+    fault_file = tmp_path / "fault"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))
+    monkeypatch.setenv("FAULT_FILE", str(fault_file))
+    body, text_of = {"messages": conversations(oracle.images)[0], **GREEDY}, {}
+    with served(model=str(oracle.path), **SETTINGS) as (client, llm):
+        plain = {"prompt": "w8 w9", **GREEDY}
+        text_of["before"] = client.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+        fault_file.write_text(json.dumps({"rank": 1, "point": "image", "action": "out of memory", "always": True}))
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(client.post("/v1/chat/completions", json=body)))
+        asking.start()
+        asking.join(120)
+        assert (answers[0].status_code, "failed 2 times" in answers[0].text) == (422, True)
+        assert client.get("/health").json()["restarts"] == 2
+        assert client.get("/health").json()["status"] == "ok"
+        text_of["after"] = client.post("/v1/completions", json=plain).json()["choices"][0]["text"]
+        fault_file.unlink()
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == expected[0].text
+        assert settled(client, llm)
+    assert text_of["before"] == text_of["after"]
+
+
+def test_requests_with_images_are_told_to_come_later_where_those_of_others_fill_the_room(server, oracle, monkeypatch):
+    client, llm = server
+    body = {"messages": conversations(oracle.images)[0], **GREEDY}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm), "image_bytes", property(lambda llm: llm.config.image_bytes))
+        refused = client.post("/v1/chat/completions", json=body)
+        assert client.post("/v1/completions", json={"prompt": "w8 w9", **GREEDY}).status_code == 200
+    assert (refused.status_code, "images of waiting requests" in refused.text) == (429, True)
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_models_of_text_refuse_them():

@@ -28,7 +28,7 @@ from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.token_event import TokenEvent, Usage
-from longhelix.step import StepResult
+from longhelix.step import Step, StepResult
 from longhelix.values import shown
 from longhelix.workers.pool import WorkerPool
 from longhelix.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
@@ -79,9 +79,9 @@ class TokenCore:
         # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
-        self._images = ShownImages(self._pool, config.image_ranks)
+        layers = 0 if config.spec.vision is None else 1 + config.spec.vision.num_deepstack
+        self._images = ShownImages(layers, config.image_bytes)
         self._guides = guides
-        self._told_tokens = False  # to ranks, which guides need
         self._scheduler = Scheduler(
             config.scheduler,
             self._pool.cost,
@@ -97,7 +97,8 @@ class TokenCore:
             hear(event)
 
         pp = config.layout.pp
-        self._loop = Loop(self._scheduler, self._pool, time.monotonic, most_in_flight(pp), leads_of(pp), hear_all)
+        runner = _Ranks(self._pool, config, self._images, guides)
+        self._loop = Loop(self._scheduler, runner, time.monotonic, most_in_flight(pp), leads_of(pp), hear_all)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -169,13 +170,15 @@ class TokenCore:
         return request
 
     def queue(self, request: Request, images: Sequence[ShownImage]) -> None:
-        """Queue a request: a new one, or the rest of one that the core before had."""
+        """Queue a request: a new one, or the rest of one that the core before had. The ranks hear of it with a step."""
         self.check_running()
-        if request.sampling.guide is not None:
-            self._tell_tokens()
-        self._loop.add(request)
         if images:
-            self._show(request, images)
+            self._images.add(request.id, images)
+        try:
+            self._loop.add(request)
+        except BaseException:
+            self._images.forget(request.id)
+            raise
 
     def follow(self, ended: "TokenCore") -> None:
         """Go on with the counters of a core that has ended, and with its numbers of requests."""
@@ -199,15 +202,6 @@ class TokenCore:
             raise UserError("this engine knows no text, and its requests cannot have guides: use LLM")
         return self._guides.check(guide)
 
-    def _tell_tokens(self) -> None:
-        """Have the ranks that will follow guides know tokens."""
-        if not self._told_tokens:
-            assert self._guides is not None, "or the guide was refused"
-            layout = self.config.layout
-            ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
-            self._pool.show(ranks, TakeTokens(self._guides.table))
-            self._told_tokens = True
-
     def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
         vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)
         if vision is not None and prompt_ids.count(vision.image_token_id) != shown:
@@ -215,13 +209,6 @@ class TokenCore:
                 f"the prompt has token {vision.image_token_id}, which stands for images, but no image for it: give "
                 "images beside it, or leave it out"
             )
-
-    def _show(self, request: Request, images: Sequence[ShownImage]) -> None:
-        try:
-            self._images.show(request.id, images)
-        except BaseException:
-            self.abort(request.id)
-            raise
 
     def check_asked(self, sampling: SamplingParams, service: ServiceLevel) -> None:
         """Raise UserError for what is of another type."""
@@ -232,10 +219,8 @@ class TokenCore:
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Returns what it held and took, or None if it had already ended."""
-        usage = self._loop.abort(request_id)
-        if not self.has_failed:  # or no rank is there to be told
-            self._images.forget(request_id)
-        return usage
+        self._images.forget(request_id)
+        return self._loop.abort(request_id)
 
     @property
     def cost_factors(self) -> tuple[float, float]:
@@ -260,6 +245,15 @@ class TokenCore:
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
         return self._scheduler.prefilled_tokens(request_id)
+
+    def has_begun(self, request_id: int) -> bool:
+        """Whether the ranks have heard of a request that has not ended: it may be why they fail."""
+        return self._scheduler.has_begun(request_id)
+
+    @property
+    def image_bytes(self) -> int:
+        """That the images of requests that wait take here. From any thread."""
+        return self._images.num_bytes
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
         """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
@@ -352,6 +346,35 @@ class TokenCore:
         except BaseException as error:
             self.fail(error)
             raise
+
+
+class _Ranks:
+    """The ranks as the loop's runner: before a step they get what it needs beside its `Step`. So whatever that costs a
+    rank is part of the step, and a request that a rank cannot bear is one that was running."""
+
+    def __init__(self, pool: WorkerPool, config: EngineConfig, images: ShownImages, guides: Guides | None) -> None:
+        self._pool, self._config, self._images, self._guides = pool, config, images, guides
+        self._know_tokens = False  # which guides need
+
+    def submit(self, step: Step) -> None:
+        if not self._know_tokens and any(new.sampling.guide is not None for new in step.new):
+            assert self._guides is not None, "or the guide was refused"
+            layout = self._config.layout
+            ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
+            self._pool.show(ranks, TakeTokens(self._guides.table))
+            self._know_tokens = True
+        for rows in self._images.rows(step):
+            self._pool.show(self._image_ranks(step), rows)
+        self._pool.submit(step)
+
+    def collect(self, timeout_s: float) -> StepResult | None:
+        return self._pool.collect(timeout_s)
+
+    def _image_ranks(self, step: Step) -> list[int]:
+        """Of the ranks that take the step those that need images."""
+        layout = self._config.layout
+        taken = step.instances or range(layout.kvp)
+        return [rank for rank in self._config.image_ranks if layout.kvp_rank(rank) in taken]
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:

@@ -196,6 +196,11 @@ class LLM:
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
 
+    @property
+    def image_bytes(self) -> int:
+        """That the images of requests that wait take in this process. Any thread may ask."""
+        return self._core.image_bytes
+
     def check_guide(self, guide: Guide) -> None:
         """Raise UserError if no text of this model can follow it. `add` asks as well; what was found is kept, so that
         whoever asks here before, on any thread, spares it the time."""
@@ -315,7 +320,8 @@ class LLM:
             given = self._after(context, prompt, sampling, service)
         stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
-        live = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, images)
+        unseen = [image.unseen() for image in images]
+        live = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, unseen)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images)
             self._live[request.id] = live

@@ -6,7 +6,7 @@ from contextlib import suppress
 from longhelix.engine.contexts import Contexts
 from longhelix.engine.core import TokenCore
 from longhelix.engine.live import Live
-from longhelix.errors import EngineError, UserError
+from longhelix.errors import UserError
 
 
 class LostRequests:
@@ -31,7 +31,7 @@ class LostRequests:
     def add(self, live: Iterable[Live], core: TokenCore) -> None:
         """The engine `core` has failed, and with it these requests."""
         for each in live:
-            began = core.prefilled_tokens(each.request.id) > 0
+            began = core.has_begun(each.request.id)
             each.stop(core.abort(each.request.id), began=began)
             self._lost[each.request.id] = each
         self._suspects.clear()
@@ -56,14 +56,14 @@ class LostRequests:
             live = next(iter(self._lost.values()))
             if self._holds(live, running):
                 return
-            if live.context is not None:
-                try:
+            try:
+                if live.context is not None:
                     with suppress(UserError):  # it is computed, then
                         contexts.load(live.context, live.request.service.cache_salt)
-                except EngineError:
-                    live.failures += 1
-                    raise
-            core.queue(live.begin_again(), live.images)
+                core.queue(live.begin_again(), live.images)
+            except Exception:  # which ends the engine: only those that have begun are to blame otherwise
+                live.failures += 1
+                raise
             if live.failures:
                 self._suspects.append(live)
             del self._lost[live.request.id]

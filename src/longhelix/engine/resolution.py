@@ -30,6 +30,9 @@ from longhelix.values import one_of, refused
 # Ranks that wait for each other at every exchange take turns on the cores that they share.
 _RANKS_PER_CORE = 4
 _FEW_RANKS = 64  # may run anywhere, to see that they do
+# What the engine's process keeps of images, twice over, and what share of free memory that may be. An image of 1,024
+# tokens takes 34 MB in a model of 4,096 channels.
+_MOST_IMAGE_BYTES, _IMAGE_SHARE = 2**29, 1 / 16
 
 
 def resolve(
@@ -57,9 +60,11 @@ def resolve(
     layout = balanced(setting, layout)
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
+    image_bytes = _image_bytes(spec)
+    memories = _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens, 2 * image_bytes)
     affordable = min(
         affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
-        for memory in _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens)
+        for memory in memories
     )
     sizes = affordable, scheduler.block_tokens, layout.kvp
     if isinstance(options.kv_cache_tokens, str):
@@ -85,6 +90,7 @@ def resolve(
         attention=options.attention,
         hop_b=options.hop_b,
         trace=options.trace is not None,
+        image_bytes=image_bytes,
     )
 
 
@@ -185,13 +191,18 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
     )
 
 
+def _image_bytes(spec: ModelSpec) -> int:
+    """`image_bytes` of the configuration."""
+    return 0 if spec.vision is None else min(_MOST_IMAGE_BYTES, int(_IMAGE_SHARE * host.available_bytes()))
+
+
 def _memories(
-    spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int
+    spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int, taken_bytes: int
 ) -> list[tuple[int, range]]:
-    """Memories in bytes, each with the ranks that share it: this host's, or one for each GPU."""
+    """Memories in bytes, each with the ranks that share it: this host's without what is taken, or one for each GPU."""
     ranks = range(layout.world_size)
     if gpu_bytes is None:
-        return [(host.available_bytes(), ranks)]
+        return [(host.available_bytes() - taken_bytes, ranks)]
     state_bytes = [split_state_bytes(spec, layout, longest_tokens, rank) for rank in ranks]
     return [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
 

@@ -1,51 +1,117 @@
-"""The images that the ranks have, because requests show them."""
+"""The images that requests show, and the rows of them that each step needs."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from longhelix.request import ImageSpan
-from longhelix.workers.pool import WorkerPool
-from longhelix.workers.transport import DropImage, TakeImage
+from longhelix.step import Step
+from longhelix.workers.transport import TakeImageRows
 
 
 @dataclass(frozen=True)
 class ShownImage:
-    """An image in a prompt. states: makes what `TakeImage` has of it, which takes long."""
+    """An image in a prompt.
+
+    make: makes its states, as `models.batch.ImageRows` has them for all of its tokens, which takes long.
+    states: those, where somebody has made them already.
+    """
 
     span: ImageSpan
-    states: Callable[[], bytes]
+    make: Callable[[], bytes]
+    states: bytes | None = None
 
-    def seen(self) -> Self:
-        """The same, with what takes long done."""
-        states = self.states()
-        return replace(self, states=lambda: states)
+    def seen(self) -> "ShownImage":
+        """The same, with its states."""
+        return self if self.states is not None else replace(self, states=self.make())
+
+    def unseen(self) -> "ShownImage":
+        """The same, without what takes memory."""
+        return replace(self, states=None)
 
 
 class ShownImages:
-    """Gives the ranks that need it each image once, however many requests show it, before any step does, and has them
-    drop it when the last of these has ended."""
+    """Of requests that have not ended. A step gets the rows that images fill in its chunks, so ranks hold no image
+    longer than a step, and requests that wait cost them nothing.
 
-    def __init__(self, pool: WorkerPool, ranks: Collection[int]) -> None:
-        self._pool, self._ranks = pool, ranks
-        self._of_request: dict[int, list[bytes]] = {}
-        self._requests = Counter[bytes]()  # by image
+    This process keeps the states of an image until the last row of it was given to a step, at most `most_bytes` of all
+    together: those beyond are made when a step needs them. So are those of a request that begins again.
+    """
 
-    def show(self, request_id: int, images: Sequence[ShownImage]) -> None:
-        """A request shows these images, and its first step is yet to come."""
-        shown = self._of_request[request_id] = []
-        for image in images:
-            digest = image.span.digest
-            if not self._requests[digest]:
-                self._pool.show(self._ranks, TakeImage(digest, image.span.num_tokens, image.states()))
-            self._requests[digest] += 1
-            shown.append(digest)
+    def __init__(self, layers: int, most_bytes: int) -> None:
+        """layers: how many states an image's token has."""
+        self._layers, self._most_bytes = layers, most_bytes
+        self._of_request: dict[int, list[ShownImage]] = {}
+        self._awaited: dict[int, set[int]] = {}  # by request, which of its images have rows that no step had
+        self._lengths: dict[int, int] = {}  # by request that runs, how many of its tokens steps have had
+        self._states: dict[bytes, bytes] = {}  # by digest
+        self._wanted = Counter[bytes]()  # by digest, in how many places it is awaited
+        self.num_bytes = 0  # of the states that are kept; any thread may read it
+
+    def add(self, request_id: int, images: Sequence[ShownImage]) -> None:
+        """A request waits. Raises what making states of its images does; then nothing is kept of it."""
+        self._of_request[request_id] = [image.unseen() for image in images]
+        self._awaited[request_id] = set()
+        try:
+            for number, image in enumerate(images):
+                self._await(request_id, number, image)
+        except BaseException:
+            self.forget(request_id)
+            raise
 
     def forget(self, request_id: int) -> None:
-        """A request has ended, if it showed any. Steps that have rows of it are under way, and no more of them come."""
-        for digest in self._of_request.pop(request_id, ()):
-            self._requests[digest] -= 1
-            if not self._requests[digest]:
-                del self._requests[digest]
-                self._pool.show(self._ranks, DropImage(digest))
+        """A request has ended, if it showed any."""
+        self._lengths.pop(request_id, None)
+        for number in list(self._awaited.get(request_id, ())):
+            self._given(request_id, number)
+        self._awaited.pop(request_id, None)
+        self._of_request.pop(request_id, None)
+
+    def rows(self, step: Step) -> Iterator[TakeImageRows]:
+        """What images fill in the chunks of the next step."""
+        for new in step.new:
+            if new.id in self._of_request:
+                self._lengths[new.id] = new.cached_tokens
+        for chunk in step.chunks:
+            images = self._of_request.get(chunk.id)
+            if images is None:
+                continue
+            start = self._lengths[chunk.id]
+            stop = self._lengths[chunk.id] = start + chunk.num_tokens
+            for number, image in enumerate(images):
+                own = range(max(image.span.start, start), min(image.span.stop, stop))
+                if own:
+                    yield TakeImageRows(chunk.id, own.start, self._cut(image, own))
+                if image.span.stop <= stop:
+                    self._given(chunk.id, number)
+
+    def _await(self, request_id: int, number: int, image: ShownImage) -> None:
+        digest = image.span.digest
+        if digest not in self._states and (image.states is not None or self.num_bytes < self._most_bytes):
+            states = image.seen().states
+            assert states is not None
+            if self.num_bytes + len(states) <= self._most_bytes:
+                self._states[digest] = states
+                self.num_bytes += len(states)
+        self._wanted[digest] += 1
+        self._awaited[request_id].add(number)
+
+    def _given(self, request_id: int, number: int) -> None:
+        """No step needs more of an image for this request."""
+        if number not in self._awaited[request_id]:
+            return
+        self._awaited[request_id].remove(number)
+        digest = self._of_request[request_id][number].span.digest
+        self._wanted[digest] -= 1
+        if not self._wanted[digest]:
+            del self._wanted[digest]
+            self.num_bytes -= len(self._states.pop(digest, b""))
+
+    def _cut(self, image: ShownImage, places: range) -> bytes:
+        """The states of some of its tokens, by their places in the prompt."""
+        states = self._states.get(image.span.digest)
+        states = image.make() if states is None else states
+        row_bytes = len(states) // (self._layers * image.span.num_tokens)
+        first, stop = places.start - image.span.start, places.stop - image.span.start
+        layers = (layer * image.span.num_tokens for layer in range(self._layers))
+        return b"".join(states[(layer + first) * row_bytes : (layer + stop) * row_bytes] for layer in layers)

@@ -42,7 +42,8 @@ class Batches:
     """Makes a batch of each step, and advances its sequences.
 
     sequences, numbers, arena: of the sequences that run their states, and where these keep numbers and block ids.
-    images: by digest, states_LXH: an image's rows of the states of `ImageRows`.
+    image_rows: by sequence and place in its prompt, states_LXH: rows that an image fills in the step that comes, as the
+    states of `ImageRows` have them.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class Batches:
         sequences: Mapping[int, SequenceState],
         numbers: Lines,
         arena: BlockArena,
-        images: Mapping[bytes, Tensor],
+        image_rows: Mapping[tuple[int, int], Tensor],
     ) -> None:
         self._spec, self._mesh = spec, mesh
         self._kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self._block_tokens = block_tokens
-        self._sequences, self._numbers, self._arena, self._images = sequences, numbers, arena, images
+        self._sequences, self._numbers, self._arena, self._given_rows = sequences, numbers, arena, image_rows
         self._device = arena.blocks_X.device
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2)
@@ -163,8 +164,7 @@ class Batches:
                 own = range(max(image.start, start), min(image.stop, stop))
                 if own:
                     rows = slice(first + own.start - start, first + own.stop - start)
-                    states_LXH = self._images[image.digest]
-                    found.append((rows, states_LXH[:, own.start - image.start : own.stop - image.start]))
+                    found.append((rows, self._given_rows[chunk.id, own.start]))
             first += chunk.num_tokens
         if not found:
             return None

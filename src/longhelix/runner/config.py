@@ -26,7 +26,8 @@ class EngineConfig:
     most parts that a batch attends in, each exchanged while the next one attends; None: as many as take the fewest
     seconds on `system`. `compile`: layers are one graph of torch.compile. `token_ranges`: which steps have compiled
     graphs of their own, and which are sequence-parallel. `replay`: layers run from tapes on CPUs and from CUDA graphs
-    on GPUs, where they can. `trace`: ranks report what they do and when.
+    on GPUs, where they can. `trace`: ranks report what they do and when. `image_bytes`: the most that the
+    engine's process keeps of images that waiting requests show, and again of those that the vision tower has seen last.
     """
 
     model_path: str
@@ -47,6 +48,7 @@ class EngineConfig:
     attention: str
     hop_b: int | None
     trace: bool
+    image_bytes: int
 
     @property
     def execution(self) -> str:

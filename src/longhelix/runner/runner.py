@@ -84,8 +84,10 @@ class ModelRunner:
         self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))
         self._spans = spans
         self._matchers: Matchers | None = None
-        self.images: dict[bytes, Tensor] = {}  # as `Batches` has them
-        self.batches = Batches(spec, mesh, self.block_tokens, self.sequences, self._numbers, self.arena, self.images)
+        self._image_rows: dict[tuple[int, int], Tensor] = {}  # of the next step, as `Batches` has them
+        self.batches = Batches(
+            spec, mesh, self.block_tokens, self.sequences, self._numbers, self.arena, self._image_rows
+        )
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -116,6 +118,7 @@ class ModelRunner:
                 scored = self._score(step, hidden_TH)
             self._spans.end(whole)
         self._step_id = 0
+        self._image_rows.clear()
         sent, waited_s = self.mesh.exchanged_bytes - sent_before, self.mesh.waited_s - waited_before_s
         exposed_s = waited_s if self.execution.sees_waits else None
         fingerprint = self.mesh.fingerprint(since=traffic_before)
@@ -173,17 +176,18 @@ class ModelRunner:
         """Know what tokens stand for, for sequences with guides."""
         self._matchers = Matchers(table)
 
-    def take_image(self, digest: bytes, num_tokens: int, states: bytes) -> None:
-        """Keep what an image is made of, as `TakeImage` has it, for the sequences that show it."""
+    def take_image_rows(self, sequence_id: int, start: int, states: bytes) -> None:
+        """Keep rows of an image, as `TakeImageRows` has them, until the next step has ended."""
         assert self.spec.vision is not None
         states_X = torch.frombuffer(bytearray(states), dtype=self.model.dtype).to(self.device)
-        self.images[digest] = states_X.view(1 + self.spec.vision.num_deepstack, num_tokens, self.spec.hidden_size)
+        shape = 1 + self.spec.vision.num_deepstack, -1, self.spec.hidden_size
+        self._image_rows[sequence_id, start] = states_X.view(shape)
 
-    def take_blank_image(self, digest: bytes, num_tokens: int) -> None:
-        """Keep an image of which nothing is seen."""
+    def take_blank_rows(self, sequence_id: int, num_rows: int) -> None:
+        """Keep rows of a blank image that is at the start of a prompt, likewise."""
         assert self.spec.vision is not None
-        shape = 1 + self.spec.vision.num_deepstack, num_tokens, self.spec.hidden_size
-        self.images[digest] = torch.zeros(1, dtype=self.model.dtype, device=self.device).expand(shape)
+        shape = 1 + self.spec.vision.num_deepstack, num_rows, self.spec.hidden_size
+        self._image_rows[sequence_id, 0] = torch.zeros(1, dtype=self.model.dtype, device=self.device).expand(shape)
 
     def settle(self) -> None:
         """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""

@@ -19,7 +19,7 @@ from longhelix.work import NO_WORK, Work
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
 _SPREADS = {"striped": (True,), "local": (False,)}
 _BESIDE_A_CHUNK = (1, 2, 4)  # decodes; mixed steps of more sequences would be as many graphs again
-BLANK = bytes(32)  # the digest of an image that shows nothing, and has as many tokens as the longest chunk
+BLANK = bytes(32)  # the digest of images that show nothing
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, on_done: Callable[[float], None]) -> None:
@@ -28,15 +28,15 @@ def warm_up(config: EngineConfig, runner: ModelRunner, on_done: Callable[[float]
     longest_tokens = scheduler.longest_local_tokens
     lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
     images = config.compile and config.spec.vision is not None
-    if images:
-        runner.take_blank_image(BLANK, scheduler.chunk_tokens)
     steps = warm_up_steps(scheduler, lengths, config.token_ranges, images)
     for done, step in enumerate(steps, start=1):
         runner.expect(step)
+        for sequence in step.new:
+            for image in sequence.images:
+                runner.take_blank_rows(sequence.id, image.num_tokens)
         runner.execute(step)
         on_done(done / len(steps))
     runner.settle()
-    runner.images.clear()
     runner.model.forget_expert_rows()
 
 
@@ -45,7 +45,7 @@ def warm_up_steps(
 ) -> list[Step]:
     """Steps of single rows in all padded numbers, of each of `ranges` a chunk of one prompt and one of two, and chunks
     beside some single rows; each of them as for sequences of each of `lengths`. images: also such chunks that show
-    `BLANK`, which the ranks have by then. Where requests may keep their KV on one rank, also of sequences that are
+    a blank image. Where requests may keep their KV on one rank, also of sequences that are
     dealt to the ranks in turn; of ranks with clocks of their own each has all of them once.
 
     Launches and graphs depend on a step's `most_tokens`, so no sequence needs to be that long. The sequences write only

@@ -137,6 +137,11 @@ class Scheduler:
         seq = self._running.get(request_id)
         return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
+    def has_begun(self, request_id: int) -> bool:
+        """Whether steps have been given to the ranks for a request that has not ended, and may be under way."""
+        seq = self._running.get(request_id)
+        return request_id in self._preempted if seq is None else not self._notices.is_new(seq)
+
     def schedule(self, now_s: float, busy: Set[int] = frozenset()) -> Step | None:
         """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, and
         chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""

@@ -21,7 +21,7 @@ from longhelix.serve.images import read_images
 from longhelix.serve.journal import Journal
 from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
-from longhelix.serve.refusals import ShuttingDownError
+from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.traces import Traces
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
@@ -204,6 +204,11 @@ class Serving:
         return await self._looking.run(self._read, token_ids, urls, field)
 
     def _read(self, token_ids: "array[int]", urls: list[str], field: str) -> ReadPrompt:
+        # Of half of it none is taken, which leaves room for those that have been read and are on their way.
+        if self.llm.image_bytes > self.llm.config.image_bytes // 2:
+            raise OverloadedError(
+                f"the images of waiting requests take {self.llm.image_bytes} bytes already: try again later"
+            )
         return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))
 
     async def context_tokens(self, name: str | None) -> int:

@@ -16,30 +16,28 @@ from longhelix.vision.patches import SETTINGS, Patches, missing_extra
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST_KEPT = 8  # images, each the size of its tokens' hidden states some times over
-
 
 class Tower:
     """Makes of patches what the decoder takes in place of an image's tokens, on this process's cores. Loaded when it is
-    first asked; then it keeps the last few images' states, because a conversation shows its images again each time.
+    first asked; then it keeps the states of the last images, because a conversation shows its images again each time.
 
-    spec: of the whole model. dtype: of activations, by name.
+    spec: of the whole model. dtype: of activations, by name. most_bytes: of the states that it keeps.
     """
 
-    def __init__(self, checkpoint: VisionLanguageCheckpoint, spec: ModelSpec, dtype: str) -> None:
+    def __init__(self, checkpoint: VisionLanguageCheckpoint, spec: ModelSpec, dtype: str, most_bytes: int) -> None:
         self._checkpoint = checkpoint
-        self._spec, self._dtype = spec, dtype
+        self._spec, self._dtype, self._most_bytes = spec, dtype, most_bytes
         self._kept: dict[bytes, bytes] = {}
         self._turn = Lock()
 
     def states(self, patches: Patches) -> bytes:
-        """Those of `models.batch.ImageRows`, as `TakeImage` has them. Threads take turns."""
+        """Those of `models.batch.ImageRows`, as `TakeImageRows` has them. Threads take turns."""
         with self._turn:
             states = self._kept.pop(patches.digest, None)
             if states is None:
                 states = self._run(patches)
             self._kept[patches.digest] = states  # the one that was used last comes last
-            if len(self._kept) > _MOST_KEPT:
+            while sum(map(len, self._kept.values())) > self._most_bytes:
                 del self._kept[next(iter(self._kept))]
             return states
 

@@ -26,7 +26,6 @@ from longhelix.workers.transport import (
     Carried,
     CountRows,
     Done,
-    DropImage,
     EngineSocket,
     Execute,
     Failed,
@@ -40,7 +39,7 @@ from longhelix.workers.transport import (
     SaveBlocks,
     Start,
     Stop,
-    TakeImage,
+    TakeImageRows,
     TakeTokens,
     ToEngine,
     ToWorker,
@@ -175,8 +174,8 @@ class WorkerPool:
         answers = self._ask(self._ranks, message, Carried, DISK_S).values()
         return next((UserError(answer.refusal, answer.code) for answer in answers if answer.refusal), None)
 
-    def show(self, ranks: Collection[int], message: TakeImage | DropImage | TakeTokens) -> None:
-        """Have ranks keep what the steps that come need, or forget it."""
+    def show(self, ranks: Collection[int], message: TakeImageRows | TakeTokens) -> None:
+        """Give ranks what the next step needs beside its `Step`."""
         self._check_open()
         self._socket.send(ranks, message)
         self._watchdog.given(ranks)

@@ -74,19 +74,16 @@ class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
     blocks: tuple[Block, ...]
 
 
-class TakeImage(msgspec.Struct, tag=True, frozen=True):
-    """Engine: sequences may show this image from now on. states: of `models.batch.ImageRows`, [layers, tokens, hidden
-    size], in the dtype of activations and this machine's byte order."""
+class TakeImageRows(msgspec.Struct, tag=True, frozen=True):
+    """Engine: what fills some rows of a sequence's chunk in your next step, and in no other.
 
-    digest: bytes
-    num_tokens: int
+    start: the first row's place in the prompt. states: of `models.batch.ImageRows`, [layers, rows, hidden size], in the
+    dtype of activations and this machine's byte order.
+    """
+
+    id: int
+    start: int
     states: bytes
-
-
-class DropImage(msgspec.Struct, tag=True, frozen=True):
-    """Engine: no sequence shows this image any more."""
-
-    digest: bytes
 
 
 class TakeTokens(msgspec.Struct, tag=True, frozen=True):
@@ -176,9 +173,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     user_error_code: str
 
 
-ToWorker = (
-    Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImage | DropImage | TakeTokens | Stop
-)
+ToWorker = Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImageRows | TakeTokens | Stop
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
 
 # Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).

@@ -25,7 +25,6 @@ from longhelix.workers.transport import (
     Carried,
     CountRows,
     Done,
-    DropImage,
     Execute,
     Joined,
     LoadBlocks,
@@ -37,7 +36,7 @@ from longhelix.workers.transport import (
     SaveBlocks,
     Start,
     Stop,
-    TakeImage,
+    TakeImageRows,
     TakeTokens,
     ToWorker,
     Traced,
@@ -97,10 +96,8 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
                 socket.send(RowCounts(runner.model.expert_rows()))
             case ReportPasses():
                 socket.send(_pass_report())
-            case TakeImage(digest, num_tokens, states):
-                runner.take_image(digest, num_tokens, states)
-            case DropImage(digest):
-                del runner.images[digest]
+            case TakeImageRows(id, start, states):
+                runner.take_image_rows(id, start, states)
             case TakeTokens(table):
                 runner.take_tokens(table)
             case SaveBlocks() | LoadBlocks() as message:

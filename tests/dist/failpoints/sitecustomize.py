@@ -1,7 +1,8 @@
 """Faults inside ranks, for tests: a process that starts with this folder on its path looks, at the points of its
 steps, for the fault that the file of FAULT_FILE has, as JSON {"rank", "point", "action", "row"}. It happens once; then
-the file is gone. A NaN is in all rows, or in one. {"rank", "token", "action"} happens whenever a prompt has that token;
-with "decodes", whenever such a request begins to decode.
+the file is gone. With "always" the file stays, and it happens each time. At the points "image" and "tokens" a rank
+takes rows of images, and what guides need. A NaN is in all rows, or in one. {"rank", "token", "action"} happens
+whenever a prompt has that token; with "decodes", whenever such a request begins to decode.
 """
 
 import json
@@ -59,7 +60,8 @@ def _reach(point, step=None):
         return None
     if (fault["rank"], fault["point"]) != (_rank, point):
         return None
-    _FILE.unlink()
+    if not fault.get("always"):
+        _FILE.unlink()
     if fault["action"] == "NaN":
         return slice(None) if fault.get("row") is None else fault["row"]
     _ACTIONS[fault["action"]]()
@@ -81,6 +83,16 @@ def _with_nan(rows, tensor):
     return wrong
 
 
+def _take(point, take):
+    def reach(runner, *given):
+        global _rank
+        _rank = runner.mesh.rank
+        _reach(point)
+        take(runner, *given)
+
+    return reach
+
+
 def _forward(runner, step, forward=ModelRunner.forward):
     global _rank
     _rank = runner.mesh.rank
@@ -94,4 +106,6 @@ def _exchange(*arguments, exchange=overlap.exchange):
 
 
 ModelRunner.forward = _forward
+ModelRunner.take_image_rows = _take("image", ModelRunner.take_image_rows)
+ModelRunner.take_tokens = _take("tokens", ModelRunner.take_tokens)
 overlap.exchange = _exchange

@@ -394,12 +394,12 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
     assert order == ["layers"]
 
 
-def test_an_image_has_as_many_tokens_as_was_said():
+def test_rows_of_an_image_are_of_all_layers_that_it_is_added_to():
     spec = SimpleNamespace(vision=VisionSpec(1, 2, 3, num_deepstack=1), hidden_size=4)
     model = SimpleNamespace(dtype=torch.float32)
-    runner = SimpleNamespace(spec=spec, model=model, device=torch.device("cpu"), images={})
+    runner = SimpleNamespace(spec=spec, model=model, device=torch.device("cpu"), _image_rows={})
     states_LXH = torch.arange(24.0).view(2, 3, 4)
-    ModelRunner.take_image(runner, b"it", 3, states_LXH.numpy().tobytes())
-    assert torch.equal(runner.images[b"it"], states_LXH)
+    ModelRunner.take_image_rows(runner, 7, 5, states_LXH.numpy().tobytes())
+    assert torch.equal(runner._image_rows[7, 5], states_LXH)
     with pytest.raises(RuntimeError):
-        ModelRunner.take_image(runner, b"other", 6, states_LXH.numpy().tobytes())
+        ModelRunner.take_image_rows(runner, 7, 5, states_LXH[:, :, 1:].contiguous().numpy().tobytes())
