@@ -7,6 +7,7 @@ the numbers comes later than the others, and what does not depend on it is compu
 """
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +51,8 @@ def scalar(
     before, after = _written(result, later) if isinstance(result, _Symbol) else ([], [f"return {_number(result)!r}"])
     body = [*before, f"def seconds({later}):", *(f"    {line}" for line in after), "return seconds"]
     source = "\n    ".join([f"def first({', '.join(names)}):", *body])
-    found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt}
+    # Numbers that are not finite are written as names.
+    found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt, "inf": math.inf, "nan": math.nan}
     exec(source, found)  # noqa: S102 - what was written above, of names and numbers alone
     function: Callable[..., Callable[[float], float]] = found["first"]
     return function
@@ -114,6 +116,8 @@ def _known(operation: str, values: list[Any]) -> Any:
         if isinstance(first, bool):
             return values[1] if first else last
         return last if _same(values[1], last) else None
+    if operation in ("maximum", "minimum") and any(_is_nan(value) for value in values):
+        return math.nan  # Python's comparisons would pick the other operand
     for number, other in ((first, last), (last, first)):
         if isinstance(number, _Symbol) or len(values) == 1:
             continue
@@ -139,6 +143,10 @@ def _computed(operation: str, values: list[Any]) -> Any:
     return getattr(np, operation)(*values).item()
 
 
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
 def _same(first: Any, second: Any) -> bool:
     """Whether two values are equal whatever the inputs are."""
     symbols = isinstance(first, _Symbol) or isinstance(second, _Symbol)
@@ -154,18 +162,17 @@ def _scaled_once(operation: str, values: list[Any]) -> tuple[str, list[Any]]:
     symbol, first = _scaling(inner.operation, inner.operands)
     if symbol is None or not (_is_power_of_two(first) or _is_power_of_two(factor)):
         return operation, values
-    match inner.operation, operation:
-        case "multiply", "multiply":
-            return "multiply", [symbol, first * factor]
-        case "divide", "divide":
-            return "divide", [symbol, first * factor]
-        case "multiply", "divide":
-            return (
-                ("multiply", [symbol, first / factor])
-                if _is_power_of_two(factor)
-                else ("divide", [symbol, factor / first])
-            )
-    return operation, values
+    if inner.operation == operation:
+        once, scale = operation, first * factor
+    elif inner.operation == "divide":
+        return operation, values
+    elif _is_power_of_two(factor):
+        once, scale = "multiply", first / factor
+    else:
+        once, scale = "divide", factor / first
+    # Beyond the range of normal floats even a power of two rounds.
+    is_exact = math.isfinite(scale) and abs(scale) >= sys.float_info.min
+    return (once, [symbol, scale]) if is_exact else (operation, values)
 
 
 def _scaling(operation: str, operands: Sequence[Any]) -> tuple[_Symbol | None, float]:
@@ -218,7 +225,8 @@ def _parts(symbol: _Symbol) -> list[_Symbol]:
 
 
 def _constant(value: Any) -> str:
-    return repr(value if isinstance(value, bool) else float(value))
+    written = repr(value if isinstance(value, bool) else float(value))
+    return f"({written})" if written.startswith("-") else written  # `**` binds tighter than a sign
 
 
 def _add(symbol: _Symbol, order: dict[_Symbol, None]) -> None:
