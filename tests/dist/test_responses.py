@@ -112,6 +112,23 @@ def test_one_that_ends_by_itself_is_completed(server, api):
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "name": "answer", "schema": {"type": "boolean"}, "strict": True},
+        {"type": "json_object"},
+    ],
+)
+def test_the_format_of_the_text_is_followed(server, api, form):
+    client, _ = server
+    answer = api.responses.create(input=QUESTION, text={"format": form}, max_output_tokens=64)
+    assert answer.output_text.startswith(("true", "false") if form["type"] == "json_schema" else "{")
+    assert answer.text.format.type == form["type"]
+    both = {"input": QUESTION, "text": {"format": form}, "guided_regex": "a"}
+    refused = client.post("/v1/responses", json=both).json()["error"]
+    assert "several fields say what the answer has to be: give one of text," in refused["message"]
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("store", True),
@@ -119,7 +136,9 @@ def test_one_that_ends_by_itself_is_completed(server, api):
         ("conversation", "conv_1"),
         ("background", True),
         ("tools", [{"type": "web_search"}]),
-        ("text", {"format": {"type": "json_object"}}),
+        ("text", {"format": {"type": "xml"}}),
+        ("text", {"format": {"type": "json_schema", "name": "person"}}),
+        ("text", {"format": {"type": "json_schema", "name": "person", "schema": {"type": "strange"}}}),
         ("truncation", "auto"),
         ("include", ["message.output_text.logprobs"]),
         ("input", []),

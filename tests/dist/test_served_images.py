@@ -135,7 +135,7 @@ def test_the_tower_runs_beside_the_engines_thread(server, monkeypatch):
     [
         ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}], "invalid_image"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], "invalid_image"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}], None),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "some"}}], None),
         ([{"type": "image_url", "image_url": {}}], None),
         ([{"type": "image_url"}], None),
         ([{"type": "input_audio", "input_audio": {}}], None),

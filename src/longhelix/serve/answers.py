@@ -170,7 +170,7 @@ class ResponseObject(BaseModel):
     tool_choice: str = "auto"
     tools: list[Any] = []
     truncation: str = "disabled"
-    text: dict[str, Any] = {"format": {"type": "text"}}
+    text: dict[str, Any]
 
 
 class Model(BaseModel):

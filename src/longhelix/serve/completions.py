@@ -30,7 +30,8 @@ def routes(serving: Serving) -> APIRouter:
     async def complete(body: CompletionBody) -> Response:
         serving.check_model(body.model)
         before = await serving.context_tokens(body.context)
-        encode = serving.llm.tokenizer.encode if body.context is None else serving.llm.tokenizer.encode_more
+        adds_special = body.context is None and body.add_special_tokens is not False
+        encode = serving.llm.tokenizer.encode if adds_special else serving.llm.tokenizer.encode_more
         prompts = await serving.prompts(body.prompt, encode)
         if body.only_echoes:
             asked = serving.requests(body, prompts, 1, None, before)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -87,6 +88,7 @@ _BEGINNINGS = {
     "every token": "stop_token_ids",
 } | {name: name for name in Sampled.model_fields}
 _ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
+_AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # and one about a part of a message
 logger = logging.getLogger(__name__)
 
 
@@ -178,6 +180,8 @@ def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
             "messages",
         )
     said = str(error)
+    if place := _AT.match(said):
+        return said, error.code, place.group(1)
     param = next(
         (field for begins, field in _BEGINNINGS.items() if said.startswith((f"{begins} ", f"{begins}:"))), None
     )
@@ -246,8 +250,22 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
     if found["type"] == "model_attributes_type" and len(found["loc"]) == 1:
         return "the body is no JSON object: send one, with content-type: application/json", "invalid_json", None
-    names = [str(name) for name in found["loc"][1:] if not str(name).startswith(("function-", "constrained-"))]
-    field, said = ".".join(names), found["msg"].removeprefix("Value error, ")
-    if not field and (about := _ABOUT.match(said)):  # of the body as a whole
+    path, said = (
+        _path(error.body, found["loc"][1:], found["type"] == "missing"),
+        found["msg"].removeprefix("Value error, "),
+    )
+    if not path and (about := _ABOUT.match(said)):  # of the body as a whole
         return said[:_LONGEST_QUOTE], "invalid_argument", about.group(1)
-    return f"{field[:_LONGEST_QUOTE] or 'the body'}: {said[:_LONGEST_QUOTE]}", "invalid_argument", (names or [None])[0]
+    return f"{path or 'the body'}: {said[:_LONGEST_QUOTE]}", "invalid_argument", re.split(r"[.\[]", path)[0] or None
+
+
+def _path(body: object, location: Sequence[int | str], is_missing: bool) -> str:
+    """A place in a body, such as messages[0].content, as its client wrote it: pydantic's has names of its own among
+    those of fields, such as the one of several forms that it has tried. is_missing: there is nothing at that place."""
+    path, inside = "", body
+    for left, name in zip(range(len(location) - 1, -1, -1), location, strict=True):
+        if isinstance(name, int) and isinstance(inside, list) and name < len(inside):
+            path, inside = f"{path}[{name}]", inside[name]
+        elif isinstance(inside, dict) and (name in inside or (is_missing and left == 0)):
+            path, inside = f"{path}.{name}".removeprefix("."), inside.get(name)
+    return path[:_LONGEST_QUOTE]

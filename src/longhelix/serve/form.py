@@ -84,6 +84,8 @@ class Form:
 
     def event(self, choices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         found = self.head | {"object": self.kind, "choices": choices}
+        if self.body.asks_for("include_usage"):
+            found["usage"] = None  # the last event has it, and all have the field, as OpenAI says
         if self.body.asks_for("continuous_usage_stats"):
             found["usage"] = {
                 "prompt_tokens": self.prompt_tokens,

@@ -17,7 +17,8 @@ MOST_PIXELS = 2**25  # of an image: 8K video has less
 MOST_PIXELS_TOGETHER = 2**27  # of one request
 MOST_SCANS = 256  # of a JPEG, each of which goes over all of its pixels; encoders make about ten
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # what begins one
-_FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+_FORMATS = ("PNG", "JPEG", "WEBP")
+_MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp")
 _WANTED = "send the image itself, as data:image/png;base64,... (or image/jpeg, image/webp)"
 
 
@@ -45,7 +46,7 @@ def _file(url: str, name: str, field: str) -> bytes:
         raise _refused(f"{name} has the URL {shown(url[:100])}, and nothing is fetched here: {_WANTED}", field)
     kind, comma, data = rest.partition(",")
     media_type, *parameters = kind.split(";")
-    if media_type.lower() not in _FORMATS or not comma or parameters[-1:] != ["base64"]:
+    if media_type.lower() not in _MEDIA_TYPES or not comma or parameters[-1:] != ["base64"]:
         raise _refused(f"{name} is {shown(kind[:100])}: {_WANTED}", field)
     if 3 * len(data) // 4 > MOST_BYTES + 2:
         raise _refused(f"{name} has more than {MOST_BYTES} bytes: give it smaller", field)
@@ -64,7 +65,7 @@ def _num_pixels(file: bytes, name: str, field: str) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # see MOST_PIXELS
-            with PIL.Image.open(BytesIO(file), formats=tuple(_FORMATS.values())) as image:
+            with PIL.Image.open(BytesIO(file), formats=_FORMATS) as image:
                 pixels = image.width * image.height
     except PIL.Image.DecompressionBombError as error:  # more than Pillow opens
         raise _too_many_pixels(name, field) from error

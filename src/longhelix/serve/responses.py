@@ -17,6 +17,8 @@ from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
+_PLAIN: dict[str, Any] = {"format": {"type": "text"}}
+
 
 def routes(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=AnswerRoute.after(serving.check_open))
@@ -123,6 +125,7 @@ class _Form(Form):
             metadata=body.metadata or {},
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
+            text=_PLAIN if body.text is None else _PLAIN | body.text.model_dump(by_alias=True, exclude_none=True),
             **found,
         )
 

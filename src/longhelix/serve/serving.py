@@ -145,7 +145,11 @@ class Serving:
         field: str,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> "array[int]":
-        told = given if isinstance(given, str) else [message.for_template() for message in given]
+        told = (
+            given
+            if isinstance(given, str)
+            else [message.for_template(f"{field}[{place}]") for place, message in enumerate(given)]
+        )
         length = len(told) if isinstance(told, str) else sum(map(_num_characters, told))
         length += 0 if tools is None else len(json.dumps(tools))
         most = self.max_model_len * self.llm.tokenizer.longest_token

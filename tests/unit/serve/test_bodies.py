@@ -56,8 +56,9 @@ def test_no_salt_has_a_context_loaded_again(kind, given):
 def test_a_developers_messages_are_the_systems_for_templates():
     told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     (chat, _), (response, _) = ChatBody(messages=told).messages, ResponseBody(input=told).take_messages()
-    assert chat.for_template() == response.for_template() == {"role": "system", "content": "Be brief."}
-    assert Message(role="tool", content="x").for_template()["role"] == "tool"
+    brief = {"role": "system", "content": "Be brief."}
+    assert chat.for_template("messages[0]") == response.for_template("input[0]") == brief
+    assert Message(role="tool", content="x").for_template("messages[0]")["role"] == "tool"
 
 
 def test_a_response_is_one():
@@ -77,7 +78,7 @@ MANY = {str(number): "no number" for number in range(100_000)}
         (CompletionBody, {"prompt": "x", "logit_bias": MANY}, 1024),
         (ChatBody, {"messages": [{"role": "user", "content": "x"}], "logit_bias": MANY}, 1024),
         (ResponseBody, {"input": "x", "metadata": dict.fromkeys(MANY, 1)}, 16),
-        (CompletionBody, {"prompt": "x", "structured_outputs": MANY}, 5),
+        (CompletionBody, {"prompt": "x", "structured_outputs": MANY}, 13),
     ],
     ids=["logit_bias", "logit_bias of a chat", "metadata", "structured_outputs"],
 )

@@ -303,9 +303,9 @@ def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, pat
     """There may be very many."""
     threads, for_template = [], Message.for_template
 
-    def watched(message):
+    def watched(message, path):
         threads.append(current_thread())
-        return for_template(message)
+        return for_template(message, path)
 
     async def test(client, llm, serving):
         llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, tools=None: [len(messages)], 9

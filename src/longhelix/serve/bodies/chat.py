@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from longhelix.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
@@ -34,6 +34,13 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
+# Told apart before it is looked at, as in `TextOr`.
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[ToolChoice, Tag("object")],
+    Discriminator(lambda given: "str" if isinstance(given, str) else "object"),
+]
+
+
 class ChatBody(Sampled):
     prompt_field = "messages"
 
@@ -43,9 +50,15 @@ class ChatBody(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true")
+        return self
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:

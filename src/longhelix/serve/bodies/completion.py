@@ -17,6 +17,7 @@ class CompletionBody(Sampled):
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
     @property

@@ -1,45 +1,44 @@
 """Of /v1/responses."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from longhelix.guide import Guide
 from longhelix.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text, few
 from longhelix.serve.bodies.message import (
     COUNTED,
     MOST_MESSAGES,
     MOST_PARTS,
+    Detail,
     ImagePart,
     ImageUrl,
     Message,
+    RefusalPart,
     TextOr,
     TextPart,
 )
-from longhelix.serve.bodies.sampled import NOT_HERE, Sampled
-
-# As NOT_HERE says it; and none is kept.
-_NOT_IN_RESPONSES: dict[str, tuple[Any, ...]] = NOT_HERE | {
-    "store": (False,),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "include": ([],),
-    "truncation": ("disabled",),
-    "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
-    "top_logprobs": (0,),
-    "echo": (False,),
-}
-
+from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_METADATA = 16  # as OpenAI has it
-_WHOLE = "no response is kept, so send the whole conversation as input"
-_NOTHING_KEPT = {
-    "store": "no response is kept, so set it to false",
+_WHOLE = Unserved((), "no response is kept, so send the whole conversation as input")
+_UNSERVED = UNSERVED | {
+    "store": Unserved((False,), "no response is kept, so set it to false"),
     "previous_response_id": _WHOLE,
+    "previous_response": _WHOLE,
+    "previous_input_messages": _WHOLE,
     "conversation": _WHOLE,
+    "context_management": _WHOLE,
+    "messages": Unserved((), "use input"),
+    "prompt": Unserved((), "use input"),
+    "max_completion_tokens": Unserved((), "use max_output_tokens"),
+    "top_logprobs": Unserved((0,), "use /v1/chat/completions"),
+    "background": Unserved((False,)),
+    "include": Unserved(([],)),
+    "truncation": Unserved(("disabled",), "shorten the input"),
+    "image": Unserved(),
 }
 
 
@@ -53,10 +52,10 @@ class InputImage(Body):
 
     type: Literal["input_image"]
     image_url: Text
-    detail: Literal["auto", "high"] | None = None
+    detail: Detail | None = None
 
 
-InputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+InputPart = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
 
 
 class InputMessage(Body):
@@ -73,20 +72,52 @@ class InputMessage(Body):
         return Message(role=self.role, content=[_chat_part(part) for part in self.content])
 
 
-def _chat_part(part: InputText | InputImage) -> TextPart | ImagePart:
+def _chat_part(part: InputText | InputImage | RefusalPart) -> TextPart | ImagePart | RefusalPart:
+    if isinstance(part, RefusalPart):
+        return part
     if isinstance(part, InputText):
         return TextPart(type="text", text=part.text)
     return ImagePart(type="image_url", image_url=ImageUrl(url=part.image_url, detail=part.detail))
 
 
+class TextFormat(Body):
+    """What the answer has to be. content: of the type json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.content is not None):
+            raise ValueError("it has a schema where its type is json_schema, and nowhere else")
+        return self
+
+    def guide(self) -> Guide | None:
+        """Raises UserError."""
+        if self.content is not None:
+            return Guide.of_schema(self.content)
+        return Guide("json") if self.type == "json_object" else None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_unserved(self.model_extra, {"verbosity": UNSERVED["verbosity"]})
+        return self
+
+
 class ResponseBody(Sampled):
     prompt_field, limit_field = "input", "max_output_tokens"
-    not_here = _NOT_IN_RESPONSES
-    instead = _NOTHING_KEPT
+    guide_fields = ("text", *Sampled.guide_fields)
+    unserved = _UNSERVED
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
     input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     instructions: Text | None = None
+    text: TextOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     metadata: (
         Annotated[
@@ -96,6 +127,10 @@ class ResponseBody(Sampled):
         ]
         | None
     ) = None
+
+    def guides(self) -> list[Guide]:
+        asked = None if self.text is None or self.text.format is None else self.text.format.guide()
+        return super().guides() if asked is None else [asked, *super().guides()]
 
     def take_messages(self) -> list[Message]:
         """The conversation that is to be answered, which is not kept here."""

@@ -10,34 +10,10 @@ from longhelix.guide import Guide
 from longhelix.request import MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId, few
 from longhelix.serve.bodies.guided import Guided
+from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_CHOICES = 64
 _MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is looked at for all of them
-# Not served, by what asks for nothing.
-NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "suffix": ("",),
-    "best_of": (1,),
-    "guided_whitespace_pattern": (),
-    "prompt_logprobs": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "return_token_ids": (False,),
-}
 _MOST_BIASED = 1024
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -54,14 +30,13 @@ class StreamOptions(Body):
 class Sampled(Guided):
     """What requests for new tokens have in common. A null is what is left out.
 
-    prompt_field, limit_field: those that say what comes before new tokens, and how many of these may come. not_here:
-    fields that are not served, by what asks for nothing; instead: what to do about some of them.
+    prompt_field, limit_field: those that say what comes before new tokens, and how many of these may come.
+    unserved: fields of other servers that are refused.
     """
 
     prompt_field: ClassVar[str]
     limit_field: ClassVar[str] = "max_tokens"
-    not_here: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_HERE
-    instead: ClassVar[Mapping[str, str]] = {}
+    unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED
 
     model: ModelName | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
@@ -90,9 +65,7 @@ class Sampled(Guided):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.not_here and value is not None and value not in self.not_here[name]:
-                raise ValueError(f"{name} is not served here: {self.instead.get(name, 'leave it out')}")
+        check_unserved(self.model_extra, self.unserved)
         if self.context is not None and self.cache_salt:  # or each new salt would have all of the context loaded again
             raise ValueError(
                 "cache_salt is for KV that is not shared, and a context is everybody's: leave out one of them"
