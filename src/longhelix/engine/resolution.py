@@ -18,6 +18,7 @@ from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.parameters import check
 from longhelix.models.rope import inverse_frequencies
 from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
+from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
@@ -216,8 +217,24 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
     else:
         spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config)
         _check_runs(spec, checkpoint.config)
+        spec = _with_own_head(spec, checkpoint)
     check(spec, tensors, quantised)
     return spec
+
+
+def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
+    """With the head of the file, where that is not the embedding although the config ties them, as in transformers."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not spec.tied_embeddings or not {embedding, head} <= checkpoint.tensors.keys():
+        return spec
+    if checkpoint.holds_same(embedding, head):
+        return spec
+    warnings.warn(
+        f"the model's config ties its head to its embedding, but the checkpoint has another {head}, which is used: set "
+        "tie_word_embeddings to false in config.json, or remove the tensor",
+        stacklevel=5,
+    )
+    return replace(spec, tied_embeddings=False)
 
 
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ The loader reads by this table, and a checkpoint is checked against it before an
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -14,6 +15,13 @@ from longhelix.models.parameter import Parameter, Source
 from longhelix.spec import DTYPES, ModelSpec, number_format
 from longhelix.spec.weights import Dim, Split, Stored, WeightSpec, embedding, head, last_norm, layer_weights
 from longhelix.values import shown
+
+_UNREAD = re.compile(
+    r"(?:.*\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)"
+    r"|(?:pretrained_model\.)?(?:v_head|value_head|score|classifier|reward_head)\..*"
+    r"|(?:model\.)?(?:mtp|mtp_layers|visual|vision_tower|vision_model|multi_modal_projector)\..*",
+    re.DOTALL,
+)
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
@@ -136,19 +144,32 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
             raise UserError(
                 f"tensor {name!r} has dtype {dtype}: longhelix reads {', '.join(DTYPES)}", "invalid_checkpoint"
             )
-    unused = sorted(name for name in tensors if name not in declared and not _is_redundant(name, spec))
-    if unused:
+    unused = sorted(name for name in tensors if name not in declared and not _is_tied_head(name, spec))
+    wanted = [name for name in unused if not _changes_nothing(name, spec)]
+    if wanted:
         raise UserError(
-            f"the checkpoint has a tensor {shown(unused[0])} ({len(unused)} such) that a "
+            f"the checkpoint has a tensor {shown(wanted[0])} ({len(wanted)} such) that a "
             f"{spec.architecture} model does not use: the config and the weights do not belong together",
             "invalid_checkpoint",
         )
+    if unused:
+        warnings.warn(
+            f"{len(unused)} tensors of the checkpoint are not read, because nothing that is computed here depends on "
+            f"them, such as {shown(unused[0])}",
+            stacklevel=4,
+        )
 
 
-def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Whether this is a tensor that the model does without: one that it derives or shares but some exporters write, or
-    one of heads that look further ahead (DeepSeek's MTP, stored as layers after the last)."""
+def _is_tied_head(name: str, spec: ModelSpec) -> bool:
+    """Whether this is a copy of the embedding, which is read instead."""
+    return spec.tied_embeddings and name == "lm_head.weight"
+
+
+def _changes_nothing(name: str, spec: ModelSpec) -> bool:
+    """Whether the model's answers are the same without this tensor: what is derived from the config, heads beside that
+    of the vocabulary, heads that look further ahead (MTP, which DeepSeek stores as layers after the last), and what
+    looks at images, of a model whose config reads text alone."""
     later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
         return True
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+    return _UNREAD.fullmatch(name) is not None

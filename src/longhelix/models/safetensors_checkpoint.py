@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from longhelix.models.checkpoint import TensorInfo, invalid_checkpoint
+from longhelix.models.tensor_names import canonical
+from longhelix.values import shown
 
 if TYPE_CHECKING:
     import torch
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 2**26  # at a time
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class SafetensorsCheckpoint:
     """A folder with config.json and safetensors weights, in one file or in indexed shards.
 
-    `config` and `generation_config` are the JSON files as read; the latter is {} where absent.
-    Raises UserError where a file is missing, unreadable, or in conflict with the index.
+    `config` and `generation_config` are the JSON files as read; the latter is {} where absent. `tensors` are keyed by
+    their `canonical` names.
+    Raises UserError where a file is missing, unreadable, or in conflict with the index, or where two tensors are one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +42,14 @@ class SafetensorsCheckpoint:
             _read_json(generation_config) if generation_config.exists() else {}
         )
         self._weight_map = _read_weight_map(path)
-        self.tensors: Mapping[str, TensorInfo] = _read_shards(path, self._weight_map)
+        stored = _read_shards(path, self._weight_map)
+        self._stored_names = _canonical_names(path, stored)
+        if _EMBEDDING not in self._stored_names and self.config.get("tie_word_embeddings") is True:
+            head = self._stored_names.get(_HEAD)  # which is the embedding as well
+            self._stored_names |= {} if head is None else {_EMBEDDING: head}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: replace(stored[of_file], name=name) for name, of_file in self._stored_names.items()
+        }
         self._shards: dict[str, _MappedShard] = {}
 
     @property
@@ -45,10 +59,26 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`."""
-        shard = self._weight_map[name]
+        stored = self._stored_names[name]
+        return self._shard(stored).read(replace(self.tensors[name], name=stored), slices)
+
+    def holds_same(self, name: str, other: str) -> bool:
+        """Whether two tensors are the same, bit for bit."""
+        first, second = self.tensors[name], self.tensors[other]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        left, right = (
+            self._shard(stored).bytes_of(replace(info, name=stored))
+            for info, stored in ((first, self._stored_names[name]), (second, self._stored_names[other]))
+        )
+        parts = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(left), _COMPARED_BYTES))
+        return all(np.array_equal(left[part], right[part]) for part in parts)
+
+    def _shard(self, stored_name: str) -> _MappedShard:
+        shard = self._weight_map[stored_name]
         if shard not in self._shards:
             self._shards[shard] = _MappedShard(self.path / shard)
-        return self._shards[shard].read(self.tensors[name], slices)
+        return self._shards[shard]
 
 
 class _MappedShard:
@@ -76,6 +106,10 @@ class _MappedShard:
             self._read_ahead(next_byte, min((rows.stop - rows.start) * row_bytes, stop - next_byte))
         stored = torch.from_numpy(self._bytes[start:stop]).view(getattr(torch, tensor.dtype))
         return stored.view(tensor.shape)[slices]
+
+    def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        start, stop = self._place(tensor)
+        return self._bytes[start:stop]
 
     def _place(self, tensor: TensorInfo) -> tuple[int, int]:
         """Where its bytes begin and end. Raises UserError if the file is no longer the one that was found sound."""
@@ -143,6 +177,19 @@ def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tenso
                 "download the index and the shards of one revision."
             )
     return tensors
+
+
+def _canonical_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Of each canonical name the one that the files have."""
+    found: dict[str, str] = {}
+    for name in stored:
+        other = found.setdefault(canonical(name), name)
+        if other != name:
+            raise invalid_checkpoint(
+                f"{folder} holds {shown(other)} and {shown(name)}, which are the same tensor of a model: leave out the "
+                "files that do not belong to it"
+            )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

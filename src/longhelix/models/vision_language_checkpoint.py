@@ -13,7 +13,7 @@ from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
 if TYPE_CHECKING:
     import torch
 
-_DECODER, _TOWER = "model.language_model.", "model.visual."
+_TOWER = "model.visual."
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class VisionLanguageCheckpoint:
             return self._stored.read(part.name, (expert, rows, columns))[0]
         return self._stored.read(part.name, (expert, columns, rows))[0].T.contiguous()
 
+    def holds_same(self, name: str, other: str) -> bool:
+        """Whether two tensors that are no parts of others are the same, bit for bit."""
+        return self._stored.holds_same(self._parts[name].name, self._parts[other].name)
+
     def read_tower(self, name: str) -> torch.Tensor:
         """A tensor of the vision tower, whole."""
         shape = self.tower_tensors[name].shape
@@ -68,7 +72,7 @@ class VisionLanguageCheckpoint:
 
     def _views(self, info: TensorInfo) -> Iterator[tuple[TensorInfo, _Part]]:
         """What a tensor is to a decoder: itself, or one or two matrices for each expert."""
-        name = info.name.replace(_DECODER, "model.", 1)
+        name = info.name
         of_layer, separator, kind = name.partition(".mlp.experts.")
         if not separator or len(info.shape) != 3:
             yield TensorInfo(name, info.shape, info.dtype), _Part(info.name)
