@@ -96,7 +96,7 @@ def given(flags: Any) -> dict[str, Any]:
     settings = {name: value for name, value in vars(flags).items() if value is not None}
     for name, example in _OBJECTS.items():
         if name in settings:
-            settings[name] = _parsed(name, settings[name], example)
+            settings[name] = parsed_object(name, settings[name], example)
     return settings
 
 
@@ -181,7 +181,7 @@ class ModelOptions:
         return Layout(**degrees)
 
 
-def _parsed(name: str, text: str, example: str) -> dict[str, Any]:
+def parsed_object(name: str, text: str, example: str) -> dict[str, Any]:
     option = f"--{name.replace('_', '-')}"
     try:
         settings = json.loads(text)
@@ -264,7 +264,7 @@ class SamplingOptions:
         """Keys of JSON are strings: those that are whole numbers become some."""
         if self.logit_bias is None:
             return {}
-        parsed = _parsed("logit_bias", self.logit_bias, '{"42": -100}')
+        parsed = parsed_object("logit_bias", self.logit_bias, '{"42": -100}')
         return {int(key) if re.fullmatch("[0-9]{1,10}", key) else key: bias for key, bias in parsed.items()}
 
 

@@ -6,11 +6,11 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens
+from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens, parsed_object
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
@@ -42,6 +42,7 @@ def serve(
     metrics_prefix: str = "longhelix",
     log_format: Literal["text", "json"] = "text",
     otlp_endpoint: str | None = None,
+    default_chat_template_kwargs: str | None = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
@@ -79,6 +80,9 @@ def serve(
     otlp_endpoint
         Where an OpenTelemetry collector takes traces over HTTP, such as http://localhost:4318/v1/traces; wants
         longhelix[trace]. [default: no traces]
+    default_chat_template_kwargs
+        Variables for the model's chat template, as a JSON object such as '{"enable_thinking": false}'. Requests may
+        replace them with chat_template_kwargs.
     """
     from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
     from longhelix.serve.engine_thread import Recovery
@@ -98,6 +102,10 @@ def serve(
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
     name = served_model_name or Path(model.model).name
+    variables: dict[str, Any] = {}
+    if default_chat_template_kwargs is not None:
+        example = '{"enable_thinking": false}'
+        variables = parsed_object("default_chat_template_kwargs", default_chat_template_kwargs, example)
     traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
     with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
         journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
@@ -113,6 +121,7 @@ def serve(
                 metrics_prefix=metrics_prefix,
                 journal=journal,
                 traces=traces,
+                chat_template_kwargs=variables,
             )
             run(
                 serving,

@@ -13,7 +13,7 @@ from longhelix.serve import answers as forms
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody
 from longhelix.serve.driver import Answers
-from longhelix.serve.errors import ClientError, statuses, streamed
+from longhelix.serve.errors import NO_TOOLS, ClientError, statuses, streamed
 from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
@@ -44,10 +44,10 @@ async def _ask(serving: Serving, body: ChatBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
     calls = serving.llm.tokenizer.tool_form if body.offered else None
     if body.offered and calls is None:
-        raise ClientError("the model's chat template takes no tools, or in a form that is not known", "tools")
+        raise ClientError(NO_TOOLS, "tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered else None
     guide = await serving.guide(lambda: _guide(body, calls), body.guide_field or "tools")  # images take longer
-    prompt = await serving.conversation(body.messages, "messages", body.context, tools)
+    prompt = await serving.conversation(body, body.messages, body.rendering(serving.chat_template_kwargs), tools)
     asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
     answers = await serving.ask(asked)
     return answers, _Form(serving, body, asked, calls)

@@ -63,7 +63,8 @@ class _Contexts:
         self._check_room(body.id)
         tokenizer = serving.llm.tokenizer
         no_images = "a saved context has tokens alone: give its images with each prompt"
-        token_ids = await serving.token_ids_alone(body, tokenizer.encode, tokenizer.encode_messages, no_images)
+        encode_messages = partial(tokenizer.encode_chat, add_generation_prompt=False)
+        token_ids = await serving.token_ids_alone(body, tokenizer.encode, encode_messages, no_images)
         if len(token_ids) >= serving.max_model_len:
             raise ClientError(
                 f"the context has {len(token_ids)} tokens, and the model's context {serving.max_model_len}, which a "

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, PassingError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
-from longhelix.serve.bodies import Sampled
+from longhelix.serve.bodies import Ended, Sampled
 from longhelix.serve.calls import current
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
@@ -77,6 +77,7 @@ _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "disk_full": ("the server's disk is full, or files there may not be that large: delete contexts", None),
     "disk_error": ("the server's disk does not serve: whoever runs the server can say why", None),
 }
+NO_TOOLS = "the model's chat template takes no tools, or in a form that is not known"
 # How the engine's other sentences begin, by the field that they are about.
 _BEGINNINGS = {
     "max_new_tokens": "max_tokens",
@@ -86,7 +87,7 @@ _BEGINNINGS = {
     "a token id of logit_bias": "logit_bias",
     "prompt token": "prompt",
     "every token": "stop_token_ids",
-} | {name: name for name in Sampled.model_fields}
+} | {name: name for name in (*Sampled.model_fields, *Ended.model_fields)}
 _ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
 _AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # and one about a part of a message
 logger = logging.getLogger(__name__)

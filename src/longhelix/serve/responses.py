@@ -37,7 +37,7 @@ async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
     guide = await serving.guide(body.guide, body.guide_field)  # images take longer
     messages = await asyncio.to_thread(body.take_messages)
-    prompt = await serving.conversation(messages, "input", body.context)
+    prompt = await serving.conversation(body, messages, body.rendering(serving.chat_template_kwargs))
     asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
     answers = await serving.ask(asked)
     return answers, _Form(serving, body, asked)

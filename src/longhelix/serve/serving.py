@@ -5,6 +5,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from longhelix.engine.llm import LLM
@@ -23,6 +24,7 @@ from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.traces import Traces
+from longhelix.text.chat_template import checked_variables
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 _TEXT_THREADS = 4  # a long text keeps one of them for seconds
@@ -33,7 +35,8 @@ _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, a
 @dataclass
 class Serving:
     """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
-    names of metrics. Raises UserError for one that is none."""
+    names of metrics. chat_template_kwargs: variables of the chat template that requests may replace. Raises UserError
+    for what is none of these."""
 
     llm: LLM
     driver: Driver
@@ -43,6 +46,7 @@ class Serving:
     metrics_prefix: str = PREFIX
     journal: Journal = field(default_factory=Journal)
     traces: Traces | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(init=False)
     # Texts become tokens, and tokens texts, on threads that nothing else waits for.
     _texts: Line = field(init=False)
@@ -52,6 +56,7 @@ class Serving:
     _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
+        checked_variables(self.chat_template_kwargs)
         self._texts = Line("texts", self.driver.most_requests + _TEXT_THREADS, _TEXT_THREADS)
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
@@ -168,6 +173,7 @@ class Serving:
         encode: Callable[..., list[int]],
         encode_messages: Callable[..., list[int]],
         no_images: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
         """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
         with some are told. Raises ClientError."""
@@ -179,19 +185,21 @@ class Serving:
             return token_ids
         if any(message.image_urls for message in body.messages):
             raise ClientError(no_images, "messages")
-        return await self.token_ids(encode_messages, body.messages, "messages")
+        encode_messages = partial(encode_messages, **body.rendering(self.chat_template_kwargs))
+        return await self.token_ids(encode_messages, body.messages, "messages", tools)
 
     async def conversation(
         self,
+        body: Sampled,
         messages: list[Message],
-        field: str,
-        context: str | None,
+        rendering: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int] | ReadPrompt":
         """What the chat template makes of messages, behind a saved context if there is one, with the images that they
-        show and the tools that they may call. Their content is not kept: an answer may take long, and images are large
-        (`BodyRoute` lets go of the text that they came in). Raises UserError for what cannot be, OverloadedError."""
-        tokenizer = self.llm.tokenizer
+        show and the tools that they may call. rendering: arguments of the template. The messages' content is not kept:
+        an answer may take long, and images are large (`BodyRoute` lets go of the text that they came in).
+        Raises UserError for what cannot be, OverloadedError."""
+        tokenizer, field, context = self.llm.tokenizer, body.prompt_field, body.context
         given, urls = messages.copy(), [url for message in messages for url in message.image_urls]
         messages.clear()
         if urls and self.llm.config.spec.vision is None:
@@ -201,7 +209,7 @@ class Serving:
         if tools is not None and context is not None:
             raise ClientError("tools are told where a conversation begins: leave out the context, or them", "context")
         encode = tokenizer.encode_chat if context is None else tokenizer.encode_more_chat
-        token_ids = await self.token_ids(encode, given, field, tools)
+        token_ids = await self.token_ids(partial(encode, **rendering), given, field, tools)
         given.clear()
         if not urls:
             return token_ids

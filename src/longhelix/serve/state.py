@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
-from longhelix.serve.errors import statuses
+from longhelix.serve.errors import NO_TOOLS, ClientError, statuses
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
 
@@ -64,7 +64,10 @@ def routes(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
         no_images = "images are not read here: an answer's usage has their tokens"
-        ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images)
+        if body.tools and tokenizer.tool_form is None:
+            raise ClientError(NO_TOOLS, "tools")
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images, tools)
         return forms.Tokens(tokens=ids.tolist(), count=len(ids), max_model_len=serving.max_model_len)
 
     @router.post("/detokenize", responses=statuses(404))

@@ -13,10 +13,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longhelix.errors import UserError
 from longhelix.text.tool_calls import ToolForm, form_of
+from longhelix.values import entries, text
 
 # What messages may go on after: templates want users and assistants to take turns, and some have no system prompt.
 _USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
 _EARLIER = ([_USER, _ASSISTANT], [_USER], [{"role": "system", "content": "."}])
+
+
+# It ends with a blank, so that it shows whether a template trims.
+_MARK = "LONGHELIX_CONTINUES_HERE "
+_MOST_VARIABLES = 64
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 class ChatTemplate:
@@ -42,20 +49,37 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         *,
-        is_answered: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt up to where the assistant speaks, or without `is_answered`, to the end of the last message.
-        UserError where the template refuses the messages. tools: the functions that it may call, as OpenAI has them."""
+        """Return the prompt that the template makes of a conversation.
+
+        Args:
+            tools: the functions that the assistant may call, as OpenAI has them.
+            variables: more of the template's variables, such as enable_thinking.
+            add_generation_prompt: end where the assistant speaks next, and not behind the last message.
+            continue_final_message: end inside of the last message, which the answer goes on with.
+
+        Raises UserError where the template refuses the messages.
+        """
+        if continue_final_message:
+            return self._open_ended(messages, tools, variables)
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=is_answered,
                 # Templates compare these with none, and an undefined name is not none.
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                documents=None,
-                **self._special_tokens,
+                {"documents": None}
+                | self._special_tokens
+                | checked_variables(variables)
+                | {
+                    "messages": [dict(message) for message in messages],
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
+        except UserError:
+            raise
         except Exception as error:  # a template can raise whatever an expression can
             raise UserError(
                 f"the model's chat template failed on these messages ({error}); "
@@ -63,14 +87,41 @@ class ChatTemplate:
                 code="chat_template_failed",
             ) from error
 
-    def render_more(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _open_ended(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """Return the prompt up to the end of the last message's text: the template renders it with a mark behind that
+        text, and what comes from the mark on is cut."""
+        marked, said = _marked(messages[-1]) if messages else ({}, None)
+        if said is None:
+            raise UserError("continue_final_message is set, but the last message has no text: give it some")
+        rendered = self.render([*messages[:-1], marked], tools, variables, add_generation_prompt=False)
+        end = rendered.rfind(_MARK.strip())
+        if end < 0 or said.strip() not in rendered[:end]:
+            raise UserError(
+                "continue_final_message is set, but the model's chat template does not show the last message as it is "
+                "given: change that message, or leave out continue_final_message"
+            )
+        # Templates that trim a message's end have trimmed the mark's.
+        return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
+
+    def render_more(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
+    ) -> str:
         """What `render` has of messages that come behind others: without what begins a conversation, such as a BOS and
-        a system prompt that nobody gave. UserError where the template has them only as a beginning."""
+        a system prompt that nobody gave. UserError where the template has them only as a beginning. ending: as of
+        `render`."""
         for before in _EARLIER:
             try:
-                begun, whole = self.render(before, is_answered=False), self.render([*before, *messages])
-            except UserError:  # not behind such messages
-                continue
+                begun = self.render(before, variables=variables, add_generation_prompt=False)
+                whole = self.render([*before, *messages], variables=variables, **ending)
+            except UserError as error:
+                if error.code != "chat_template_failed":
+                    raise
+                continue  # not behind such messages
             if whole.startswith(begun):
                 return whole[len(begun) :]
         raise UserError(
@@ -93,6 +144,31 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         return environment
+
+
+def checked_variables(variables: object) -> dict[str, Any]:
+    """Return the variables for a chat template that came from outside. Raises UserError."""
+    found: dict[str, Any] = {}
+    for key, value in entries("chat_template_kwargs", {} if variables is None else variables, _MOST_VARIABLES, "names"):
+        name = text("a name in chat_template_kwargs", key)
+        if name in _OWN_VARIABLES:
+            raise UserError(f"chat_template_kwargs has {name}: give it beside chat_template_kwargs, or leave it out")
+        found[name] = value
+    return found
+
+
+def _marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return a message with the mark behind its last text, and that text; None where it has none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}, content
+    parts = list(content or ())
+    place = next((place for place in reversed(range(len(parts))) if "text" in parts[place]), None)
+    if place is None:
+        return {}, None
+    said = parts[place]["text"]
+    parts[place] = {**parts[place], "text": said + _MARK}
+    return {**message, "content": parts}, said
 
 
 class _GenerationBlock(Extension):

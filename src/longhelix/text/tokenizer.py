@@ -71,19 +71,21 @@ class Tokenizer:
         return None if form is None or {form.begin, form.end} & hidden else form
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **ending: bool,
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. tools: the
-        functions that it may call, as OpenAI has them."""
-        return self._encode_rendered(self._template.render(messages, tools))
+        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. The arguments
+        are those of `ChatTemplate.render`."""
+        return self._encode_rendered(self._template.render(messages, tools, variables, **ending))
 
-    def encode_more_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_more_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
+    ) -> list[int]:
         """The same, of messages that come behind other tokens, those of a conversation or others."""
-        return self._encode_rendered(self._template.render_more(messages))
-
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation to the end of its last message."""
-        return self._encode_rendered(self._template.render(messages, is_answered=False))
+        return self._encode_rendered(self._template.render_more(messages, variables, **ending))
 
     @property
     def _template(self) -> ChatTemplate:

@@ -308,13 +308,31 @@ def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, pat
         return for_template(message, path)
 
     async def test(client, llm, serving):
-        llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, tools=None: [len(messages)], 9
+        llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, **rendering: [len(messages)], 9
         answer = await client.post(path, json={field: [{"role": "user", "content": "x"}] * 3})
         assert (answer.status_code, len(threads)) == (200, 3)
         assert current_thread() not in threads
 
     monkeypatch.setattr(Message, "for_template", watched)
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages")]
+)
+def test_the_servers_own_variables_of_templates_are_defaults(path, field):
+    given = []
+
+    async def test(client, llm, serving):
+        serving.chat_template_kwargs = {"enable_thinking": False, "style": "short"}
+        llm.tokenizer.encode_chat = lambda messages, variables, **ending: given.append(variables) or [1]
+        llm.tokenizer.longest_token = 9
+        for asked in ({}, {"enable_thinking": True}):
+            body = {field: [{"role": "user", "content": "x"}], "chat_template_kwargs": asked}
+            assert (await client.post(path, json=body)).status_code == 200
+
+    run(test)
+    assert given == [{"enable_thinking": False, "style": "short"}, {"enable_thinking": True, "style": "short"}]
 
 
 def test_a_client_that_goes_away_is_an_abort():

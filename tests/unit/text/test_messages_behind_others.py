@@ -51,7 +51,7 @@ def test_they_end_a_whole_conversation(source):
     """What was said before and what comes behind it are the whole, as templates that end each message have it."""
     made = template(source)
     before = [{"role": "system", "content": "A long document."}]
-    begun = made.render(before, is_answered=False)
+    begun = made.render(before, add_generation_prompt=False)
     assert begun + made.render_more([QUESTION]) == made.render([*before, QUESTION])
 
 

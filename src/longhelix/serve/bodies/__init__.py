@@ -7,6 +7,7 @@ from longhelix.serve.bodies.context import ContextBody
 from longhelix.serve.bodies.message import Message
 from longhelix.serve.bodies.response import ResponseBody
 from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.templated import Ended
 from longhelix.serve.bodies.tokens import DetokenizeBody, TokenizeBody
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "CompletionBody",
     "ContextBody",
     "DetokenizeBody",
+    "Ended",
     "Function",
     "Message",
     "ResponseBody",

@@ -1,5 +1,6 @@
 """Of /v1/chat/completions."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -8,6 +9,7 @@ from longhelix.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
 from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 
 _MOST_TOP_LOGPROBS = 20
 
@@ -23,6 +25,9 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Body):
@@ -41,7 +46,7 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(Sampled):
+class ChatBody(Sampled, Ended):
     prompt_field = "messages"
 
     messages: Messages
@@ -49,10 +54,11 @@ class ChatBody(Sampled):
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     return_token_ids: bool | None = None
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -70,6 +76,9 @@ class ChatBody(Sampled):
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice wants {self.tool_choice.function.name}, which is none of the tools")
         return self
+
+    def _effort(self) -> Mapping[str, Any]:
+        return effort_variables(self.reasoning_effort)
 
     @property
     def offered(self) -> list[Function]:

@@ -1,5 +1,6 @@
 """Of /v1/responses."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -20,6 +21,7 @@ from longhelix.serve.bodies.message import (
     TextPart,
 )
 from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_METADATA = 16  # as OpenAI has it
@@ -109,7 +111,12 @@ class TextOptions(Body):
         return self
 
 
-class ResponseBody(Sampled):
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
+class ResponseBody(Sampled, Ended):
     prompt_field, limit_field = "input", "max_output_tokens"
     guide_fields = ("text", *Sampled.guide_fields)
     unserved = _UNSERVED
@@ -118,6 +125,7 @@ class ResponseBody(Sampled):
     input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     instructions: Text | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     metadata: (
         Annotated[
@@ -127,6 +135,9 @@ class ResponseBody(Sampled):
         ]
         | None
     ) = None
+
+    def _effort(self) -> Mapping[str, Any]:
+        return effort_variables(None if self.reasoning is None else self.reasoning.effort)
 
     def guides(self) -> list[Guide]:
         asked = None if self.text is None or self.text.format is None else self.text.format.guide()

@@ -1,14 +1,22 @@
 """Of /tokenize and /detokenize."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from longhelix.serve.bodies.body import Body, ModelName, Text, TokenId
+from longhelix.serve.bodies.chat import Tools
 from longhelix.serve.bodies.message import Messages
+from longhelix.serve.bodies.templated import Ended
+from longhelix.serve.bodies.unserved import UNSERVED, check_unserved
+
+# Of what is refused elsewhere, what changes tokens.
+_UNSERVED = {
+    name: UNSERVED[name] for name in ("chat_template", "documents", "return_token_strs", "mm_processor_kwargs")
+}
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Ended):
     """Text, or messages, as tokens."""
 
     model_config = ConfigDict(
@@ -24,6 +32,12 @@ class TokenizeBody(Body):
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    tools: Tools | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_unserved(self.model_extra, _UNSERVED)
+        return self
 
 
 class DetokenizeBody(Body):

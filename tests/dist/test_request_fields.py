@@ -1,0 +1,127 @@
+"""Fields that clients of other servers send, over HTTP."""
+
+import json
+
+import pytest
+from served import served
+
+from longhelix.text.chat_template import ChatTemplate
+
+pytestmark = pytest.mark.dist
+
+GREEDY = {"max_tokens": 8, "temperature": 0}
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+BEGUN = [QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as both:
+        yield both
+
+
+@pytest.fixture
+def thinking(server, monkeypatch):
+    client, llm = server
+    monkeypatch.setattr(llm.tokenizer, "_chat_template", ChatTemplate(THINKS, {}))
+    return client
+
+
+def post(client, path, **body):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def prompt_of(client, **body):
+    """What /tokenize makes of messages, as text."""
+    tokens = post(client, "/tokenize", **body)["tokens"]
+    return post(client, "/detokenize", tokens=tokens)["prompt"]
+
+
+ENDINGS = [
+    ({"continue_final_message": True}, "assistant\nThe capital of France is"),
+    ({"continue_final_message": True, "add_generation_prompt": False}, "assistant\nThe capital of France is"),
+    ({"add_generation_prompt": False}, "The capital of France is<|im_end|>\n"),
+    ({}, "The capital of France is<|im_end|>\n<|im_start|>assistant\n"),
+]
+
+
+@pytest.mark.parametrize(("fields", "end"), ENDINGS)
+def test_a_prompt_ends_where_it_is_asked_to(server, fields, end):
+    client, _ = server
+    assert prompt_of(client, messages=BEGUN, **fields).endswith(end)
+    tokens = post(client, "/tokenize", messages=BEGUN, **fields)["tokens"]
+    wanted = post(client, "/v1/completions", prompt=tokens, **GREEDY)["choices"][0]["text"]
+    chat = post(client, "/v1/chat/completions", messages=BEGUN, **fields, **GREEDY)
+    assert chat["choices"][0]["message"]["content"] == wanted
+    assert chat["usage"]["prompt_tokens"] == len(tokens)
+    response = post(client, "/v1/responses", input=BEGUN, **fields, max_output_tokens=8, temperature=0)
+    assert response["output"][0]["content"][0]["text"] == wanted
+
+
+def test_an_answer_goes_on_with_the_last_message(server):
+    client, _ = server
+    chat = post(client, "/v1/chat/completions", messages=BEGUN, continue_final_message=True, **GREEDY)
+    assert chat["choices"][0]["message"]["content"].startswith(" Paris")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_endings_that_contradict_each_other_are_refused(server, path):
+    client, _ = server
+    field = "input" if path == "/v1/responses" else "messages"
+    fields = {field: BEGUN, "continue_final_message": True, "add_generation_prompt": True}
+    refused = client.post(path, json=fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_variables_reach_the_template(thinking):
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    plain, thoughtless = (post(thinking, "/tokenize", messages=[QUESTION], **each)["count"] for each in ({}, variables))
+    assert prompt_of(thinking, messages=[QUESTION], **variables).endswith("assistant\n<think></think>")
+    for fields, count in (({}, plain), (variables, thoughtless), ({"chat_template_kwargs": None}, plain)):
+        chat = post(thinking, "/v1/chat/completions", messages=[QUESTION], **fields, **GREEDY)
+        response = post(thinking, "/v1/responses", input=[QUESTION], **fields, max_output_tokens=1)
+        assert chat["usage"]["prompt_tokens"] == response["usage"]["input_tokens"] == count
+    own = thinking.post("/v1/chat/completions", json={"messages": [QUESTION], "chat_template_kwargs": {"tools": []}})
+    assert (own.status_code, own.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize(("effort", "end"), [("none", "<think></think>none"), ("high", "high")])
+def test_how_much_to_reason_reaches_the_template(thinking, effort, end):
+    chat = post(thinking, "/v1/chat/completions", messages=[QUESTION], reasoning_effort=effort, **GREEDY)
+    response = post(thinking, "/v1/responses", input=[QUESTION], reasoning={"effort": effort}, max_output_tokens=1)
+    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    tokens = post(thinking, "/tokenize", messages=[QUESTION], chat_template_kwargs=variables)["tokens"]
+    assert post(thinking, "/detokenize", tokens=tokens)["prompt"].endswith(f"assistant\n{end}")
+    assert chat["usage"]["prompt_tokens"] == response["usage"]["input_tokens"] == len(tokens)
+
+
+def test_a_prompt_may_come_without_special_tokens(server, monkeypatch):
+    client, llm = server
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text: [1, *llm.tokenizer.encode_more(text)])
+    with_bos, without = (
+        post(client, "/v1/completions", prompt="x", max_tokens=1, add_special_tokens=adds)["usage"]["prompt_tokens"]
+        for adds in (True, False)
+    )
+    assert with_bos == without + 1
+
+
+def test_usage_is_null_until_the_last_event(server):
+    client, _ = server
+    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [QUESTION]})):
+        for options, is_there in (({"include_usage": True}, True), ({"include_usage": False}, False), (None, False)):
+            body = prompt | {"stream": True, "stream_options": options} | GREEDY
+            with client.stream("POST", path, json=body) as got:
+                lines = [line[6:] for line in got.iter_lines() if line.startswith("data: {")]
+            *events, last = map(json.loads, lines)
+            assert all(("usage" in event) == is_there for event in [*events, last])
+            if is_there:
+                assert {event["usage"] for event in events} == {None}
+                assert last["usage"]["completion_tokens"] > 0
