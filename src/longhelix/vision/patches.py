@@ -110,7 +110,8 @@ class Patcher:
         return scaled[0] // unit, scaled[1] // unit
 
     def _upright(self, image: Any) -> tuple[str, PIL.Image.Image]:
-        """What to call an image, and its pixels: turned as its EXIF says, red, green and blue in 8 bits."""
+        """What to call an image, and its pixels: turned as its EXIF says, red, green and blue in 8 bits, on white where
+        it is transparent."""
         with self._opened(image) as (name, opened):
             if opened.mode in ("I", "F"):
                 raise UserError(
@@ -118,12 +119,26 @@ class Patcher:
                     "invalid_image",
                 )
             try:
-                upright = self._ops.exif_transpose(opened)
-                if upright.mode.startswith("I;16"):  # Pillow cuts these off at 255
-                    upright = self._pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-                return name, upright.convert("RGB")
+                return name, self._on_white(self._ops.exif_transpose(opened))
             except Exception as error:  # of files that end early
                 raise _unreadable(name, error) from error
+
+    def _on_white(self, image: PIL.Image.Image) -> PIL.Image.Image:
+        """An image without transparency, as transformers' processors make it of one."""
+        transparent = image.info.get("transparency")
+        if image.mode.startswith("I;16"):  # Pillow cuts these off at 255
+            values = np.asarray(image)
+            gray = (values >> 8).astype(np.uint8)
+            if isinstance(transparent, int):
+                gray[values == transparent] = 255
+            return self._pillow.fromarray(gray).convert("RGB")
+        if image.mode in ("La", "RGBa"):  # multiplied by alpha
+            image = image.convert("LA" if image.mode == "La" else "RGBA")
+        if "A" not in image.getbands() and transparent is None:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+        white = self._pillow.new("RGBA", image.size, (255, 255, 255, 255))
+        return self._pillow.alpha_composite(white, image).convert("RGB")
 
     @contextmanager
     def _opened(self, image: Any) -> Iterator[tuple[str, PIL.Image.Image]]:

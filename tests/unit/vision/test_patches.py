@@ -6,9 +6,11 @@ import warnings
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from longhelix.errors import UserError
@@ -138,3 +140,104 @@ def test_settings_as_processors_have_them(patcher, tmp_path):
     file.unlink()
     with pytest.raises(UserError, match=r"has no preprocessor_config.json or processor_config.json, which says how"):
         Patcher(tmp_path)
+
+
+def with_alpha(mode, seed=3):
+    """Of 24 x 16 pixels, of which some are transparent, wholly or in part."""
+    chance = np.random.default_rng(seed)
+    alpha_HW = chance.choice(np.array([0, 1, 100, 254, 255], np.uint8), (16, 24))
+    image = draw(24, 16, seed)
+    image.putalpha(PIL.Image.fromarray(alpha_HW))
+    return image.convert(mode)
+
+
+def palette(transparent):
+    """`transparent`: as PNG has it: bytes of alpha, one for each colour, or the number of one colour."""
+    image = draw(24, 16, 4).quantize(16)
+    image.info["transparency"] = transparent
+    return image
+
+
+def keyed(mode, transparent):
+    image = draw(24, 16, 5).convert(mode)
+    image.putpixel((3, 4), transparent)
+    image.info["transparency"] = transparent
+    return image
+
+
+def animated():
+    frames = [with_alpha("RGBA", seed) for seed in (6, 7)]
+    return frames[0], {"save_all": True, "append_images": frames[1:]}
+
+
+SHOWN = {
+    "RGBA": lambda: (with_alpha("RGBA"), {}),
+    "LA": lambda: (with_alpha("LA"), {}),
+    "palette with alphas": lambda: (palette(bytes(range(0, 256, 16))), {}),
+    "palette with a transparent colour": lambda: (palette(3), {}),
+    "gray with a transparent level": lambda: (keyed("L", 7), {}),
+    "RGB with a transparent colour": lambda: (keyed("RGB", (7, 8, 9)), {}),
+    "1 bit with a transparent level": lambda: (keyed("1", 0), {}),
+    "CMYK": lambda: (draw(24, 16).convert("CMYK"), {}),
+    "YCbCr": lambda: (draw(24, 16).convert("YCbCr"), {}),
+    "gray": lambda: (draw(24, 16).convert("L"), {}),
+    "animated": animated,
+    "turned": lambda: (with_alpha("RGBA"), {"exif": TURNED}),
+}
+FORMATS = {
+    "PNG": set(SHOWN) - {"CMYK", "YCbCr"},
+    "WEBP": {"RGBA", "LA", "animated", "turned", "palette with a transparent colour"},
+    "GIF": {"RGBA", "LA", "animated", "palette with a transparent colour", "gray with a transparent level"},
+    "TIFF": {"RGBA", "LA", "CMYK", "YCbCr"},
+    "JPEG": {"CMYK", "gray"},
+}
+
+
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form, names in FORMATS.items() for name in sorted(names)])
+def test_pixels_are_those_of_transformers_whatever_the_mode(patcher, tmp_path, form, name):
+    """Transparent ones on white, however the file says what is transparent. Of an animation the first image."""
+    image, more = SHOWN[name]()
+    path = tmp_path / f"it.{form.lower()}"
+    image.save(path, form, **more | ({"lossless": True} if form == "WEBP" else {}))
+    for one in (path, path.read_bytes(), PIL.Image.open(path)):
+        opened = one if isinstance(one, PIL.Image.Image) else PIL.Image.open(path)
+        wanted = PROCESSOR(images=[PIL.ImageOps.exif_transpose(opened)], return_tensors="np")
+        found = patcher.patches(one)
+        np.testing.assert_array_equal(found.cut(), wanted["pixel_values"])
+        assert found.digest == patcher.patches(PIL.Image.fromarray(composed(opened))).digest
+
+
+def composed(image):
+    return convert_to_rgb(PIL.ImageOps.exif_transpose(image), return_numpy=True)
+
+
+def test_black_on_transparent_is_black_on_white(patcher):
+    """And another image than black on black, which has the same colours: they may share no cached KV."""
+    image = PIL.Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    image.putpixel((5, 5), (0, 0, 0, 255))
+    on_white = PIL.Image.new("RGB", (16, 16), "white")
+    on_white.putpixel((5, 5), (0, 0, 0))
+    digests = {mode: patcher.patches(one).digest for mode, one in (("alpha", image), ("white", on_white))}
+    assert digests["alpha"] == digests["white"] != patcher.patches(PIL.Image.new("RGB", (16, 16))).digest
+
+
+@pytest.mark.parametrize(("mode", "plain"), [("RGBa", "RGBA"), ("La", "LA"), ("PA", "RGBA")])
+def test_modes_that_files_do_not_have(patcher, mode, plain):
+    """Colours that were multiplied by alpha, and palettes with an alpha of their own."""
+    image = with_alpha(plain)
+    if mode == "PA":
+        given = draw(24, 16, 4).quantize(16).convert("PA")
+        given.putalpha(image.getchannel("A"))
+    else:
+        given = image.convert(mode)
+    wanted = convert_to_rgb(given.convert(plain), return_numpy=True)
+    assert patcher.patches(given).digest == patcher.patches(PIL.Image.fromarray(wanted)).digest
+
+
+def test_16_bits_with_a_transparent_level(patcher):
+    values_HW = np.arange(24 * 16, dtype=np.uint16).reshape(16, 24) * 100
+    image = PIL.Image.frombytes("I;16", (24, 16), values_HW.tobytes())
+    image.info["transparency"] = 300
+    wanted_HW = (values_HW >> 8).astype(np.uint8)
+    wanted_HW[0, 3] = 255
+    assert patcher.patches(image).digest == patcher.patches(PIL.Image.fromarray(wanted_HW)).digest
