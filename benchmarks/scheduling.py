@@ -114,6 +114,36 @@ def on_own_clocks(decodes: int, long_tokens: int) -> tuple[list[float], list[flo
     return spent_us[WARM_UP:], completed_us[WARM_UP:], sizes[WARM_UP:]
 
 
+def waiting(count: int, cached_tokens: int) -> tuple[list[float], list[float], list[int]]:
+    """The same of chunks of a long prompt beside 64 requests that decode, while `count` requests wait that begin with
+    the same `cached_tokens`, which are cached and which nobody holds. There is no room for any of them."""
+    chunk_tokens, decodes, long_tokens = 512, 64, 2_000_000
+    num_blocks = (cached_tokens + long_tokens) // 16 + 100 * decodes
+    config = SchedulerConfig(
+        1, num_blocks, num_blocks * 16, max_running=256, chunk_tokens=chunk_tokens, policy="lars", prefix_cache=True
+    )
+    scheduler, chance = Scheduler(config), random.Random(0)
+    document, long = (
+        array("i", (chance.randrange(100_000) for _ in range(tokens))) for tokens in (cached_tokens, long_tokens)
+    )
+    scheduler.add(Request(-1, document, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+    while scheduler.has_work and (step := scheduler.schedule(0.0)) is not None:
+        scheduler.complete(_result(scheduler, step, decodes))
+    sampling = SamplingParams(max_new_tokens=4 * STEPS)
+    for id in range(decodes):
+        scheduler.add(Request(id, document[-50 - id :], sampling, frozenset(), 0, 0.0))
+    for _ in range(40):
+        scheduler.complete(_result(scheduler, scheduler.schedule(0.0), decodes))
+    scheduler.add(Request(decodes, long, sampling, frozenset(), 0, 0.0))
+    scheduler.complete(_result(scheduler, scheduler.schedule(0.0), decodes))
+    for id in range(count):
+        question = array("i", [id]) * 100_000
+        scheduler.add(Request(decodes + 1 + id, document + question, sampling, frozenset(), 0, 0.0))
+    times = _run(scheduler, decodes)
+    assert scheduler.num_waiting == count
+    return times
+
+
 def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResult:
     """joined: the requests that decode, some of them in steps after this one."""
     ends = {chunk.id for chunk in step.chunks if chunk.sample}
@@ -198,6 +228,9 @@ def main() -> None:
         for long_tokens in (4_000, 15_000):
             name = f"{decodes} of up to {long_tokens:,} tokens, growing, four clocks"
             print(_row(name, *on_own_clocks(decodes, long_tokens)), flush=True)
+    for count in (0, 64):
+        name = f"64, chunks of 512, {count} waiting for room with a cached prefix of 1,000,000"
+        print(_row(name, *waiting(count, 1_000_000)), flush=True)
     prices = ", ".join(f"{price_us(model):.2f} us for {model}" for model in MODELS)
     print(f"\nOne price of a mixed step: {prices}.")
     print(f"The choice of a chunk: {chunk_us(1):.0f} us for one prompt, {chunk_us(10):.0f} us for ten.")

@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -24,6 +25,22 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     owner: int
     id: int
+
+
+class CacheWatcher(Protocol):
+    """Is told what happens to blocks that can be found by their content."""
+
+    def taken_up(self, rank: int, block_id: int) -> None:
+        """A block that nobody held is held now."""
+        ...
+
+    def let_go(self, rank: int, ids: Iterable[int]) -> None:
+        """Nobody holds these blocks any longer. They keep their content."""
+        ...
+
+    def lost(self, block: Block | Slot) -> None:
+        """A block's content will no longer be found there."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,13 +64,14 @@ class BlockAllocator:
     memory of their own here.
 
     index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
-    noted when they are handed out, with their hashes; None: nobody wants to know.
+    noted when they are handed out, with their hashes; None: nobody wants to know. watcher: None: nobody watches.
     """
 
     num_blocks: int
     rank: int = 0
     index: dict[bytes, Block] = field(default_factory=dict)
     evicted: list[tuple[Block, bytes]] | None = None
+    watcher: CacheWatcher | None = None
     reserved: int = 0
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
@@ -140,7 +158,10 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         """The cached block that is the next to be handed out."""
-        block_id, _ = self._cached.popitem(last=False)
+        block_id = next(iter(self._cached))
+        if self.watcher is not None:
+            self.watcher.lost(Block(self.rank, block_id))
+        del self._cached[block_id]
         content_hash = self._hashes.pop(block_id)
         del self.index[content_hash]
         if self.evicted is not None:
@@ -164,6 +185,8 @@ class BlockAllocator:
         for block_id in ids:
             if block_id in self._cached:
                 del self._cached[block_id]
+                if self.watcher is not None:
+                    self.watcher.taken_up(self.rank, block_id)
             else:
                 self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
         assert self.available >= 0
@@ -190,6 +213,8 @@ class BlockAllocator:
     def uncache(self, ids: "array[int]") -> None:
         """Let cached blocks be free. The allocator keeps `ids`."""
         for block_id in ids:
+            if self.watcher is not None:
+                self.watcher.lost(Block(self.rank, block_id))
             del self._cached[block_id]
             del self.index[self._hashes.pop(block_id)]
         self.release(ids, 0)
@@ -210,6 +235,8 @@ class BlockAllocator:
             return ids
         cached = [block_id for block_id in reversed(ids) if block_id in self._hashes]
         self._cached.update(dict.fromkeys(cached))
+        if self.watcher is not None:
+            self.watcher.let_go(self.rank, cached)
         if len(cached) == len(ids):
             return array("q")
         return array("q", [block_id for block_id in ids if block_id not in self._hashes])

@@ -254,6 +254,59 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Behind:
+    """Where the placement `base` puts what comes after blocks that are there already, of which it knows no more than
+    their numbers.
+
+    blocks_by_owner: how many of the blocks each KVP rank has. last: the rank that has the last one.
+    """
+
+    base: Placement
+    blocks_by_owner: Counter[int]
+    last: int
+
+    @property
+    def kvp(self) -> int:
+        return self.base.kvp
+
+    @property
+    def block_tokens(self) -> int:
+        return self.base.block_tokens
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return self.base.order
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return self.blocks_by_owner.total()
+
+    @cached_property
+    def _turn(self) -> int:
+        """How many ranks of the order lie between the next owner and the one that `base` would choose without these
+        blocks."""
+        base, order = self.base, self.order
+        return order.index(base.next_owner(self.last, self.num_blocks)) - order.index(
+            base.owner(self.num_blocks * self.block_tokens)
+        )
+
+    def _turned(self, rank: int, turn: int) -> int:
+        """The rank that is `turn` places further on in the order."""
+        return self.order[(self.order.index(rank) + turn) % self.kvp]
+
+    def owner(self, position: int) -> int:
+        """The KVP rank that keeps the token at `position`, which is behind the blocks."""
+        return self._turned(self.base.owner(position), self._turn)
+
+    def local_length(self, rank: int, length: int) -> int:
+        """How many of the first `length` tokens, at least those of the blocks, `rank` keeps."""
+        turned = self._turned(rank, -self._turn)
+        there = self.num_blocks * self.block_tokens
+        added = self.base.local_length(turned, length) - self.base.local_length(turned, there)
+        return self.blocks_by_owner[rank] * self.block_tokens + added
+
+
+@dataclass(frozen=True)
 class Continued:
     """The placement `base`, going on after blocks that are there already.
 
@@ -316,17 +369,8 @@ class Continued:
         return Counter(self.owners)
 
     @cached_property
-    def _turn(self) -> int:
-        """How many ranks of the order lie between the next owner and the one that `base` would choose without these
-        blocks."""
-        order = self.order
-        return order.index(self.base.next_owner(self.owners[-1], len(self.owners))) - order.index(
-            self.base.owner(self.tokens)
-        )
-
-    def _turned(self, rank: int, turn: int) -> int:
-        """The rank that is `turn` places further on in the order."""
-        return self.order[(self.order.index(rank) + turn) % self.kvp]
+    def _behind(self) -> Behind:
+        return Behind(self.base, self.blocks_by_owner, self.owners[-1])
 
     def next_owner(self, last: int, count: int) -> int:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
@@ -344,18 +388,16 @@ class Continued:
     def owner(self, position: int) -> int:
         if position < self.tokens:
             return self.owners[position // self.block_tokens]
-        return self._turned(self.base.owner(position), self._turn)
+        return self._behind.owner(position)
 
     def local_length(self, rank: int, length: int) -> int:
         if length < self.tokens:
             blocks, rest = divmod(length, self.block_tokens)
             return self.owners[:blocks].count(rank) * self.block_tokens + rest * (self.owners[blocks] == rank)
-        turned = self._turned(rank, -self._turn)
-        added = self.base.local_length(turned, length) - self.base.local_length(turned, self.tokens)
-        return self.blocks_by_owner[rank] * self.block_tokens + added
+        return self._behind.local_length(rank, length)
 
 
-def blocks_needed(placement: Placement, tokens: int) -> list[int]:
+def blocks_needed(placement: Placement | Behind, tokens: int) -> list[int]:
     """Blocks on each KVP rank for the first tokens of a request."""
     return [-(-placement.local_length(rank, tokens) // placement.block_tokens) for rank in range(placement.kvp)]
 

@@ -2,10 +2,11 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
-from longhelix.kv.placement import Continued, Local, Placement, blocks_needed
+from longhelix.kv.placement import Behind, Continued, Local, Placement, blocks_needed
 from longhelix.request import Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.compiled_guides import CompiledGuides
@@ -101,7 +102,7 @@ class Admission:
         chances = self._chances + self._pool.releases
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(begun) == 0
-            one = self._begin(job, alone=alone) if alone or job.tried_at != chances else None
+            one = self._try(job, alone=alone) if alone or job.tried_at != chances else None
             job.tried_at = chances
             if one is not None:
                 begun.append(one)
@@ -126,6 +127,59 @@ class Admission:
         assert self._cache is not None
         return HeldPrefix.take(self._pool, self._cache.hashes(request), self._placement(request))
 
+    def _try(self, job: Job, *, alone: bool) -> Begun | None:
+        """See `_begin`, which looks at every block of a prefix: a request that did not fit before is asked only if it
+        may fit now."""
+        is_tried = job.tried_at >= 0 and self._cache is not None
+        return None if is_tried and not self._may_fit(job, alone=alone) else self._begin(job, alone=alone)
+
+    def _may_fit(self, job: Job, *, alone: bool) -> bool:
+        """Whether there may be room for a request now, by the numbers of its prefix's blocks alone. Says no only where
+        `_begin` would find none."""
+        request, block_tokens = job.request, self._config.block_tokens
+        if not self._config.own_clocks and not self._guides.may_begin(request, 0):
+            return False
+        assert self._cache is not None
+        most_tokens = self._most_cached_tokens(job)
+        match = self._cache.match(request, -(-most_tokens // block_tokens))
+        # Whichever ranks have them, it takes at least these blocks: mostly this is answer enough.
+        if -(-len(request.prompt_token_ids) // block_tokens) - match.num_held > self._pool.available:
+            return False
+        if not match.num_blocks:
+            return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
+        owners, kept, unheld = match.counts()
+        behind = self._behind(request, owners, match.last.owner)
+        is_used = max(blocks_needed(behind, request.capacity_tokens - 1)) <= self._config.most_blocks
+        # With batch_invariant, it depends on each of the blocks whether the prefix is used.
+        if (not is_used or self._config.batch_invariant) and self._fits_by_number(
+            job, self._placement(request), Counter(), Counter(), alone=alone
+        ):
+            return True
+        if not is_used:
+            return False
+        if match.num_blocks * block_tokens <= most_tokens:
+            return self._fits_by_number(job, behind, kept, unheld, alone=alone)
+        last = Counter({match.last.owner: 1})
+        shared = kept - last if isinstance(match.last, Block) else kept
+        if self._fits_by_number(job, behind, shared, unheld, alone=alone):
+            return True
+        # Without the block that the prefix does not fill.
+        before = match.owner_before_last
+        placement = self._placement(request) if before is None else self._behind(request, owners - last, before)
+        unheld -= self._pool.unheld([match.last] if isinstance(match.last, Block) else [])
+        return self._fits_by_number(job, placement, shared, unheld, alone=alone)
+
+    def _behind(self, request: Request, owners: Counter[int], last: int) -> Behind:
+        """See `_placement_behind`, for blocks of which only the numbers are known."""
+        return Behind(self._placement(request, last, owners), owners, last)
+
+    def _fits_by_number(
+        self, job: Job, placement: Placement | Behind, shared: Counter[int], unheld: Counter[int], *, alone: bool
+    ) -> bool:
+        """Whether a request fits that shares so many full blocks of each rank. unheld: blocks that nobody holds."""
+        room, promised = self._room(job, placement, shared)
+        return self._pool.fits(room, promised, unheld, alone=alone)
+
     def _begin(self, job: Job, *, alone: bool) -> Begun | None:
         """A request that begins to run. None: there is no room for it now, or no time for its guide.
 
@@ -133,13 +187,13 @@ class Admission:
         """
         request = job.request
         placement, prefix = self._placed(job)
-        room, promised = self._room(job, placement, prefix)
-        if not self._pool.fits(room, promised, prefix.kept, alone=alone):
+        room, promised = self._room(job, placement, self._shared(prefix))
+        if not self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone):
             # A block that is copied takes the room of two, which a request that fills the pool does not have.
             prefix = self._whole(prefix)
             placement = self._placement_behind(prefix, request)
-            room, promised = self._room(job, placement, prefix)
-            if not self._pool.fits(room, promised, prefix.kept, alone=alone):
+            room, promised = self._room(job, placement, self._shared(prefix))
+            if not self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone):
                 return None
         clock = placement.start if self._config.own_clocks else 0  # of the ranks that sample its tokens
         if not self._guides.may_begin(request, clock):
@@ -171,16 +225,20 @@ class Admission:
         )
         return Begun(seq, new, copies)
 
-    def _room(self, job: Job, placement: Placement, prefix: Prefix) -> tuple[list[int], list[int]]:
-        """The blocks that a request may come to have of each rank, and those that it is promised when it begins."""
+    def _shared(self, prefix: Prefix) -> Counter[int]:
+        """How many full blocks of a prefix each rank has in its pool."""
+        full_blocks = prefix.full_blocks(self._config.block_tokens)
+        return Counter(block.owner for block in full_blocks if isinstance(block, Block))
+
+    def _room(self, job: Job, placement: Placement | Behind, shared: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """The blocks that a request may come to have of each rank, and those that it is promised when it begins.
+        shared: how many of each rank it need not be promised."""
         whole = blocks_needed(placement, job.request.capacity_tokens - 1)
         bound = job.preemptions >= MOST_PREEMPTIONS
         wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
         later = () if self._config.batch_invariant else later_ranks(placement)
         most = max((whole[rank] for rank in later), default=0)
         room = [most if rank in later else count for rank, count in enumerate(whole)]
-        full_blocks = prefix.full_blocks(self._config.block_tokens)
-        shared = Counter(block.owner for block in full_blocks if isinstance(block, Block))
         return room, [count - shared[rank] for rank, count in enumerate(wanted)]
 
     def _whole(self, prefix: Prefix) -> Prefix:
@@ -191,8 +249,9 @@ class Admission:
     def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
         """The request's own placement, which goes on after the blocks of a prefix."""
         owners = tuple(block.owner for block in prefix.blocks)
-        placement = self._placement(request, owners)
-        return Continued(placement, owners) if owners else placement
+        if not owners:
+            return self._placement(request)
+        return Continued(self._placement(request, owners[-1], set(owners)), owners)
 
     def _placed(self, job: Job) -> tuple[Placement, Prefix]:
         """A request's placement, and the prefix that it begins with.
@@ -204,12 +263,7 @@ class Admission:
         placement = self._placement(request)
         if self._prefixes is None:
             return placement, NO_PREFIX
-        block_tokens = self._config.block_tokens
-        # One token is left, because its logits are wanted.
-        most_tokens = len(request.prompt_token_ids) - 1
-        if request.sampling.prompt_logprobs is not None and job.scored_tokens < request.given_tokens - 1:
-            most_tokens = job.scored_tokens
-        prefix = self._prefixes.find(request).cut(most_tokens, block_tokens)
+        prefix = self._prefixes.find(request).cut(self._most_cached_tokens(job), self._config.block_tokens)
         if not prefix.blocks:
             return placement, NO_PREFIX
         continued = self._placement_behind(prefix, request)
@@ -221,6 +275,14 @@ class Admission:
         if self._config.batch_invariant and not continued.follows(alone):
             return placement, NO_PREFIX
         return continued, prefix
+
+    def _most_cached_tokens(self, job: Job) -> int:
+        """The length of the longest prefix that a request may begin with."""
+        request = job.request
+        if request.sampling.prompt_logprobs is not None and job.scored_tokens < request.given_tokens - 1:
+            return job.scored_tokens
+        # One token is left, because its logits are wanted.
+        return len(request.prompt_token_ids) - 1
 
     def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
         """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
@@ -242,12 +304,13 @@ class Admission:
         limit_tokens = self._limits.of(request)
         return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
-    def _placement(self, request: Request, owners: tuple[int, ...] = ()) -> Placement:
-        """A request's own placement, behind blocks with `owners`. It begins on the rank with the most free blocks, so
-        that short requests and the ends of long ones spread over the ranks."""
+    def _placement(self, request: Request, last: int | None = None, held: Collection[int] = ()) -> Placement:
+        """A request's own placement, behind blocks on the ranks `held`, of which `last` has the last one. It begins on
+        the rank with the most free blocks, so that short requests and the ends of long ones spread over the ranks.
+        """
         limit_tokens = request.service.growth_limit_tokens
         name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
         if self._config.batch_invariant and name != "local":
             return self.place(request)
-        start, *later = self._pool.in_order(owners)
+        start, *later = self._pool.in_order(last, held)
         return self.place(request, start, tuple(later))

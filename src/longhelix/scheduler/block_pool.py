@@ -2,13 +2,14 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
 from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
+from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
 from longhelix.scheduler.turns import Turn
@@ -37,24 +38,38 @@ class BlockPool:
         self.allocators = [
             BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted) for rank in range(config.kvp)
         ]
+        self.matches = Matches(self.allocators, self.index, self.swaps.index)
+        self.swaps.watcher = self.matches
+        for allocator in self.allocators:
+            allocator.watcher = self.matches
 
-    def in_order(self, owners: Items[int] = ()) -> tuple[int, ...]:
+    @property
+    def available(self) -> int:
+        """Blocks of all ranks that are neither held nor promised."""
+        return sum(allocator.available for allocator in self.allocators)
+
+    def in_order(self, last: int | None, held: Collection[int]) -> tuple[int, ...]:
         """The KVP ranks in the order in which a request takes them: the one with the most blocks that are neither held
-        nor promised first. Where its first blocks have `owners`, the last of these goes before all, the others last.
+        nor promised first. Where `held` have its first blocks, the one that has the `last` of these goes before all,
+        the others last.
         """
-        last, held, allocators = owners[-1] if owners else None, set(owners), self.allocators
+        allocators = self.allocators
         ranks = range(len(allocators))
         return tuple(sorted(ranks, key=lambda rank: (rank != last, rank in held, -allocators[rank].available, rank)))
 
-    def fits(self, room: list[int], promised: list[int], shared: Iterable[Block], *, alone: bool) -> bool:
-        """Whether a sequence can begin now: with `promised` blocks of each rank, and `shared` ones that are there.
+    def unheld(self, blocks: Iterable[Block]) -> Counter[int]:
+        """How many of these blocks on each rank nobody holds."""
+        return Counter(block.owner for block in blocks if self.allocators[block.owner].is_cached(block.id))
+
+    def fits(self, room: list[int], promised: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
+        """Whether a sequence can begin now: with `promised` blocks of each rank, and those that are there, of which
+        nobody holds `revived`, by rank.
 
         `room` is what it may come to have of each rank. `alone`: no other runs, which might need blocks to grow.
         """
         listed = (count + more for count, more in zip(self._listed, room, strict=True))
         if max(listed) > self._most_listed:
             return False
-        revived = Counter(block.owner for block in shared if self.allocators[block.owner].is_cached(block.id))
         spare = 0 if alone else self._spare
         return all(
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)

@@ -4,15 +4,15 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from longhelix.kv.blocks import BlockAllocator
-from longhelix.kv.placement import Continued, Growing, Placement
+from longhelix.kv.placement import Behind, Continued, Growing, Placement
 from longhelix.scheduler.sequence import Sequence
 
 
-def later_ranks(placement: Placement) -> tuple[int, ...]:
+def later_ranks(placement: Placement | Behind) -> tuple[int, ...]:
     """The KVP ranks that a request takes as it grows, which may be in any order; empty where it does not grow."""
     if _growing(placement) is None:
         return ()
-    held = placement.blocks_by_owner if isinstance(placement, Continued) else ()
+    held = placement.blocks_by_owner if isinstance(placement, Continued | Behind) else ()
     return tuple(rank for rank in placement.order[1:] if rank not in held)
 
 
@@ -53,6 +53,6 @@ def _swap(seq: Sequence, one: int, other: int, allocators: Items[BlockAllocator]
         allocators[rank].reserve(promised[rank])
 
 
-def _growing(placement: Placement) -> Growing | None:
-    base = placement.base if isinstance(placement, Continued) else placement
+def _growing(placement: Placement | Behind) -> Growing | None:
+    base = placement.base if isinstance(placement, Continued | Behind) else placement
     return base if isinstance(base, Growing) else None

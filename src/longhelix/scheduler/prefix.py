@@ -9,6 +9,7 @@ from typing import Protocol
 
 from longhelix.kv.blocks import Block, Slot
 from longhelix.request import ImageSpan, Request
+from longhelix.scheduler.matches import Match, Matches
 from longhelix.scheduler.sequence import Sequence
 from longhelix.step import TOKEN_BYTES
 
@@ -71,37 +72,63 @@ class PrefixCache:
     before it, the digests of the images that begin in it, and its tokens; a request's first one is that of its root and
     its salt.
 
-    index: blocks by hash, as the allocators have them; swapped: slots by hash. root: of all that a request's KV depends
-    on beside its tokens, which may differ between requests; its hash begins the chain.
+    index: blocks by hash, as the allocators have them; swapped: slots by hash. matches: of requests that wait. root:
+    of all that a request's KV depends on beside its tokens, which may differ between requests; its hash begins the
+    chain.
     """
 
     def __init__(
         self,
         index: Mapping[bytes, Block],
         swapped: Mapping[bytes, Slot],
+        matches: Matches,
         block_tokens: int,
         root: Callable[[Request], bytes] = lambda request: b"",
     ) -> None:
         self._index = index
         self._swapped = swapped
+        self._matches = matches
+        self._match_of: dict[int, Match] = {}  # by request
         self._block_tokens = block_tokens
         self._root = root
         self._chains: dict[int, list[bytes]] = {}  # of requests that were looked for, as far as they were found
 
     def find(self, request: Request) -> Prefix:
-        chain = self._chains.setdefault(request.id, [])
-        if not chain:
-            chain.append(self._first(request))
-        block_tokens, blocks, tokens = self._block_tokens, list[Block | Slot](), request.prompt_token_ids
-        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            if len(chain) == len(blocks) + 1:
-                chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1, start, request.images)
-            digest = chain[len(blocks) + 1]
+        blocks, hash_of = list[Block | Slot](), self._hashing(request)
+        for index in range(self._num_full(request)):
+            digest = hash_of(index)
             block = self._index.get(digest) or self._swapped.get(digest)
             if block is None:
                 break
             blocks.append(block)
-        return Prefix(len(blocks) * block_tokens, tuple(blocks))
+        return Prefix(len(blocks) * self._block_tokens, tuple(blocks))
+
+    def match(self, request: Request, most_blocks: int) -> Match:
+        """The blocks that `find` would give, at most so many. Looks at none of them again that it has seen before."""
+        match = self._match_of.get(request.id)
+        if match is None:
+            match = self._match_of[request.id] = self._matches.new()
+        self._matches.extend(match, min(most_blocks, self._num_full(request)), self._hashing(request))
+        return match
+
+    def _num_full(self, request: Request) -> int:
+        """How many blocks a prompt fills."""
+        return len(request.prompt_token_ids) // self._block_tokens
+
+    def _hashing(self, request: Request) -> Callable[[int], bytes]:
+        """Gives the hashes of a prompt's blocks by index: those that are known, or the next one."""
+        chain = self._chains.setdefault(request.id, [])
+        if not chain:
+            chain.append(self._first(request))
+        tokens, images, size = request.prompt_token_ids, request.images, self._block_tokens
+
+        def hash_of(index: int) -> bytes:
+            if len(chain) == index + 1:
+                start = index * size
+                chain.extend(_chain(chain[-1], tokens[start : start + size].tobytes(), 1, start, images))
+            return chain[index + 1]
+
+        return hash_of
 
     def hashes(self, request: Request) -> list[bytes]:
         """Those of the blocks that a request's prompt fills, in position order."""
@@ -113,11 +140,15 @@ class PrefixCache:
     def forget(self, request_id: int) -> None:
         """It waits no longer."""
         self._chains.pop(request_id, None)
+        match = self._match_of.pop(request_id, None)
+        if match is not None:
+            self._matches.drop(match)
 
     def begin(self, seq: Sequence, num_blocks: int) -> None:
         """A sequence begins with the first `num_blocks` of the prefix that was found for it."""
-        chain = self._chains.pop(seq.id, None) or [self._first(seq.request)]
+        chain = self._chains.get(seq.id) or [self._first(seq.request)]
         seq.digest = chain[num_blocks]
+        self.forget(seq.id)
 
     def named(self, seq: Sequence) -> tuple[list[Block], list[bytes], int]:
         """The blocks of a sequence that are full by now and have no hash yet, their hashes, and the position of their

@@ -76,7 +76,7 @@ class Scheduler:
         self._cache: PrefixCache | None = None
         if config.prefix_cache and prefixes is None:
             prefixes = self._cache = PrefixCache(
-                self.pool.index, self.pool.swaps.index, config.block_tokens, _root(config, root)
+                self.pool.index, self.pool.swaps.index, self.pool.matches, config.block_tokens, _root(config, root)
             )
         limits = GrowthLimits(config, cost)
         self._guides = CompiledGuides(config.clocks)

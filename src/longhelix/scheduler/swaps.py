@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 
-from longhelix.kv.blocks import Block, Slot
+from longhelix.kv.blocks import Block, CacheWatcher, Slot
 from longhelix.scheduler.turns import Turn
 
 
@@ -22,6 +22,7 @@ class Swaps:
     def __init__(self, kvp: int, num_slots: int, found: Mapping[bytes, Block], pays: Callable[[int], bool]) -> None:
         self.num_slots = num_slots
         self.index: dict[bytes, Slot] = {}
+        self.watcher: CacheWatcher | None = None
         self.evicted: list[tuple[Block, bytes]] = []
         self._found = found
         self._pays = pays
@@ -31,6 +32,8 @@ class Swaps:
 
     def name(self, content_hash: bytes, start: int) -> None:
         """A block is found in its pool from now on. start: the position of its first token."""
+        if self.watcher is not None and content_hash in self.index:
+            self.watcher.lost(self.index[content_hash])
         self._starts[content_hash] = start
 
     def hash_of(self, slot: Slot) -> bytes:
@@ -94,5 +97,7 @@ class Swaps:
         slot = next(iter(used))
         if slot in read:  # and so are all others, which were used later
             return None
+        if self.watcher is not None:
+            self.watcher.lost(slot)
         del self.index[used.pop(slot)]
         return slot

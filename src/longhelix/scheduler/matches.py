@@ -1,0 +1,275 @@
+"""Cached prefixes of waiting requests, kept up to date block by block, so that no step looks through a whole prompt."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from longhelix.kv.blocks import Block, BlockAllocator, Slot
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Cached blocks that follow each other in at least one waiting prompt, and do not branch.
+
+    Runs form a tree. The prefix of a waiting request is all runs from the root to the one where its match ends.
+    """
+
+    before: "Run | None"
+    start: int  # the number of blocks before it
+    owners: list[int]  # its blocks by KVP rank
+    slots: list[int]  # of these the swapped ones
+    unheld: list[int]  # of these the ones in the pool that no sequence holds
+    blocks: list[Block | Slot] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    after: "dict[bytes, Run]" = field(default_factory=dict)  # by the hash of their first block
+    matches: "set[Match]" = field(default_factory=set)  # those that end with it
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.blocks)
+
+
+@dataclass(eq=False, slots=True)
+class Match:
+    """How far a waiting request's prompt is cached: up to the end of a run."""
+
+    run: Run
+
+    @property
+    def num_blocks(self) -> int:
+        return self.run.stop
+
+    @property
+    def last(self) -> Block | Slot:
+        return self.run.blocks[-1]
+
+    @property
+    def owner_before_last(self) -> int | None:
+        """The KVP rank of the block before the last one. None: there is none."""
+        run, before = self.run, self.run.before
+        if len(run.blocks) > 1:
+            return run.blocks[-2].owner
+        return before.blocks[-1].owner if before is not None and before.blocks else None
+
+    @property
+    def num_held(self) -> int:
+        """How many of its blocks sequences hold."""
+        run: Run | None = self.run
+        count = 0
+        while run is not None:
+            count += len(run.blocks) - sum(run.slots) - sum(run.unheld)
+            run = run.before
+        return count
+
+    def counts(self) -> tuple[Counter[int], Counter[int], Counter[int]]:
+        """Blocks by KVP rank: all, those in the pool, and of these the ones that nobody holds."""
+        owners, kept, unheld = Counter[int](), Counter[int](), Counter[int]()
+        run: Run | None = self.run
+        while run is not None:
+            for rank, count in enumerate(run.owners):
+                if count:
+                    owners[rank] += count
+                    kept[rank] += count - run.slots[rank]
+                    unheld[rank] += run.unheld[rank]
+            run = run.before
+        return owners, kept, unheld
+
+
+class Matches:
+    """The tree of all matches. Allocators and swaps report each block that is taken up, let go of or evicted.
+
+    A change costs as much as the blocks that it concerns, however long the prompts are and however many wait.
+    `num_visits` counts the blocks that were looked at, for tests.
+
+    Args:
+        allocators: those of all KVP ranks.
+        index: blocks in the pools by hash.
+        swapped: slots by hash.
+    """
+
+    def __init__(
+        self, allocators: Items[BlockAllocator], index: Mapping[bytes, Block], swapped: Mapping[bytes, Slot]
+    ) -> None:
+        self._allocators = allocators
+        self._index = index
+        self._swapped = swapped
+        self._root = self._new_run(None, 0)
+        self._run_of_block: list[dict[int, Run]] = [{} for _ in allocators]  # by rank and id
+        self._run_of_slot: list[dict[int, Run]] = [{} for _ in allocators]
+        self.num_visits = 0
+
+    def new(self) -> Match:
+        """A match that has found nothing yet."""
+        match = Match(self._root)
+        self._root.matches.add(match)
+        return match
+
+    def drop(self, match: Match) -> None:
+        """Forget a match."""
+        match.run.matches.discard(match)
+        self._prune(match.run)
+
+    def extend(self, match: Match, most_blocks: int, hash_of: Callable[[int], bytes]) -> None:
+        """Follow a prompt as far as it is cached, to at most `most_blocks`.
+
+        hash_of: the hash of the prompt's block with this index.
+        """
+        run = match.run
+        while run.stop < most_blocks:
+            following = run.after.get(hash_of(run.stop))
+            if following is None:
+                found = self._find(run.stop, most_blocks, hash_of)
+                if found:
+                    run = self._append(run, match, *found)
+                break
+            same = self._num_same(following, most_blocks, hash_of)
+            if same < len(following.blocks):
+                self._split(following, same)
+            run = following
+        self._move(match, run)
+
+    def _find(
+        self, start: int, most_blocks: int, hash_of: Callable[[int], bytes]
+    ) -> tuple[list[Block | Slot], list[bytes]] | None:
+        """The cached blocks of a prompt from index `start` on."""
+        blocks, hashes = list[Block | Slot](), list[bytes]()
+        for index in range(start, most_blocks):
+            digest = hash_of(index)
+            block = self._index.get(digest) or self._swapped.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+            hashes.append(digest)
+        return (blocks, hashes) if blocks else None
+
+    def _num_same(self, run: Run, most_blocks: int, hash_of: Callable[[int], bytes]) -> int:
+        """How many blocks of a run a prompt has."""
+        indices = range(run.start, min(run.stop, most_blocks))
+        self.num_visits += len(indices)
+        return next((at for at, index in enumerate(indices) if hash_of(index) != run.hashes[at]), len(indices))
+
+    def _append(self, run: Run, match: Match, blocks: list[Block | Slot], hashes: list[bytes]) -> Run:
+        """Add blocks behind a run: to it, or to a new one, if anything else ends or goes on there."""
+        if run is self._root or run.after or run.matches - {match}:
+            run.after[hashes[0]] = run = self._new_run(run, run.stop)
+        self._fill(run, blocks, hashes)
+        return run
+
+    def _new_run(self, before: Run | None, start: int) -> Run:
+        kvp = len(self._allocators)
+        return Run(before, start, [0] * kvp, [0] * kvp, [0] * kvp)
+
+    def _fill(self, run: Run, blocks: Items[Block | Slot], hashes: Items[bytes]) -> None:
+        run.blocks += blocks
+        run.hashes += hashes
+        self._count(run, blocks, 1)
+        for block in blocks:
+            self._runs_of(block)[block.id] = run
+
+    def _count(self, run: Run, blocks: Items[Block | Slot], sign: int) -> None:
+        self.num_visits += len(blocks)
+        for block in blocks:
+            run.owners[block.owner] += sign
+            if isinstance(block, Slot):
+                run.slots[block.owner] += sign
+            elif self._allocators[block.owner].is_cached(block.id):
+                run.unheld[block.owner] += sign
+
+    def _runs_of(self, block: Block | Slot) -> dict[int, Run]:
+        return (self._run_of_slot if isinstance(block, Slot) else self._run_of_block)[block.owner]
+
+    def _split(self, run: Run, at: int) -> None:
+        """Let a run end before its block `at`, and a new one begin there."""
+        rest = self._new_run(run, run.start + at)
+        blocks, hashes = run.blocks[at:], run.hashes[at:]
+        del run.blocks[at:], run.hashes[at:]
+        self._count(run, blocks, -1)
+        rest.after, run.after = run.after, {hashes[0]: rest}
+        for one in rest.after.values():
+            one.before = rest
+        for match in list(run.matches):
+            self._move_to(match, rest)
+        self._fill(rest, blocks, hashes)
+
+    def _move(self, match: Match, run: Run) -> None:
+        before = match.run
+        if run is not before:
+            self._move_to(match, run)
+            self._prune(before)
+
+    def _move_to(self, match: Match, run: Run) -> None:
+        match.run.matches.discard(match)
+        match.run = run
+        run.matches.add(match)
+
+    def _prune(self, run: Run) -> None:
+        """Drop runs that no match needs any longer, and join those that no longer branch."""
+        while run.before is not None and not run.matches:
+            if len(run.after) > 1:
+                return
+            if run.after:
+                self._join(run, *run.after.values())
+                return
+            before = run.before
+            del before.after[run.hashes[0]]
+            self._forget(run.blocks)
+            run = before
+
+    def _join(self, run: Run, following: Run) -> None:
+        self._fill(run, following.blocks, following.hashes)
+        run.after = following.after
+        for one in run.after.values():
+            one.before = run
+        for match in list(following.matches):
+            self._move_to(match, run)
+
+    def _forget(self, blocks: Items[Block | Slot]) -> None:
+        self.num_visits += len(blocks)
+        for block in blocks:
+            del self._runs_of(block)[block.id]
+
+    def taken_up(self, rank: int, block_id: int) -> None:
+        """A block that nobody held is held now."""
+        run = self._run_of_block[rank].get(block_id)
+        if run is not None:
+            run.unheld[rank] -= 1
+
+    def let_go(self, rank: int, ids: Iterable[int]) -> None:
+        """Nobody holds these blocks any longer. They keep their content."""
+        runs = self._run_of_block[rank]
+        if runs:
+            for block_id in ids:
+                run = runs.get(block_id)
+                if run is not None:
+                    run.unheld[rank] += 1
+
+    def lost(self, block: Block | Slot) -> None:
+        """A block's content is no longer found, or is found elsewhere."""
+        run = self._runs_of(block).get(block.id)
+        if run is not None:
+            at = len(run.blocks) - 1
+            while run.blocks[at] != block:  # mostly the last ones go first
+                at -= 1
+            self._cut(run, at)
+
+    def _cut(self, run: Run, at: int) -> None:
+        """Drop a run from its block `at` on, and all that follows it."""
+        end = run if at else run.before
+        assert end is not None
+        dropped = list(run.after.values())
+        blocks = run.blocks[at:]
+        for one in dropped:
+            dropped += one.after.values()
+            blocks += one.blocks
+            for match in list(one.matches):
+                self._move_to(match, end)
+        self._count(run, run.blocks[at:], -1)
+        self._forget(blocks)
+        if not at:
+            del end.after[run.hashes[0]]
+            for match in list(run.matches):
+                self._move_to(match, end)
+        del run.blocks[at:], run.hashes[at:]
+        run.after.clear()
+        self._prune(end)
