@@ -25,7 +25,7 @@ from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, RopeSpec, product_dtype
+from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, product_dtype, unread_fields
 from longhelix.values import one_of, refused
 
 # Ranks that wait for each other at every exchange take turns on the cores that they share.
@@ -43,7 +43,7 @@ def resolve(
     options = EngineOptions() if options is None else options
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
-    spec = _with_rope(_spec(checkpoint), options.rope_scaling)
+    spec = _spec(checkpoint, options.rope_scaling)
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     max_model_len = _max_model_len(spec, options.max_model_len)
     _check_rope(spec, max_model_len)
@@ -93,15 +93,6 @@ def resolve(
         trace=options.trace is not None,
         image_bytes=image_bytes,
     )
-
-
-def _with_rope(spec: ModelSpec, settings: Mapping[str, Any] | None) -> ModelSpec:
-    if settings is None:
-        return spec
-    settings = {"rope_theta": spec.rope.theta, **settings}
-    if spec.rope.sections:
-        settings = {"mrope_section": spec.rope.sections, "mrope_interleaved": True, **settings}
-    return replace(spec, rope=RopeSpec.from_config(settings, spec.rotated_size, spec.max_positions))
 
 
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
@@ -208,16 +199,18 @@ def _memories(
     return [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
 
 
-def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint) -> ModelSpec:
+def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapping[str, Any] | None) -> ModelSpec:
     tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
     quantised = isinstance(checkpoint, GgufCheckpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         tied = "lm_head.weight" not in tensors
-        spec = ModelSpec.from_gguf(checkpoint.metadata, checkpoint.rope_factors or (), tied=tied)
+        divisors = checkpoint.rope_factors or ()
+        spec = ModelSpec.from_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
     else:
-        spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config)
+        spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
         _check_runs(spec, checkpoint.config)
         spec = _with_own_head(spec, checkpoint)
+        _warn_of_unread(checkpoint.config)
     check(spec, tensors, quantised)
     return spec
 
@@ -242,6 +235,16 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         raise UserError("mlp_bias beside experts is not known: set mlp_bias to false in the model's config")
     if config.get("quantization_config"):
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
+
+
+def _warn_of_unread(config: Mapping[str, Any]) -> None:
+    unread = unread_fields(config)
+    if unread:
+        warnings.warn(
+            f"config.json has fields that longhelix does not read, as transformers does not: {', '.join(unread)}. If "
+            "code of the model's own reads them, answers may differ from that code's",
+            stacklevel=4,
+        )
 
 
 def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:

@@ -25,7 +25,7 @@ from longhelix.models.weights import Weights
 from longhelix.parallel.exchange import gather_heads
 from longhelix.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
-from longhelix.spec import ModelSpec
+from longhelix.spec import MLA, ModelSpec
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 
@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         self.mla = spec.mla
         self.mesh = mesh
         self.spans = spans
-        self.scale = spec.head_size**-0.5 * spec.mla.scale_factor
+        self.scale = spec.head_size**-0.5 * spec.rope.latent_factor
         self.eps = spec.rms_norm_eps
         self.head_size = spec.head_size
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -67,11 +67,11 @@ class LatentAttention(nn.Module):
         self.norm = weights.take(prefix + "attention_norm")
         self.query_norm = weights.find(prefix + "query_norm")
         down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
-        halves_X = _in_halves(1, len(down_XH), spec.mla.rope_size)
+        halves_X = _in_halves(1, len(down_XH), spec.mla)
         self.down = weights.lay_out(down_XH[halves_X])
         self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
         query_up_XY = weights.take(prefix + "query_up")
-        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), spec.head_size, spec.mla.rope_size)])
+        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), spec.head_size, spec.mla)])
         self.latent_norm = weights.take(prefix + "latent_norm")
         self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(held), -1))
         self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
@@ -189,8 +189,10 @@ class LatentAttention(nn.Module):
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 
 
-def _in_halves(num_heads: int, size: int, rope_size: int) -> Tensor:
-    """Rows of a projection whose heads end in pairs to rotate, (i, half), as (half, i): scores stay the same."""
+def _in_halves(num_heads: int, size: int, mla: MLA) -> Tensor:
+    """Rows of a projection whose heads end in channels to rotate, in halves (half, i): scores stay the same."""
     rows = torch.arange(num_heads * size).view(num_heads, size)
-    pairs = rows[:, size - rope_size :].view(num_heads, rope_size // 2, 2)
-    return torch.cat((rows[:, : size - rope_size], pairs.transpose(1, 2).flatten(1)), dim=1).flatten()
+    if mla.interleaved:
+        pairs = rows[:, size - mla.rope_size :].unflatten(1, (-1, 2))
+        rows = torch.cat((rows[:, : size - mla.rope_size], pairs.transpose(1, 2).flatten(1)), dim=1)
+    return rows.flatten()

@@ -1,6 +1,7 @@
 """What models and hardware are: shapes and numbers, read from mappings. Pure."""
 
 from longhelix.spec.cache_entry import CacheEntry
+from longhelix.spec.config_fields import unread_fields
 from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES
 from longhelix.spec.formats import (
     DTYPES,
@@ -43,4 +44,5 @@ __all__ = [
     "VisionSpec",
     "number_format",
     "product_dtype",
+    "unread_fields",
 ]

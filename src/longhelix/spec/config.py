@@ -12,19 +12,16 @@ from longhelix.values import real, refused, shown, whole
 _MOST = 2**31 - 1  # token ids and lengths travel in 32 bits, and no model's sizes are near it
 
 
-def positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A number above zero; absent and null mean the default."""
-    value = config.get(key)
-    if value is None:
-        return default
+def positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above zero. Only an absent key means the default, and there may be none."""
+    value = config.get(key, default)
     return real(f"{key} in the model's settings", value, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number of `least` or more; absent and null mean the default, without which they are refused."""
-    value = config.get(key)
+    """A whole number of `least` or more. Only an absent key means the default, and there may be none."""
     name = f"{key} in the model's settings"
-    return whole(name, default if value is None else value, least, _MOST, code="invalid_model")
+    return whole(name, config.get(key, default), least, _MOST, code="invalid_model")
 
 
 def count_or_none(config: Mapping[str, Any], key: str) -> int | None:
@@ -82,16 +79,22 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One mapping from the two forms in use: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    forms = [_mapping(config, key) for key in ("rope_parameters", "rope_scaling")]
+    """One mapping from the two forms in use, `rope_scaling` beside `rope_theta`, and `rope_parameters`. As in
+    transformers, `rope_scaling` goes first, and what it has goes before what stands beside it."""
+    forms = [_mapping(config, key) for key in ("rope_scaling", "rope_parameters")]
     rope = forms[0] or forms[1]
-    if config.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", config["rope_theta"])
+    rope.setdefault("rope_theta", config.get("rope_theta"))
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    if config.get("original_max_position_embeddings") is not None:
+    if "original_max_position_embeddings" in config:  # goes before the one in the mapping, as in transformers
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return rope
+
+
+def replaced(rope: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """`scaling` in place of a model's rope settings. Theta and the axes of images stay unless it has its own."""
+    kept = ("rope_theta", "mrope_section", "mrope_interleaved")
+    return {**{key: rope[key] for key in kept if key in rope}, **scaling}
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -101,62 +104,66 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
-    """The narrowest layer's span in tokens; None where all attend to everything."""
-    has_window = family.slides and (family.slides_unasked or switch(config, "use_sliding_window"))
-    if not has_window or not _slides(_layer_types(config), family):
+def sliding_window(config: Mapping[str, Any], family: Family, num_layers: int) -> int | None:
+    """The span in tokens of layers with a window; None where there are none."""
+    if family.layered:
+        _layer_types(config, family, num_layers)  # raises UserError for what no layer can be
+    if not family.slides or not (family.slides_unasked or switch(config, "use_sliding_window")):
         return None
-    key = "attention_chunk_size" if family.chunked else "sliding_window"
-    return count_or_none(config, key) if key in config else family.window
+    window = count_or_none(config, "attention_chunk_size" if family.chunked else "sliding_window")
+    return window if any(windowed_layers(config, family, num_layers)) else None
 
 
-def _slides(kinds: Sequence[str] | None, family: Family) -> bool:
-    """Whether any layer does; where nothing is said of layers, all do, or those of the family's pattern."""
-    return kinds is None or _windowed_kind(family) in kinds
+def windowed_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has the family's window, or linear attention, rather than attention to everything."""
+    kinds = _layer_types(config, family, num_layers) if family.layered else None
+    if kinds is not None:
+        return tuple(kind != "full_attention" for kind in kinds)
+    # Llama 4: layers without rotary positions attend to everything.
+    rotated = _flags(config, "no_rope_layers", num_layers) if family.chunked else ()
+    if rotated:
+        return tuple(flag == 1 for flag in rotated[:num_layers])
+    layers = range(num_layers)
+    if "max_window_layers" in family.defaults:
+        bound = count(config, "max_window_layers", least=0)
+        if family.alternates:
+            return tuple(layer % 2 == 0 and layer < bound for layer in layers)
+        return tuple(layer >= bound for layer in layers)
+    if family.full_period is None:
+        return (True,) * num_layers
+    period = family.full_period if isinstance(family.full_period, int) else count(config, family.full_period)
+    return tuple((layer + 1) % period != 0 for layer in layers)
 
 
 def full_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Of a model with a window, or with linear attention, the layers that attend to everything, ascending. Those that a
-    list leaves out do."""
-    kinds = _layer_types(config)
-    # Llama 4: layers without rotary positions attend to everything.
-    rotated = _flags(config, "no_rope_layers") if family.chunked else ()
-    if kinds is not None:
-        windowed = [kind == _windowed_kind(family) for kind in kinds]
-    elif rotated:
-        windowed = [flag == 1 for flag in rotated]
-    elif family.full_first is not None:
-        first = count(config, "max_window_layers", family.full_first, least=0)
-        windowed = [layer >= first for layer in range(num_layers)]
-    elif family.full_period is not None:
-        period = count(config, "full_attention_interval", family.full_period)
-        windowed = [(layer + 1) % period != 0 for layer in range(num_layers)]
-    else:
-        return ()
-    return tuple(layer for layer in range(num_layers) if not (layer < len(windowed) and windowed[layer]))
+    """The layers that attend to everything, ascending, of a model with a window or with linear attention."""
+    return tuple(layer for layer, has in enumerate(windowed_layers(config, family, num_layers)) if not has)
 
 
-def _windowed_kind(family: Family) -> str:
-    if family.linear:
-        return "linear_attention"
-    return "chunked_attention" if family.chunked else "sliding_attention"
-
-
-def _layer_types(config: Mapping[str, Any]) -> Sequence[str] | None:
+def _layer_types(config: Mapping[str, Any], family: Family, num_layers: int) -> Sequence[str] | None:
     """What each layer attends to; None where nothing is said of it."""
-    layer_types = config.get("layer_types")
-    if layer_types is None:
+    given = config.get("layer_types")
+    if given is None:
         return None
-    if not (isinstance(layer_types, (list, tuple)) and all(isinstance(kind, str) for kind in layer_types)):
-        raise refused("layer_types in the model's settings", layer_types, "a list of names", "invalid_model")
-    return layer_types
+    other = "linear_attention" if family.linear else "chunked_attention" if family.chunked else "sliding_attention"
+    names = {"full_attention": "full_attention", "attention": "full_attention", other: other}
+    known = isinstance(given, (list, tuple)) and all(isinstance(kind, str) and kind in names for kind in given)
+    if not known or len(given) != num_layers:
+        allowed = f"a list of {num_layers} names, one for each layer: full_attention or {other}"
+        raise refused("layer_types in the model's settings", given, allowed, "invalid_model")
+    return [names[kind] for kind in given]
 
 
-def _flags(config: Mapping[str, Any], key: str) -> Sequence[int]:
-    """A list of 0 and 1; absent and null mean none."""
+def _flags(config: Mapping[str, Any], key: str, least: int) -> Sequence[int]:
+    """A list of `least` or more numbers that are 0 or 1; null and an empty list mean none."""
     flags = config.get(key)
     if flags is None:
         return ()
-    if not (isinstance(flags, (list, tuple)) and all(type(flag) is int and flag in (0, 1) for flag in flags)):
-        raise refused(f"{key} in the model's settings", flags, "a list of 0 and 1", "invalid_model")
+    if (
+        not isinstance(flags, (list, tuple))
+        or not all(type(flag) is int and flag in (0, 1) for flag in flags)
+        or 0 < len(flags) < least
+    ):
+        allowed = f"a list of {least} or more numbers, one for each layer: 0 or 1"
+        raise refused(f"{key} in the model's settings", flags, allowed, "invalid_model")
     return flags

@@ -1,52 +1,75 @@
-"""The architectures that longhelix runs, those that it plans for alone, and what tells them apart where a model's own
+"""The architectures that longhelix runs, those that it only plans for, and what tells them apart where a model's own
 config does not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+# What every family's config has, with the value that an absent key stands for.
+_DECODER: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": None,
+    "dtype": None,
+    "torch_dtype": None,
+    "eos_token_id": None,
+}
+
+
+class Neutral(NamedTuple):
+    """The only values of a field that longhelix runs, and what they mean."""
+
+    values: tuple[Any, ...]
+    meaning: str
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one architecture, the `model_type` of config.json.
+    """Models of one architecture, which is the `model_type` of config.json."""
 
-    attention_bias, mlp_bias: the config's switch of that name is heard; output_bias: the former is also of the output
-    projection. qkv_bias: queries, keys and values have biases. qk_norm: queries and keys are normed, head by head, or
-    (qk_norm_asked) where the config's use_qk_norm says so. sinks: every query head has a number that its softmax
-    counts as one more score. head_size: the default (None: hidden size over query heads). grouped: num_key_value_heads
-    must be given. partly_rotated: only a part of a head's channels carries positions. slides: attention may have a
-    sliding window, where the config's use_sliding_window says so, or anyway (slides_unasked); window: its default in
-    tokens; chunked: it is a chunk (`ModelSpec.chunked_attention`). Where the config says nothing of layers, all have
-    it, or all but the first (full_first: the default of max_window_layers), or all but each full_period-th. linear: in
-    place of a window these have linear attention, and the config's full_attention_interval says which do not. gated:
-    query heads have as many channels again, which weigh their outputs. mla, moe: attention has latents, FFNs have
-    experts. indexed: attention reads what an indexer chooses. vision: they read images, and the decoder's config is a
-    part of theirs; wrapped: it is, and nothing else of it is read.
-    tensors: what its checkpoints call tensors of a layer that most families call otherwise (`spec.weights`).
-    """
+    # The value that transformers gives each field that longhelix reads when config.json has no such key. Sizes that
+    # every published config states have no default (`config_fields.REQUIRED`).
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Fields that may be null although their default is another value.
+    nullable: frozenset[str] = frozenset()
+    # Second names of fields. Where a config has both, transformers takes this one.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Fields of which longhelix runs one meaning only. It refuses other values.
+    neutral: Mapping[str, Neutral] = field(default_factory=dict)
+    # Fields that other families read and this one's models do not.
+    ignored: frozenset[str] = frozenset()
 
+    # The config's `attention_bias` counts; if `output_bias`, the output projection has a bias as well.
     attention_bias: bool = False
     output_bias: bool = True
-    mlp_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_asked: bool = False
-    sinks: bool = False
-    head_size: int | None = None
-    grouped: bool = True
-    partly_rotated: bool = False
+    mlp_bias: bool = False  # the config's `mlp_bias` counts
+    qkv_bias: bool = False  # queries, keys and values have biases
+    qk_norm: bool = False  # queries and keys are normed, head by head
+    qk_norm_asked: bool = False  # they are normed if the config's `use_qk_norm` says so
+    sinks: bool = False  # each query head has a number that its softmax counts as one more score
+    partly_rotated: bool = False  # only some channels of a head carry positions
+    # Attention may have a sliding window: if the config's `use_sliding_window` says so, or always (`slides_unasked`).
     slides: bool = False
     slides_unasked: bool = False
-    window: int | None = None
-    chunked: bool = False
-    full_first: int | None = None
-    full_period: int | None = None
-    linear: bool = False
-    gated: bool = False
-    indexed: bool = False
-    mla: bool = False
-    moe: bool = False
-    vision: bool = False
-    wrapped: bool = False
+    layered: bool = False  # the config's `layer_types` says which layers have the window
+    chunked: bool = False  # the window is a chunk (`ModelSpec.chunked_attention`)
+    # Without `layer_types`, each full_period-th layer attends to everything. The period, or the field that has it.
+    full_period: int | str | None = None
+    # Without `layer_types`, layers from `max_window_layers` on have the window. If `alternates`, every second layer
+    # below `max_window_layers` has it instead, from the first one on.
+    alternates: bool = False
+    linear: bool = False  # layers without full attention have linear attention
+    gated: bool = False  # query heads have as many channels again, which weigh their outputs
+    indexed: bool = False  # attention reads the tokens that an indexer chooses
+    mla: bool = False  # attention has latents
+    moe: bool = False  # FFNs have experts
+    vision: bool = False  # models read images, and the decoder's config is a part of theirs
+    wrapped: bool = False  # the decoder's config is a part of the model's, and nothing else of it is read
+    # What checkpoints call tensors of a layer that most families call otherwise (`spec.weights`).
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,54 +84,348 @@ _QWEN2_MOE_TENSORS = {
     for name in ("gate_proj", "up_proj", "down_proj")
 }
 
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN_LAYERS = _QWEN_WINDOW | {"max_window_layers": 28, "layer_types": None}
+_IN_EVERY_LAYER = {
+    "decoder_sparse_step": Neutral((1,), "experts in every layer"),
+    "mlp_only_layers": Neutral(([], None), "experts in every layer"),
+}
+_DEEPSEEK_LAYERS = {"moe_layer_freq": Neutral((1,), "experts in every layer after the first ones")}
+_NO_KV_HEADS = frozenset({"num_key_value_heads", "head_dim", "qk_head_dim"})  # latents have neither
+_LATENTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+                  "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+_MROPE = {"rope_theta": 500_000.0}
+_KV_HEADS = frozenset({"num_key_value_heads"})
+_WINDOW = frozenset({"sliding_window"})
+_LOCAL_EXPERTS = {"num_local_experts": "num_experts"}
+
+_DEEPSEEK_V3 = Family(
+    defaults={
+        **_DECODER,
+        **_LATENTS,
+        "eos_token_id": 1,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    },
+    nullable=frozenset({"q_lora_rank", "norm_topk_prob", "rope_interleave", "n_shared_experts"}),
+    aliases={"num_local_experts": "n_routed_experts"},
+    neutral={
+        **_DEEPSEEK_LAYERS,
+        "topk_method": Neutral(("noaux_tc", None), "a bias for each expert where experts are chosen"),
+        "scoring_func": Neutral(("sigmoid",), "scores that are sigmoids"),
+    },
+    ignored=_NO_KV_HEADS,
+    attention_bias=True,
+    mla=True,
+    moe=True,
+)
+
 FAMILIES = {
-    "llama": Family(attention_bias=True, mlp_bias=True, grouped=False),
-    "mistral": Family(slides=True, slides_unasked=True, window=4096),
-    "qwen2": Family(qkv_bias=True, slides=True, window=4096, full_first=28),
-    "qwen3": Family(attention_bias=True, qk_norm=True, head_size=128, slides=True, window=4096, full_first=28),
-    "mixtral": Family(moe=True, slides=True, slides_unasked=True, tensors=_MIXTRAL_TENSORS),
-    "qwen2_moe": Family(qkv_bias=True, moe=True, slides=True, window=4096, tensors=_QWEN2_MOE_TENSORS),
-    "qwen3_moe": Family(attention_bias=True, qk_norm=True, moe=True, slides=True, window=4096),
-    "qwen3_vl": Family(attention_bias=True, qk_norm=True, head_size=128, vision=True),
-    "qwen3_vl_moe": Family(attention_bias=True, qk_norm=True, moe=True, vision=True),
-    "deepseek_v2": Family(attention_bias=True, mlp_bias=True, mla=True, moe=True),
-    "deepseek_v3": Family(attention_bias=True, mla=True, moe=True),
-    "kimi_k2": Family(attention_bias=True, mla=True, moe=True),
+    "llama": Family(
+        defaults={
+            **_DECODER,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "eos_token_id": 2,
+        },
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "mistral": Family(
+        defaults={
+            **_DECODER,
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        nullable=_WINDOW,
+        ignored=frozenset({"layer_types", "use_sliding_window"}),
+        slides=True,
+        slides_unasked=True,
+    ),
+    "qwen2": Family(
+        defaults={**_DECODER, **_QWEN_LAYERS, "num_key_value_heads": 32, "head_dim": None},
+        nullable=_KV_HEADS | _WINDOW,
+        qkv_bias=True,
+        slides=True,
+        layered=True,
+    ),
+    "qwen3": Family(
+        defaults={**_DECODER, **_QWEN_LAYERS, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        nullable=_KV_HEADS | _WINDOW,
+        attention_bias=True,
+        qk_norm=True,
+        slides=True,
+        layered=True,
+    ),
+    "mixtral": Family(
+        defaults={
+            **_DECODER,
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "eos_token_id": 2,
+        },
+        aliases={"num_experts": "num_local_experts"},
+        ignored=frozenset({"layer_types", "use_sliding_window"}),
+        moe=True,
+        slides=True,
+        slides_unasked=True,
+        tensors=_MIXTRAL_TENSORS,
+    ),
+    "qwen2_moe": Family(
+        defaults={
+            **_DECODER,
+            **_QWEN_LAYERS,
+            "num_key_value_heads": 16,
+            "head_dim": None,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "qkv_bias": True,
+        },
+        nullable=_WINDOW,
+        neutral=_IN_EVERY_LAYER,
+        qkv_bias=True,
+        moe=True,
+        slides=True,
+        layered=True,
+        alternates=True,
+        tensors=_QWEN2_MOE_TENSORS,
+    ),
+    "qwen3_moe": Family(
+        defaults={
+            **_DECODER,
+            **_QWEN_WINDOW,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "attention_bias": False,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+        },
+        nullable=_WINDOW,
+        aliases=_LOCAL_EXPERTS,
+        neutral=_IN_EVERY_LAYER,
+        ignored=frozenset({"layer_types", "max_window_layers"}),
+        attention_bias=True,
+        qk_norm=True,
+        moe=True,
+        slides=True,
+    ),
+    "qwen3_vl": Family(
+        defaults={**_DECODER, **_MROPE, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        nullable=_KV_HEADS,
+        attention_bias=True,
+        qk_norm=True,
+        vision=True,
+    ),
+    "qwen3_vl_moe": Family(
+        defaults={
+            **_DECODER,
+            **_MROPE,
+            "num_key_value_heads": 16,
+            "head_dim": None,
+            "attention_bias": False,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
+        aliases=_LOCAL_EXPERTS,
+        neutral={
+            **_IN_EVERY_LAYER,
+            "norm_topk_prob": Neutral((True,), "weights of experts that sum to one"),
+        },
+        attention_bias=True,
+        qk_norm=True,
+        moe=True,
+        vision=True,
+    ),
+    "deepseek_v2": Family(
+        defaults={
+            **_DECODER,
+            **_LATENTS,
+            "eos_token_id": 2,
+            "mlp_bias": False,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "n_routed_experts": 64,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "num_experts_per_tok": None,
+            "first_k_dense_replace": 0,
+        },
+        nullable=frozenset({"q_lora_rank", "n_shared_experts", "topk_method"}),
+        aliases={"num_experts": "n_routed_experts"},
+        neutral={
+            **_DEEPSEEK_LAYERS,
+            "norm_topk_prob": Neutral((False, None), "weights of experts that are not made to sum to one"),
+            "scoring_func": Neutral(("softmax",), "scores that are a softmax"),
+            "rope_interleave": Neutral((True,), "pairs of channels that lie side by side"),
+        },
+        ignored=_NO_KV_HEADS,
+        attention_bias=True,
+        mlp_bias=True,
+        mla=True,
+        moe=True,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
 }
 
 _LLAMA4 = Family(
+    defaults={
+        **_DECODER,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size_mlp": 16384,
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "eos_token_id": 2,
+    },
+    nullable=frozenset({"attention_chunk_size"}),
+    # They change what attention computes, and none of its costs.
+    ignored=frozenset({"use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale"}),
     attention_bias=True,
-    head_size=128,
     slides=True,
     slides_unasked=True,
-    window=8192,
-    full_period=4,
+    layered=True,
     chunked=True,
+    full_period="no_rope_layer_interval",
     moe=True,
 )
 # Known to the planner alone: the engine refuses them. Nothing loads their tensors, which have the names of most
 # families in the table of weights, and other ones in checkpoints.
 PLANNED_FAMILIES = {
-    "glm4_moe": Family(attention_bias=True, output_bias=False, qk_norm_asked=True, partly_rotated=True, moe=True),
+    "glm4_moe": Family(
+        defaults={
+            **_DECODER,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "attention_bias": False,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        attention_bias=True,
+        output_bias=False,
+        qk_norm_asked=True,
+        partly_rotated=True,
+        moe=True,
+    ),
     "gpt_oss": Family(
+        defaults={
+            **_DECODER,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+        },
+        nullable=frozenset({"sliding_window", "rope_parameters"}),
+        aliases={"num_experts": "num_local_experts"},
+        # They change what the experts compute, and none of their costs.
+        ignored=frozenset({"swiglu_alpha", "swiglu_limit", "initial_context_length"}),
         attention_bias=True,
         sinks=True,
-        head_size=64,
         slides=True,
         slides_unasked=True,
-        window=128,
+        layered=True,
         full_period=2,
         moe=True,
     ),
     "llama4": replace(_LLAMA4, wrapped=True),
     "llama4_text": _LLAMA4,
-    "deepseek_v32": Family(attention_bias=True, indexed=True, mla=True, moe=True),
+    "deepseek_v32": replace(
+        _DEEPSEEK_V3,
+        defaults={
+            **_DEEPSEEK_V3.defaults,
+            "index_topk": 2048,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "mlp_layer_types": None,
+        },
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+        ignored=_NO_KV_HEADS | {"layer_types", "mlp_bias"},  # all layers are indexed, and no product has a bias
+        indexed=True,
+    ),
     "qwen3_next": Family(
+        defaults={
+            **_DECODER,
+            "partial_rotary_factor": 0.25,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "attention_bias": False,
+            "layer_types": None,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+        },
+        neutral=_IN_EVERY_LAYER,
         attention_bias=True,
         qk_norm=True,
-        head_size=256,
         partly_rotated=True,
-        full_period=4,
+        layered=True,
+        full_period="full_attention_interval",
         linear=True,
         gated=True,
         moe=True,

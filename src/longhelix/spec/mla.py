@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count, count_or_none, positive, rope_mapping
-from longhelix.spec.rope import yarn_weight
+from longhelix.spec.config import count, count_or_none, switch
 
 
 @dataclass(frozen=True)
@@ -16,8 +15,8 @@ class MLA:
 
     A token's cache entry is its latent of `kv_lora_rank` and a rotated key of `rope_size` that all heads share. A
     query head has `nope_size` channels without and `rope_size` with rotation, and a value `value_size`. Queries come
-    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself. `scale_factor` multiplies the
-    scale of the scores (yarn with mscale_all_dim).
+    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself. `interleaved`: the checkpoint
+    has the two channels that rotate together side by side, and otherwise in two halves.
     """
 
     q_lora_rank: int | None
@@ -25,7 +24,7 @@ class MLA:
     nope_size: int
     rope_size: int
     value_size: int
-    scale_factor: float = 1.0
+    interleaved: bool = True
 
     def __post_init__(self) -> None:
         if self.rope_size % 2:
@@ -58,14 +57,5 @@ class MLA:
             nope_size=count(config, "qk_nope_head_dim"),
             rope_size=count(config, "qk_rope_head_dim"),
             value_size=count(config, "v_head_dim"),
-            scale_factor=_scale_factor(rope_mapping(config)),
+            interleaved=switch(config, "rope_interleave", True),
         )
-
-
-def _scale_factor(rope: Mapping[str, Any]) -> float:
-    """(0.1 mscale_all_dim ln(factor) + 1)^2 for long contexts, as DeepSeek's models define it."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    weight, factor = yarn_weight(rope, "mscale_all_dim"), positive(rope, "factor", 1.0)
-    if not isinstance(kind, str) or kind == "default" or factor <= 1:  # RopeSpec refuses what is no kind
-        return 1.0
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2

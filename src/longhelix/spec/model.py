@@ -16,6 +16,7 @@ from longhelix.spec.config import (
     dtype_name,
     full_layers,
     positive,
+    replaced,
     rope_mapping,
     sliding_window,
     stored_dtype,
@@ -23,6 +24,7 @@ from longhelix.spec.config import (
     switch,
     token_ids,
 )
+from longhelix.spec.config_fields import completed
 from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES, Family
 from longhelix.spec.formats import number_format
 from longhelix.spec.linear import LinearAttention
@@ -30,7 +32,7 @@ from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSpec, frequency_divisors
 from longhelix.spec.sparse import Indexer
-from longhelix.spec.vision import VisionSpec, decoder_config
+from longhelix.spec.vision import DEFAULT_SECTIONS, VisionSpec, decoder_config
 from longhelix.values import shown
 
 
@@ -207,10 +209,13 @@ class ModelSpec:
         generation_config: Mapping[str, Any] | None = None,
         *,
         planned: bool = False,
+        rope_scaling: Mapping[str, Any] | None = None,
     ) -> "ModelSpec":
         """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one).
 
-        planned: it is only planned for, so that it may be of a family that does not run.
+        Args:
+            planned: it is only planned for, so that it may be of a family that does not run.
+            rope_scaling: settings that replace the config's own rope settings, all but theta.
         """
         architecture, families = config.get("model_type"), FAMILIES | (PLANNED_FAMILIES if planned else {})
         family = families.get(architecture) if isinstance(architecture, str) else None
@@ -223,25 +228,31 @@ class ModelSpec:
         vision = VisionSpec.from_hf_config(config) if family.vision else None
         if family.vision or family.wrapped:
             config = decoder_config(config)
-        activation = config.get("hidden_act", "silu")
-        if not isinstance(activation, str) or activation != "silu":
+        config = completed(config, family)
+        activation = config["hidden_act"]
+        if not isinstance(activation, str) or activation not in ("silu", "swish"):
             raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
         hidden_size, num_query_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         max_positions = count(config, "max_position_embeddings")
         mla = MLA.from_hf_config(config) if family.mla else None
         if mla is None:
-            head_size = count(config, "head_dim", family.head_size or hidden_size // num_query_heads)
-            num_kv_heads = count(config, "num_key_value_heads", None if family.grouped else num_query_heads)
+            head_size = count_or_none(config, "head_dim") or hidden_size // num_query_heads
+            num_kv_heads = count_or_none(config, "num_key_value_heads") or num_query_heads
             rotated_size = head_size
         else:
             head_size, num_kv_heads, rotated_size = mla.nope_size + mla.rope_size, 1, mla.rope_size
-        num_layers, window = count(config, "num_hidden_layers"), sliding_window(config, family)
+        num_layers = count(config, "num_hidden_layers")
+        window = sliding_window(config, family, num_layers)
         rope = rope_mapping(config)
+        if family.vision:
+            rope = {"mrope_section": DEFAULT_SECTIONS, "mrope_interleaved": True, **rope}
         if family.partly_rotated:
             rope.pop("partial_rotary_factor", None)  # which channels turn changes no cost
+        if rope_scaling is not None:
+            rope = replaced(rope, rope_scaling)
         bias = family.attention_bias and switch(config, "attention_bias")
         # Only qwen2_moe's config can say that there is none.
-        always_biased = family.qkv_bias and (not family.moe or switch(config, "qkv_bias", True))
+        always_biased = family.qkv_bias and switch(config, "qkv_bias", True)
         return cls(
             architecture=str(architecture),
             num_layers=num_layers,
@@ -252,7 +263,7 @@ class ModelSpec:
             ffn_size=count(config, "intermediate_size_mlp" if family.chunked else "intermediate_size"),
             vocab_size=count(config, "vocab_size"),
             max_positions=max_positions,
-            rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=positive(config, "rms_norm_eps"),
             rope=RopeSpec.from_config(rope, rotated_size, max_positions),
             dtype=dtype_name(config),
             stored_dtype=stored_dtype(config),
@@ -274,10 +285,20 @@ class ModelSpec:
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], rope_divisors: Sequence[float] = (), *, tied: bool) -> "ModelSpec":
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        rope_divisors: Sequence[float] = (),
+        *,
+        tied: bool,
+        rope_scaling: Mapping[str, Any] | None = None,
+    ) -> "ModelSpec":
         """Read the metadata of a GGUF file of the llama architecture.
 
-        `rope_divisors` is its rope_freqs tensor, if it has one; `tied`: it has no output tensor of its own.
+        Args:
+            rope_divisors: its rope_freqs tensor, if it has one.
+            tied: it has no output tensor of its own.
+            rope_scaling: settings that replace the file's own rope settings, all but theta.
         """
 
         def present(key: str) -> str:
@@ -292,29 +313,11 @@ class ModelSpec:
         hidden_size, num_query_heads = number("embedding_length"), number("attention.head_count")
         head_size = number("attention.key_length", hidden_size // num_query_heads)
         max_positions = number("context_length")
-        rope: dict[str, Any] = {"rope_theta": metadata.get("llama.rope.freq_base")}
-        scaling = {
-            key.removeprefix("llama.rope.scaling."): setting
-            for key, setting in metadata.items()
-            if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
-        }
-        if metadata.get("llama.rope.scale_linear") is not None:  # the name of old files
-            scaling.setdefault("factor", metadata["llama.rope.scale_linear"])
-        kind = scaling.pop("type", "linear" if "factor" in scaling else "none")
-        if not isinstance(kind, str) or kind != "none":
-            rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
-            rope["original_max_position_embeddings"] = scaling.pop("original_context_length", None)
-            scaling |= {"rope_freqs": rope_divisors} if rope_divisors else {}
-        if scaling:
-            raise UserError(
-                f"the GGUF file combines rope scaling {shown(kind)} with {shown(next(iter(scaling)))}, which longhelix "
-                "does not know: use the model's Hugging Face folder",
-                "unknown_rope",
-            )
+        rope = _gguf_rope(metadata, rope_divisors, rope_scaling)
         if number("rope.dimension_count", head_size) != head_size:
             raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
         resolved = RopeSpec.from_config(rope, head_size, max_positions)
-        if rope_divisors:
+        if rope_divisors and rope_scaling is None:
             resolved = replace(
                 resolved, divisors=frequency_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)
             )
@@ -336,3 +339,33 @@ class ModelSpec:
             sliding_window=count_or_none(metadata, "llama.attention.sliding_window"),
             eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         )
+
+
+def _gguf_rope(
+    metadata: Mapping[str, Any], divisors: Sequence[float], rope_scaling: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The rope settings of a GGUF file, with Hugging Face's names."""
+    theta = metadata.get("llama.rope.freq_base")
+    rope: dict[str, Any] = {} if theta is None else {"rope_theta": theta}
+    if rope_scaling is not None:
+        return replaced(rope, rope_scaling)
+    scaling = {
+        key.removeprefix("llama.rope.scaling."): setting
+        for key, setting in metadata.items()
+        if key.startswith("llama.rope.scaling.") and key != "llama.rope.scaling.finetuned"
+    }
+    if metadata.get("llama.rope.scale_linear") is not None:  # the name of old files
+        scaling.setdefault("factor", metadata["llama.rope.scale_linear"])
+    kind = scaling.pop("type", "linear" if "factor" in scaling else "none")
+    if not isinstance(kind, str) or kind != "none":
+        rope |= {"rope_type": kind, "factor": scaling.pop("factor", 1.0)}
+        if "original_context_length" in scaling:
+            rope["original_max_position_embeddings"] = scaling.pop("original_context_length")
+        scaling |= {"rope_freqs": divisors} if divisors else {}
+    if scaling:
+        raise UserError(
+            f"the GGUF file combines rope scaling {shown(kind)} with {shown(next(iter(scaling)))}, which longhelix "
+            "does not know: use the model's Hugging Face folder",
+            "unknown_rope",
+        )
+    return rope

@@ -75,41 +75,39 @@ class MoE:
             return cls._llama4(config, experts_per_token)
         expert_size = count(config, "moe_intermediate_size")
         if architecture in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next"):
-            _refuse_other(config, "decoder_sparse_step", 1)
-            _refuse_other(config, "mlp_only_layers", [])
             shared_gate = architecture in ("qwen2_moe", "qwen3_next")
             return cls(
-                # transformers writes qwen3_moe's under either name.
-                count(config, "num_experts", config.get("num_local_experts")),
+                count(config, "num_experts"),
                 experts_per_token,
                 expert_size,
                 shared_size=count(config, "shared_expert_intermediate_size") if shared_gate else 0,
                 shared_gate=shared_gate,
                 normalised=architecture == "qwen3_vl_moe" or switch(config, "norm_topk_prob"),
             )
-        _refuse_other(config, "moe_layer_freq", 1)
-        sigmoid = always_biased = architecture != "deepseek_v2"
-        method = _topk_method(config, "noaux_tc" if always_biased else None)
+        sigmoid = architecture != "deepseek_v2"
+        method = "noaux_tc" if sigmoid else _topk_method(config)
         # deepseek_v2 takes its best experts of all, unless its config says otherwise.
         grouped = sigmoid or method == "group_limited_greedy"
+        num_dense_layers = count(config, "first_k_dense_replace", least=0)
+        _check_layer_types(config, num_dense_layers)
         return cls(
             count(config, "n_routed_experts"),
             experts_per_token,
             expert_size,
-            shared_size=count(config, "n_shared_experts", 0, least=0) * expert_size,
-            num_dense_layers=count(config, "first_k_dense_replace", 0, least=0),
+            shared_size=0 if config["n_shared_experts"] is None else _shared_size(config, expert_size),
+            num_dense_layers=num_dense_layers,
             routing_bias=method == "noaux_tc",
             sigmoid=sigmoid,
-            normalised=sigmoid and switch(config, "norm_topk_prob", True),
-            num_groups=count(config, "n_group", 1) if grouped else 1,
-            groups_per_token=count(config, "topk_group", 1) if grouped else 1,
-            scale=positive(config, "routed_scaling_factor", 1.0),
+            normalised=sigmoid and switch(config, "norm_topk_prob"),
+            num_groups=count(config, "n_group") if grouped else 1,
+            groups_per_token=count(config, "topk_group") if grouped else 1,
+            scale=positive(config, "routed_scaling_factor"),
         )
 
     @classmethod
     def _llama4(cls, config: Mapping[str, Any], experts_per_token: int) -> "MoE":
         """One shared expert, as large as each of the others."""
-        expert_size, layer_step = count(config, "intermediate_size"), count(config, "interleave_moe_layer_step", 1)
+        expert_size, layer_step = count(config, "intermediate_size"), count(config, "interleave_moe_layer_step")
         layers = list(range(layer_step - 1, count(config, "num_hidden_layers"), layer_step))
         if config.get("moe_layers", layers) not in (None, layers):
             raise UserError(
@@ -128,8 +126,13 @@ class MoE:
         )
 
 
-def _topk_method(config: Mapping[str, Any], absent: str | None) -> str | None:
-    method = config.get("topk_method", absent)
+def _shared_size(config: Mapping[str, Any], expert_size: int) -> int:
+    """Columns of the shared experts together."""
+    return count(config, "n_shared_experts", least=0) * expert_size
+
+
+def _topk_method(config: Mapping[str, Any]) -> str | None:
+    method = config["topk_method"]
     if method is not None and not (isinstance(method, str) and method in _TOPK_METHODS):
         raise UserError(
             f"topk_method in the model's settings is {shown(method)}: longhelix knows {', '.join(_TOPK_METHODS)}",
@@ -138,10 +141,12 @@ def _topk_method(config: Mapping[str, Any], absent: str | None) -> str | None:
     return method
 
 
-def _refuse_other(config: Mapping[str, Any], key: str, known: Any) -> None:
-    value = config.get(key)
-    if value is not None and not (type(value) is type(known) and value == known):
+def _check_layer_types(config: Mapping[str, Any], num_dense_layers: int) -> None:
+    """Refuse mlp_layer_types that first_k_dense_replace contradicts."""
+    given, num_layers = config.get("mlp_layer_types"), count(config, "num_hidden_layers")
+    if given not in (None, ["dense"] * num_dense_layers + ["sparse"] * (num_layers - num_dense_layers)):
         raise UserError(
-            f"config.json has {key} = {shown(value)}: longhelix knows {known!r}, experts in every layer",
+            f"config.json has mlp_layer_types = {shown(given)}: longhelix plans for experts in all layers after the "
+            f"first {num_dense_layers}, which first_k_dense_replace says, and in no other",
             "invalid_model",
         )

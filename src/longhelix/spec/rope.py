@@ -14,9 +14,12 @@ _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mrope_section", "mrope_interleaved",
+    "attn_factor", "finetuned",
 }  # fmt: skip
 # No model's are near these; far beyond them cos and sin are no numbers.
 _LEAST, _MOST = 1e-3, 1e6
+# Settings that yarn's first implementation had. transformers does not read them, and neither does longhelix.
+UNREAD_ROPE_KEYS = frozenset({"attn_factor"})
 _MOST_POSITIONS = 2**53  # above, floats skip whole numbers
 
 _ROPE_NEEDS = {
@@ -33,8 +36,9 @@ _ROPE_NEEDS = {
 class RopeSpec:
     """Rotary position embedding: how its frequencies follow from theta.
 
-    `attention_factor` multiplies cos and sin. `divisors`, where present, divide the frequencies one by one
-    (C/2 numbers; GGUF files carry llama3 scaling in this form). Fields of other kinds keep their defaults.
+    `attention_factor` multiplies cos and sin. `latent_factor` multiplies the scores of latent attention, whose keys are
+    rotated only in part (mscale_all_dim of DeepSeek's models). `divisors`, where present, divide the frequencies one by
+    one (C/2 numbers; GGUF files carry llama3 scaling in this form). Fields of other kinds keep their defaults.
     `sections`, where present: tokens of images have a position on each of three axes, time, row and column, and so many
     frequency pairs turn by each of them (`axes`); all other tokens have the same one on all three.
     """
@@ -44,6 +48,7 @@ class RopeSpec:
     factor: float = 1.0
     original_max_positions: int = 0
     attention_factor: float = 1.0
+    latent_factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
@@ -75,10 +80,9 @@ class RopeSpec:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
         if positive(rope, "partial_rotary_factor", 1.0) != 1:
             raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
-        original = rope.get("original_max_position_embeddings")
         original = whole(
             "original_max_position_embeddings in the model's settings",
-            max_positions if original is None else original,
+            rope.get("original_max_position_embeddings", max_positions),
             least=2 if kind == "longrope" else 1,  # longrope divides by its logarithm
             most=_MOST_POSITIONS,
         )
@@ -89,18 +93,18 @@ class RopeSpec:
         low, high = _moderate(rope, "low_freq_factor", 1.0), _moderate(rope, "high_freq_factor", 1.0)
         if kind == "llama3" and low >= high:
             raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
-        truncate = rope.get("truncate")
         return cls(
             kind=kind,
             theta=theta,
             factor=factor,
             original_max_positions=max_positions if kind == "dynamic" else original,
             attention_factor=_attention_factor(kind, rope, factor, original),
+            latent_factor=_latent_factor(kind, rope, factor),
             low_freq_factor=low,
             high_freq_factor=high,
             beta_fast=_moderate(rope, "beta_fast", 32.0),
             beta_slow=_moderate(rope, "beta_slow", 1.0),
-            truncate=flag("truncate in the model's settings", True if truncate is None else truncate),
+            truncate=flag("truncate in the model's settings", rope.get("truncate", True)),
             short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
             long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
             sections=_sections(rope, head_size),
@@ -131,7 +135,7 @@ def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:
     )
 
 
-def yarn_weight(rope: Mapping[str, Any], key: str) -> float:
+def _yarn_weight(rope: Mapping[str, Any], key: str) -> float:
     """mscale or mscale_all_dim; absent and null mean 0, none."""
     value = rope.get(key)
     return real(
@@ -163,5 +167,12 @@ def _attention_factor(kind: str, rope: Mapping[str, Any], factor: float, origina
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
 
-    weight, weight_all = yarn_weight(rope, "mscale"), yarn_weight(rope, "mscale_all_dim")
+    weight, weight_all = _yarn_weight(rope, "mscale"), _yarn_weight(rope, "mscale_all_dim")
     return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)
+
+
+def _latent_factor(kind: str, rope: Mapping[str, Any], factor: float) -> float:
+    """(0.1 mscale_all_dim ln(factor) + 1)^2 for long contexts, as DeepSeek's models define it."""
+    if kind == "default" or factor <= 1:
+        return 1.0
+    return (0.1 * _yarn_weight(rope, "mscale_all_dim") * math.log(factor) + 1.0) ** 2

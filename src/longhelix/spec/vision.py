@@ -8,7 +8,10 @@ from longhelix.errors import UserError
 from longhelix.spec.config import count
 from longhelix.values import refused, whole
 
-_TOKENS = ("image", "vision_start", "vision_end")
+# What transformers takes for an absent key: frequency pairs of each axis, tokens of images, and parts of the tower.
+DEFAULT_SECTIONS = (24, 20, 20)
+_TOKENS = {"image": 151655, "vision_start": 151652, "vision_end": 151653}
+_OUT_SIZE, _DEPTH, _TAPS = 3584, 27, (8, 16, 24)
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,14 @@ class VisionSpec:
     def from_hf_config(cls, config: Mapping[str, Any]) -> "VisionSpec":
         """Read the config.json of a vision-language model; raises UserError."""
         tower, decoder = _part(config, "vision_config"), _part(config, "text_config")
-        given, taken = count(tower, "out_hidden_size"), count(decoder, "hidden_size")
+        given, taken = count(tower, "out_hidden_size", _OUT_SIZE), count(decoder, "hidden_size")
         if given != taken:
             raise UserError(
                 f"the vision tower gives {given} numbers for each token, but the decoder takes {taken}: correct "
                 "out_hidden_size or hidden_size in the model's config",
                 "invalid_model",
             )
-        image, start, end = (count(config, f"{name}_token_id", least=0) for name in _TOKENS)
+        image, start, end = (count(config, f"{name}_token_id", token_id, least=0) for name, token_id in _TOKENS.items())
         return cls(image, start, end, _num_deepstack(tower))
 
 
@@ -51,10 +54,10 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _num_deepstack(tower: Mapping[str, Any]) -> int:
-    name, taps = "deepstack_visual_indexes in the model's settings", tower.get("deepstack_visual_indexes")
+    name, taps = "deepstack_visual_indexes in the model's settings", tower.get("deepstack_visual_indexes", _TAPS)
     if not isinstance(taps, (list, tuple)):
         raise refused(name, taps, "a list of layers", "invalid_model")
-    last = count(tower, "depth") - 1
+    last = count(tower, "depth", _DEPTH) - 1
     layers = {whole(f"a layer of {name}", layer, 0, last, code="invalid_model") for layer in taps}
     if len(layers) < len(taps):
         raise refused(name, taps, "layers of which each comes once", "invalid_model")

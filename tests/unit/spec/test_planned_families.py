@@ -214,12 +214,17 @@ def test_a_config_that_says_nothing_of_layers_has_the_familys_pattern():
 
 
 def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
-    config = {"model_type": "mistral", "sliding_window": 512} | SIZES
-    assert ModelSpec.from_hf_config(config).full_layers == ()
-    assert ModelSpec.from_hf_config(config).num_windowed_layers == 6
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": True} | SIZES
+    assert ModelSpec.from_hf_config(config | {"max_window_layers": 0}).num_windowed_layers == 6
+    kinds = ["sliding_attention", "attention", "sliding_attention", *["full_attention"] * 3]
     assert ModelSpec.from_hf_config(config | {"layer_types": kinds}).full_layers == (1, 3, 4, 5)
     assert ModelSpec.from_hf_config(config | {"sliding_window": None, "layer_types": kinds}).full_layers == ()
+    refused(config | {"layer_types": kinds[:5]}, "a list of 6 names")
+    refused(config | {"layer_types": ["chunked_attention", *kinds[1:]]}, "full_attention or sliding_attention")
+    # transformers does not read layer_types of these.
+    for family, change in (("mistral", {}), ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 40})):
+        spec = ModelSpec.from_hf_config(config | change | {"model_type": family, "layer_types": kinds})
+        assert spec.num_windowed_layers == 6
 
 
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
@@ -275,7 +280,10 @@ def test_the_part_of_a_head_that_turns_is_no_matter():
     ],
 )
 def test_what_no_config_can_have_is_refused_by_name(family, change):
-    refused(made(family).to_dict() | change, *change)
+    config = made(family).to_dict() | change
+    if "no_rope_layers" in change:  # which counts where layer_types is absent
+        del config["layer_types"]
+    refused(config, *change)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -80,6 +80,7 @@ def test_a_published_config_is_read():
     assert (spec.rope.theta, spec.rope.sections) == (5e6, (24, 20, 20))
     assert spec.vision == VisionSpec(151655, 151652, 151653, 3)
     assert ModelSpec.from_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
+    assert ModelSpec.from_hf_config(changed("text_config", rope_scaling=None)) == spec  # which are the defaults
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
 
 
@@ -123,7 +124,6 @@ def test_axes_are_those_of_transformers():
         (changed("vision_config", depth=None), "depth in the model's settings"),
         (changed("vision_config", out_hidden_size=8192), "tower gives 8192 numbers for each token, but .* takes 4096"),
         (changed("vision_config", out_hidden_size=None), "out_hidden_size in the model's settings"),
-        (changed("text_config", rope_scaling=None), "no mrope_section"),
         (with_rope(mrope_section=[24, 20]), "mrope_section"),
         (with_rope(mrope_section=[24, 20, 21]), "three numbers that add up to 64"),
         (with_rope(mrope_section=[24.0, 20, 20]), "three numbers that add up to 64"),
