@@ -15,7 +15,6 @@ REQUIRED = frozenset(
     {
         "hidden_size",
         "intermediate_size",
-        "max_position_embeddings",
         "num_attention_heads",
         "num_hidden_layers",
         "vocab_size",

@@ -102,6 +102,7 @@ _LOCAL_EXPERTS = {"num_local_experts": "num_experts"}
 _DEEPSEEK_V3 = Family(
     defaults={
         **_DECODER,
+        "max_position_embeddings": 4096,
         **_LATENTS,
         "eos_token_id": 1,
         "moe_intermediate_size": 2048,
@@ -132,6 +133,7 @@ FAMILIES = {
     "llama": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 2048,
             "num_key_value_heads": None,
             "head_dim": None,
             "attention_bias": False,
@@ -144,6 +146,7 @@ FAMILIES = {
     "mistral": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "head_dim": None,
             "sliding_window": 4096,
@@ -155,14 +158,27 @@ FAMILIES = {
         slides_unasked=True,
     ),
     "qwen2": Family(
-        defaults={**_DECODER, **_QWEN_LAYERS, "num_key_value_heads": 32, "head_dim": None},
+        defaults={
+            **_DECODER,
+            "max_position_embeddings": 32768,
+            **_QWEN_LAYERS,
+            "num_key_value_heads": 32,
+            "head_dim": None,
+        },
         nullable=_KV_HEADS | _WINDOW,
         qkv_bias=True,
         slides=True,
         layered=True,
     ),
     "qwen3": Family(
-        defaults={**_DECODER, **_QWEN_LAYERS, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        defaults={
+            **_DECODER,
+            "max_position_embeddings": 32768,
+            **_QWEN_LAYERS,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "attention_bias": False,
+        },
         nullable=_KV_HEADS | _WINDOW,
         attention_bias=True,
         qk_norm=True,
@@ -172,6 +188,7 @@ FAMILIES = {
     "mixtral": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "head_dim": None,
             "sliding_window": None,
@@ -191,6 +208,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 32768,
             **_QWEN_LAYERS,
             "num_key_value_heads": 16,
             "head_dim": None,
@@ -213,6 +231,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 32768,
             **_QWEN_WINDOW,
             "num_key_value_heads": 4,
             "head_dim": None,
@@ -232,7 +251,14 @@ FAMILIES = {
         slides=True,
     ),
     "qwen3_vl": Family(
-        defaults={**_DECODER, **_MROPE, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        defaults={
+            **_DECODER,
+            "max_position_embeddings": 128000,
+            **_MROPE,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "attention_bias": False,
+        },
         nullable=_KV_HEADS,
         attention_bias=True,
         qk_norm=True,
@@ -241,6 +267,7 @@ FAMILIES = {
     "qwen3_vl_moe": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 128000,
             **_MROPE,
             "num_key_value_heads": 16,
             "head_dim": None,
@@ -262,6 +289,7 @@ FAMILIES = {
     "deepseek_v2": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 2048,
             **_LATENTS,
             "eos_token_id": 2,
             "mlp_bias": False,
@@ -296,6 +324,7 @@ FAMILIES = {
 _LLAMA4 = Family(
     defaults={
         **_DECODER,
+        "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "num_key_value_heads": 8,
@@ -329,6 +358,7 @@ PLANNED_FAMILIES = {
     "glm4_moe": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "num_key_value_heads": 8,
@@ -355,6 +385,7 @@ PLANNED_FAMILIES = {
     "gpt_oss": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
             "rope_parameters": {
@@ -391,6 +422,7 @@ PLANNED_FAMILIES = {
         _DEEPSEEK_V3,
         defaults={
             **_DEEPSEEK_V3.defaults,
+            "max_position_embeddings": 163840,
             "index_topk": 2048,
             "index_head_dim": 128,
             "index_n_heads": 64,
@@ -403,6 +435,7 @@ PLANNED_FAMILIES = {
     "qwen3_next": Family(
         defaults={
             **_DECODER,
+            "max_position_embeddings": 32768,
             "partial_rotary_factor": 0.25,
             "num_key_value_heads": 2,
             "head_dim": 256,

@@ -88,7 +88,7 @@ class MoE:
         method = "noaux_tc" if sigmoid else _topk_method(config)
         # deepseek_v2 takes its best experts of all, unless its config says otherwise.
         grouped = sigmoid or method == "group_limited_greedy"
-        num_dense_layers = count(config, "first_k_dense_replace", least=0)
+        num_dense_layers = min(count(config, "first_k_dense_replace", least=0), count(config, "num_hidden_layers"))
         _check_layer_types(config, num_dense_layers)
         return cls(
             count(config, "n_routed_experts"),

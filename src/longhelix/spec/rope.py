@@ -93,6 +93,7 @@ class RopeSpec:
         low, high = _moderate(rope, "low_freq_factor", 1.0), _moderate(rope, "high_freq_factor", 1.0)
         if kind == "llama3" and low >= high:
             raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
+        truncate = rope.get("truncate", True)
         return cls(
             kind=kind,
             theta=theta,
@@ -104,7 +105,7 @@ class RopeSpec:
             high_freq_factor=high,
             beta_fast=_moderate(rope, "beta_fast", 32.0),
             beta_slow=_moderate(rope, "beta_slow", 1.0),
-            truncate=flag("truncate in the model's settings", rope.get("truncate", True)),
+            truncate=flag("truncate in the model's settings", False if truncate is None else truncate),
             short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
             long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
             sections=_sections(rope, head_size),

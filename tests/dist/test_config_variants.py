@@ -1,0 +1,82 @@
+"""Variants of config.json of every family that runs: longhelix runs them as transformers does, or refuses them in
+words."""
+
+import random
+import secrets
+from collections import Counter
+
+import pytest
+
+from config_variants import CONFIGS, VISION, compare, draw, with_changes
+
+pytestmark = pytest.mark.dist
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+RUN = [
+    ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}, ()),
+    ("llama", {"rope_parameters": YARN, "rope_scaling": {}}, ("rope_theta",)),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, ("rms_norm_eps", "max_position_embeddings")),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}, ("rope_scaling",)),
+    ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8, "finetuned": True}}, ()),
+    ("mixtral", {}, ("rope_theta", "num_experts_per_tok", "rms_norm_eps")),
+    ("mixtral", {"num_experts": 4}, ()),
+    ("qwen2_moe", {}, ("norm_topk_prob", "num_experts_per_tok")),
+    ("qwen3_moe", {"num_local_experts": 4}, ()),
+    ("qwen3_vl", {}, ("rope_theta",)),
+    ("deepseek_v2", {}, ("topk_method", "routed_scaling_factor", "first_k_dense_replace")),
+    ("deepseek_v3", {"rope_interleave": False}, ()),
+    ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, ("n_shared_experts",)),
+    ("deepseek_v3", {"n_group": 4}, ("routed_scaling_factor", "topk_group", "norm_topk_prob")),
+    ("kimi_k2", {"rope_interleave": None, "norm_topk_prob": None}, ("first_k_dense_replace",)),
+]
+REFUSED = [
+    ("llama", {"is_causal": False}, "is_causal = False"),
+    ("llama", {"is_causal": None}, "is_causal = None"),
+    ("qwen2", {"is_causal": False}, "is_causal = False"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+    ("llama", {"rope_theta": None}, "rope_theta"),
+    ("mistral", {"num_key_value_heads": None}, "num_key_value_heads"),
+    ("qwen3", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor"),
+]
+NUM_CASES = 300
+
+
+@pytest.mark.parametrize(("family", "changes", "absent"), RUN)
+def test_a_variant_equals_transformers(tmp_path, family, changes, absent):
+    outcome = compare(tmp_path, with_changes(family, changes, absent))
+    assert outcome.kind == "equal", outcome
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), REFUSED)
+def test_a_variant_that_would_run_otherwise_is_refused_by_name(tmp_path, family, changes, words):
+    outcome = compare(tmp_path, with_changes(family, changes))
+    assert outcome.kind in ("refused", "impossible"), outcome
+    assert words in outcome.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_drawn_variants_equal_transformers_or_are_refused_by_name(tmp_path):
+    seed = secrets.randbelow(2**32)
+    print(f"seed {seed}")
+    chance, kinds, families = random.Random(seed), Counter(), [*CONFIGS, *VISION]
+    for index in range(NUM_CASES):
+        family = families[index % len(families)]
+        changes, absent = draw(family, chance)
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        case = f"seed {seed}, case {index}: {family} with {changes}, without {absent}"
+        outcome = compare(folder, with_changes(family, changes, absent), index)
+        kinds[outcome.kind] += 1
+        assert outcome.kind != "unequal", f"{case}: {outcome.message}"
+        if outcome.kind == "refused":  # for what was changed, and nothing else
+            assert any(name in outcome.message for name in (*changes, *absent, *NAMED_OTHERWISE)), f"{case}: {outcome}"
+    print(dict(kinds))
+    assert kinds["equal"] >= NUM_CASES / 2
+
+
+# What messages call fields that they do not name: a rope setting, and a window that is narrower than a request.
+NAMED_OTHERWISE = ("rope type", "rope setting", "sliding window", "mrope_section", "partial_rotary_factor")
