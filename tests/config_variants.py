@@ -164,14 +164,18 @@ def _values(name: str, config_class: type) -> list[Any]:
     return [None]
 
 
-def compare(folder, config: dict[str, Any], seed: int = 0) -> Outcome:
-    """Run a config's model with random weights in both. The folder must be empty."""
+def compare(folder, config: dict[str, Any], seed: int = 0, rope_scaling: dict[str, Any] | None = None) -> Outcome:
+    """Run a config's model with random weights in both. The folder must be empty.
+
+    `rope_scaling`: the option that longhelix gets; transformers gets it in place of the config's own.
+    """
     try:
-        model = _save_model(folder, config, seed)
+        model = _save_model(folder, config, seed, {} if rope_scaling is None else {"rope_scaling": rope_scaling})
     except Exception as error:  # whatever transformers says to a config that it does not run
         return Outcome("impossible", _read_alone(folder, config) or f"{type(error).__name__}: {error}")
     try:
-        with LLM(str(folder), Layout(), dtype="float32", max_model_len=MAX_MODEL_LEN) as llm:
+        options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "rope_scaling": rope_scaling}
+        with LLM(str(folder), Layout(), **options) as llm:
             (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=1, prompt_logprobs=TOP, logprobs=TOP))
     except UserError as error:
         return Outcome("refused", str(error))
@@ -197,11 +201,12 @@ def _read_alone(folder, config: dict[str, Any]) -> str:
     return ""
 
 
-def _save_model(folder, config: dict[str, Any], seed: int):
-    """transformers' model of the config, with weights that are seen where they are missing."""
+def _save_model(folder, config: dict[str, Any], seed: int, changes: dict[str, Any]):
+    """transformers' model of the changed config, with weights that are seen where they are missing. The folder gets
+    the config as it is."""
     torch.manual_seed(seed)
     kind = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
-    given = json.loads(json.dumps(config | {"model_type": kind}))
+    given = json.loads(json.dumps(config | {"model_type": kind} | changes))
     made = CONFIG_MAPPING[kind].from_dict(given)
     auto = AutoModelForImageTextToText if kind in VISION else AutoModelForCausalLM
     forms = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -57,6 +57,26 @@ def test_a_variant_that_would_run_otherwise_is_refused_by_name(tmp_path, family,
     assert words in outcome.message
 
 
+DEEP_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+REPLACED = [
+    (None, DEEP_YARN),
+    (DEEP_YARN, {"rope_type": "linear", "factor": 2.0}),
+    (DEEP_YARN, {"rope_type": "default"}),
+    (DEEP_YARN, YARN | {"factor": 8.0}),
+    (DEEP_YARN, YARN | {"factor": 8.0, "mscale_all_dim": 1.0, "rope_theta": 5e4}),
+    ({"rope_type": "su", "speed": 3}, DEEP_YARN),  # which longhelix would not run
+]
+
+
+@pytest.mark.parametrize(("saved", "option"), REPLACED)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3", "kimi_k2"])
+def test_rope_scaling_replaces_all_that_follows_from_the_configs_own(tmp_path, family, saved, option):
+    """The scale of latent attention's scores among it."""
+    config = with_changes(family, {"rope_scaling": saved, "rope_theta": 2e4})
+    outcome = compare(tmp_path, config, rope_scaling=option)
+    assert outcome.kind == "equal", outcome
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_drawn_variants_equal_transformers_or_are_refused_by_name(tmp_path):
