@@ -182,14 +182,20 @@ class BlockPool:
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder, who calls `unshare`, to blocks that have one or are cached."""
+        ids: list[list[int]] = [[] for _ in self.allocators]
         for block in blocks:
-            self.allocators[block.owner].share([block.id])
+            ids[block.owner].append(block.id)
+        for rank, allocator in enumerate(self.allocators):
+            allocator.share(ids[rank])
 
     def unshare(self, blocks: Items[Block]) -> None:
         """Take a holder from blocks, each once, in position order."""
         self.releases += 1
+        ids = [array("q") for _ in self.allocators]
+        for block in blocks:
+            ids[block.owner].append(block.id)
         for rank, allocator in enumerate(self.allocators):
-            allocator.release(array("q", [block.id for block in blocks if block.owner == rank]), 0)
+            allocator.release(ids[rank], 0)
 
     def borrow(self, block: Block) -> None:
         """Keep a block, which is copied in the next step, until that is made."""

@@ -25,17 +25,16 @@ class HeldPrefix:
     @classmethod
     def take(cls, pool: BlockPool, hashes: Sequence[bytes], placement: Placement) -> Self | None:
         """Those that are cached, and new ones behind them, where `placement` has them. None if they are not free."""
-        cached: list[Block] = []
+        cached, awaited = list[Block](), pool.swaps.awaited
         for digest in hashes:
             block = pool.index.get(digest)
-            if block is None or pool.swaps.awaits(block):
+            if block is None or block in awaited:
                 break
             cached.append(block)
         owners = tuple(block.owner for block in cached)
         continued = Continued(placement, owners) if owners else placement
         wanted = [continued.owner(index * placement.block_tokens) for index in range(len(cached), len(hashes))]
-        counts = Counter(wanted)
-        revived = Counter(block.owner for block in cached if pool.allocators[block.owner].is_cached(block.id))
+        counts, revived = Counter(wanted), pool.unheld(cached)
         if any(count > pool.allocators[rank].available for rank, count in (counts + revived).items()):
             return None
         pool.share(cached)  # or a new block could be one of them

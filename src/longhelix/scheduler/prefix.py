@@ -13,6 +13,8 @@ from longhelix.scheduler.matches import Match, Matches
 from longhelix.scheduler.sequence import Sequence
 from longhelix.step import TOKEN_BYTES
 
+_HASHED_AT_ONCE = 16  # blocks of a prompt that is looked for
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -121,21 +123,23 @@ class PrefixCache:
         if not chain:
             chain.append(self._first(request))
         tokens, images, size = request.prompt_token_ids, request.images, self._block_tokens
+        num_full = self._num_full(request)
 
         def hash_of(index: int) -> bytes:
             if len(chain) == index + 1:
-                start = index * size
-                chain.extend(_chain(chain[-1], tokens[start : start + size].tobytes(), 1, start, images))
+                start, count = index * size, min(_HASHED_AT_ONCE, num_full - index)
+                chain.extend(_chain(chain[-1], tokens[start : start + count * size].tobytes(), count, start, images))
             return chain[index + 1]
 
         return hash_of
 
     def hashes(self, request: Request) -> list[bytes]:
         """Those of the blocks that a request's prompt fills, in position order."""
-        chain, block_tokens, tokens = [self._first(request)], self._block_tokens, request.prompt_token_ids
-        for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            chain += _chain(chain[-1], tokens[start : start + block_tokens].tobytes(), 1, start, request.images)
-        return chain[1:]
+        num_full = self._num_full(request)
+        if not num_full:
+            return []
+        token_bytes = request.prompt_token_ids[: num_full * self._block_tokens].tobytes()
+        return _chain(self._first(request), token_bytes, num_full, 0, request.images)
 
     def forget(self, request_id: int) -> None:
         """It waits no longer."""
@@ -174,8 +178,13 @@ def _chain(before: bytes, token_bytes: bytes, num_blocks: int, start: int, image
     """The hashes of `num_blocks` blocks with these tokens, from position `start` on, after the block with the hash
     `before`. `images`: those of the prompt."""
     size, hashes = len(token_bytes) // num_blocks, list[bytes]()
+    if not images:
+        for at in range(0, len(token_bytes), size):
+            before = sha256(before + token_bytes[at : at + size]).digest()
+            hashes.append(before)
+        return hashes
     for at in range(0, len(token_bytes), size):
-        shown = _begun(images, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES) if images else b""
+        shown = _begun(images, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES)
         before = sha256(before + shown + token_bytes[at : at + size]).digest()
         hashes.append(before)
     return hashes

@@ -46,9 +46,10 @@ class Swaps:
         for slot in reversed(slots):  # a block is found only where all before it are
             self._used[slot.owner].move_to_end(slot)
 
-    def awaits(self, block: Block) -> bool:
-        """Whether a block gets its content only with a step that is yet to be made."""
-        return any(target == block for _, target in self._in)
+    @property
+    def awaited(self) -> set[Block]:
+        """The blocks that get their content only with a step that is yet to be made."""
+        return {target for _, target in self._in}
 
     def lose(self, written: Collection[Block]) -> None:
         """Blocks that were evicted are written to before the next step, which is to leave them so."""

@@ -7,6 +7,7 @@ from test_prefix import BLOCK_TOKENS, LONG, request
 from test_prefix import config as plain_config
 from test_scheduler import Engine, expected_output
 
+from longhelix.kv.blocks import BlockAllocator
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import ServiceLevel
 
@@ -113,3 +114,19 @@ def test_requests_that_need_the_room_have_it():
     engine.add(other)
     assert engine.drain()[0].token_ids == expected_output(other)
     assert engine.scheduler.hold(request(-1, LONG, 1)).num_cached < 25
+
+
+@pytest.mark.parametrize("num_tokens", [40, 80])
+def test_a_hold_asks_each_rank_once_however_many_blocks_it_has(monkeypatch, num_tokens):
+    """All of it happens between two steps."""
+    engine = Engine(config())
+    engine.add(request(0, LONG[:num_tokens], 1))
+    while engine.loop.has_work:
+        engine.step()
+    calls, share, release = [], BlockAllocator.share, BlockAllocator.release
+    monkeypatch.setattr(BlockAllocator, "share", lambda *of: calls.append("share") or share(*of))
+    monkeypatch.setattr(BlockAllocator, "release", lambda *of: calls.append("release") or release(*of))
+    held = engine.scheduler.hold(request(-1, LONG[:num_tokens], 1))
+    held.release(engine.scheduler.pool)
+    assert held.num_cached == num_tokens // BLOCK_TOKENS
+    assert calls == ["share", "share", "release", "release"]
