@@ -39,6 +39,8 @@ class SamplingParams:
     and no stop string ends it within these. logprobs: the N best of the model's own distribution at each new token,
     before all of this (None: none); prompt_logprobs: the same at each token of the prompt, all of which is computed for
     it, whatever is cached. With it max_new_tokens may be 0.
+    skip_special_tokens: whether the text leaves special tokens out. include_stop_str_in_output: whether it has the stop
+    string, or the text of the stop token, that ended it.
     guide: what the text has to be; its last token ends the request, unless max_new_tokens or a stop does before. Of
     tokens that it does not allow none is chosen, whatever else is asked for: where it allows none but those that end
     the text, one of these comes in spite of min_tokens.
@@ -62,6 +64,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         """Raises UserError for what no request can have; keeps plain Python values."""
@@ -100,6 +104,8 @@ class SamplingParams:
             if self.prompt_logprobs is None
             else whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
             "guide": _guide(self.guide),
+            "skip_special_tokens": flag("skip_special_tokens", self.skip_special_tokens),
+            "include_stop_str_in_output": flag("include_stop_str_in_output", self.include_stop_str_in_output),
         }
         if checked["guide"] is not None and checked["ignore_eos"]:
             raise UserError("a text with a guide ends where the guide does: leave out ignore_eos or the guide")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import served
+from served import events, served
 
 from longhelix.text.chat_template import ChatTemplate
 
@@ -125,3 +125,78 @@ def test_usage_is_null_until_the_last_event(server):
             if is_there:
                 assert {event["usage"] for event in events} == {None}
                 assert last["usage"]["completion_tokens"] > 0
+
+
+ENDS = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+ENDING = {"max_tokens": 40, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_token_that_ends_a_chat_comes_with_the_others(server, logprobs):
+    client, llm = server
+    body = {"messages": ENDS, "logprobs": logprobs, **ENDING}
+    whole = post(client, "/v1/chat/completions", **body)["choices"][0]
+    assert whole["finish_reason"] == "stop"
+    *ids, ending = whole["token_ids"]
+    assert ending in llm.config.spec.eos_token_ids
+    assert llm.tokenizer.decode(ids) == whole["message"]["content"]
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as got:
+        choices = [event["choices"][0] for event in events(got)]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == whole["token_ids"]
+    if logprobs:
+        content = [each for choice in choices for each in (choice["logprobs"] or {"content": []})["content"]]
+        assert content == whole["logprobs"]["content"]
+        assert len(content) == len(whole["token_ids"])
+
+
+def test_the_token_that_ends_a_completion_comes_with_the_others(server):
+    client, llm = server
+    prompt = post(client, "/tokenize", messages=ENDS)["tokens"]
+    body = {"prompt": prompt, "logprobs": 1, **ENDING}
+    whole = post(client, "/v1/completions", **body)["choices"][0]
+    assert whole["token_ids"][-1] in llm.config.spec.eos_token_ids
+    assert len(whole["logprobs"]["tokens"]) == len(whole["token_ids"])
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as got:
+        choices = [event["choices"][0] for event in events(got)]
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == whole["token_ids"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        told = [each for choice in choices if choice["logprobs"] for each in choice["logprobs"][name]]
+        assert told == pytest.approx(whole["logprobs"][name], abs=1e-4) if "probs" in name else whole["logprobs"][name]
+    plain = post(client, "/v1/completions", **body | {"return_token_ids": False})["choices"][0]
+    assert len(plain["logprobs"]["tokens"]) == len(whole["token_ids"]) - 1
+    stopped = post(client, "/v1/completions", **body | {"stop_token_ids": [whole["token_ids"][0]]})["choices"][0]
+    assert (stopped["token_ids"], stopped["text"]) == (whole["token_ids"][:1], "")
+
+
+def texts(client, path, body, **fields):
+    """The text of an answer, whole and as a stream."""
+    whole = post(client, path, **body, **fields)
+    if path == "/v1/responses":
+        return {whole["output"][0]["content"][0]["text"]}
+    with client.stream("POST", path, json=body | fields | {"stream": True}) as got:
+        choices = [event["choices"][0] for event in events(got)]
+    if path == "/v1/completions":
+        return {whole["choices"][0]["text"], "".join(choice["text"] for choice in choices)}
+    streamed = "".join(choice["delta"].get("content", "") for choice in choices)
+    return {whole["choices"][0]["message"]["content"], streamed}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_stops_and_special_tokens_are_shown_where_they_are_asked_for(server, path):
+    client, _ = server
+    prompt = {
+        "/v1/completions": {"prompt": post(client, "/tokenize", messages=ENDS)["tokens"], "max_tokens": 40},
+        "/v1/chat/completions": {"messages": ENDS},
+        "/v1/responses": {"input": ENDS},
+    }[path]
+    body = prompt | {"temperature": 0}
+    (text,) = texts(client, path, body)
+    assert text
+    assert texts(client, path, body, skip_special_tokens=True, include_stop_str_in_output=False) == {text}
+    assert texts(client, path, body, skip_special_tokens=False) == {text}
+    assert texts(client, path, body, include_stop_str_in_output=True) == {text}  # the token that ends it has no text
+    shown = texts(client, path, body, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert shown == {text + "<|im_end|>"}
+    stop, end = text[2:4], text.index(text[2:4])
+    assert texts(client, path, body, stop=stop) == {text[:end]}
+    assert texts(client, path, body, stop=[stop], include_stop_str_in_output=True) == {text[: end + 2]}

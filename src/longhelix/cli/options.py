@@ -223,6 +223,10 @@ class SamplingOptions:
     "Token ids that end the answer."
     ignore_eos: Flag = False
     "Go on after the model's end-of-sequence token."
+    include_stop_str_in_output: Flag = False
+    "Keep the stop text, or the text of the stop token, at the end of the answer."
+    skip_special_tokens: Annotated[bool, Parameter(negative="--show-special-tokens", show_default=False)] = True
+    "Leave special tokens out of the answer's text. This is the default; --show-special-tokens keeps them."
     min_tokens: Size = 0
     "Among so many tokens of the answer is none that ends it, and no stop text ends it there."
     logprobs: int | None = None

@@ -10,6 +10,7 @@ from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
 from longhelix.request import Request
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
+from longhelix.step import SampledToken
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 
@@ -35,6 +36,7 @@ class Live:
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
+    ending: SampledToken | None = None  # the stop token that ended it
 
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
         """The text that a token completes, and why the request ends, if it does."""
@@ -49,7 +51,10 @@ class Live:
                 self.logprobs.append(dict(event.sampled.logprobs))
             text, stopped = self._cut(self.tokens.push(event.sampled.token_id))
         if event.finish_reason is not None and not stopped:
-            rest, stopped = self._cut(self.tokens.finish())
+            self.ending = event.ending
+            includes = event.ending is not None and self.request.sampling.include_stop_str_in_output
+            end = self.tokens.push(event.ending.token_id) if includes else ""
+            rest, stopped = self._cut(end + self.tokens.finish())
             text += rest if stopped else rest + self.stops.flush()
         return text, "stop" if stopped else event.finish_reason
 

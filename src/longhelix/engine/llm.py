@@ -318,10 +318,11 @@ class LLM:
             given = self._token_ids(prompt)
         else:
             given = self._after(context, prompt, sampling, service)
-        stream, before = self.tokenizer.stream(), self._core.counters.exchanges.now
+        stream, before = self.tokenizer.stream(sampling.skip_special_tokens), self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
         unseen = [image.unseen() for image in images]
-        live = Live(request, stream, StopStrings(sampling.stop), deltas, before, context, unseen)
+        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        live = Live(request, stream, stops, deltas, before, context, unseen)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images)
             self._live[request.id] = live
@@ -529,6 +530,10 @@ class LLM:
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
             error=error,
             prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
+            ending_token_id=None if live.ending is None else live.ending.token_id,
+            ending_logprobs=dict(live.ending.logprobs)
+            if live.ending is not None and live.request.sampling.logprobs is not None
+            else None,
         )
 
 

@@ -20,7 +20,8 @@ class Result:
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
     for); prompt_logprobs: the same per token of the prompt, None for the first one, which nothing comes before, without
     those that an abort or an error came before. error: why the request failed, where finish_reason is "error": this
-    request alone.
+    request alone. ending_token_id: the end-of-sequence or stop token that ended it; ending_logprobs: its entry, as in
+    `logprobs`.
     """
 
     text: str
@@ -43,6 +44,8 @@ class Result:
     logprobs: list[dict[int, float]] | None
     error: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    ending_token_id: int | None = None
+    ending_logprobs: dict[int, float] | None = None
 
 
 @dataclass(frozen=True)

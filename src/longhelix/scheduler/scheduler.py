@@ -426,7 +426,7 @@ class Scheduler:
         if not seq.request.sampling.max_new_tokens:
             return TokenEvent(seq.id, None, "length", self.end(seq.id))
         if sampled.token_id in seq.stop_token_ids:
-            return TokenEvent(seq.id, None, "stop", self.end(seq.id))
+            return TokenEvent(seq.id, None, "stop", self.end(seq.id), ending=sampled)
         if num_output == seq.max_output:
             return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
         return TokenEvent(seq.id, sampled)

@@ -55,6 +55,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     new token, before all others.
     `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
     request; `usage` says what it held.
+    ending: the stop token that ended it, which is none of its new tokens.
     """
 
     request_id: int
@@ -62,3 +63,4 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()
+    ending: SampledToken | None = None

@@ -33,7 +33,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """token_ids: of the new tokens, where they were asked for."""
+    """token_ids: of the new tokens and the one that ended them, where they were asked for."""
 
     index: int
     text: str
@@ -239,6 +239,16 @@ class Version(BaseModel):
 
 def finish_reason(result: Result) -> str:
     return _REASONS[result.finish_reason]
+
+
+def new_tokens(result: Result, with_ending: bool) -> tuple[list[int], list[dict[int, float]] | None]:
+    """Return the new tokens and their log-probabilities. with_ending: and those of the token that ended them."""
+    if not with_ending or result.ending_token_id is None:
+        return result.token_ids, result.logprobs
+    logprobs = None
+    if result.logprobs is not None and result.ending_logprobs is not None:
+        logprobs = [*result.logprobs, result.ending_logprobs]
+    return [*result.token_ids, result.ending_token_id], logprobs
 
 
 def usage(results: Iterable[Result], choices: int) -> Usage:

@@ -75,13 +75,14 @@ class _Form(Form):
         choices = []
         for place, result in enumerate(results):
             calls = self._new_calls()
+            token_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
             message = forms.Reply(content=result.text) if calls is None else reply(calls, result.text)
             choices.append(
                 forms.ChatChoice(
                     index=place,
                     message=message,
-                    token_ids=result.token_ids if self.body.return_token_ids else None,
-                    logprobs=self._logprobs(result.token_ids, result.logprobs),
+                    token_ids=token_ids if self.body.return_token_ids else None,
+                    logprobs=self._logprobs(token_ids, logprobs),
                     finish_reason=_reason(result, calls),
                 )
             )
@@ -108,7 +109,17 @@ class _Form(Form):
             yield _choice(place, one, of_token)
             of_token = {}  # which the first one has
         if delta.result is not None:
-            yield _choice(place, {}, reason=_reason(delta.result, calls))
+            yield _choice(place, {}, self._of_ending(delta.result), _reason(delta.result, calls))
+
+    def _of_ending(self, result: Result) -> dict[str, Any]:
+        """What an event has of the token that ended an answer."""
+        if not self.body.return_token_ids or result.ending_token_id is None:
+            return {}
+        found: dict[str, Any] = {"token_ids": [result.ending_token_id]}
+        if result.ending_logprobs is not None:
+            logprobs = self._logprobs([result.ending_token_id], [result.ending_logprobs])
+            found["logprobs"] = None if logprobs is None else logprobs.model_dump()
+        return found
 
     def _calls_of(self, place: int) -> ToolCalls | None:
         if place not in self._calls:

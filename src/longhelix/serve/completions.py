@@ -76,7 +76,9 @@ class _Form(Form):
     def whole(self, results: list[Result]) -> forms.Completion:
         choices = []
         for place, result in enumerate(results):
-            text, token_ids, logprobs = result.text, result.token_ids, result.logprobs
+            text = result.text
+            new_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
+            token_ids = new_ids
             if self._echoed:
                 text = self._prompt_text(place) + text
             of_prompt = results[place - place % self.body.choices].prompt_logprobs
@@ -87,7 +89,7 @@ class _Form(Form):
                 forms.CompletionChoice(
                     index=place,
                     text=text,
-                    token_ids=result.token_ids if self.body.return_token_ids else None,
+                    token_ids=new_ids if self.body.return_token_ids else None,
                     logprobs=self._logprobs(token_ids, logprobs, 0),
                     finish_reason=forms.finish_reason(result),
                 )
@@ -96,14 +98,16 @@ class _Form(Form):
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
         reason = None if delta.result is None else forms.finish_reason(delta.result)
-        logprobs = None
-        if delta.token_id is not None and delta.logprobs is not None:
+        token_id, of_token, logprobs = delta.token_id, delta.logprobs, None
+        if token_id is None and delta.result is not None and self.body.return_token_ids:
+            token_id, of_token = delta.result.ending_token_id, delta.result.ending_logprobs
+        if token_id is not None and of_token is not None:
             written = self._written.get(place, 0)
-            logprobs = self._logprobs([delta.token_id], [delta.logprobs], written)
-            self._written[place] = written + len(self.tokenizer.piece(delta.token_id))
+            logprobs = self._logprobs([token_id], [of_token], written)
+            self._written[place] = written + len(self.tokenizer.piece(token_id))
         ids: dict[str, list[int]] = {}
         if self.body.return_token_ids:
-            ids["token_ids"] = [] if delta.token_id is None else [delta.token_id]
+            ids["token_ids"] = [] if token_id is None else [token_id]
         if delta.text or reason is not None or logprobs is not None or ids.get("token_ids"):
             yield {
                 "index": place,

@@ -1,13 +1,14 @@
-"""Strings that end a text before themselves."""
+"""Strings that end a text before themselves, or behind."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream of text where the first stop string to complete begins."""
+    """Cuts a stream of text where the first stop string to complete begins; where it ends, if the text includes it."""
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], includes: bool = False) -> None:
         self._strings = tuple(strings)
+        self._includes = includes
         self._held = ""
         self._exempt = 0  # characters of what is held, in which no stop string ends
 
@@ -22,7 +23,8 @@ class StopStrings:
         matches = [(at + len(s), at) for s, start in begun if (at := text.find(s, start)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[: end if self._includes else start], True
         safe = len(text) - max((overlap(text, s) for s in self._strings), default=0)
         self._held, self._exempt = text[safe:], max(self._exempt - safe, 0)
         return text[:safe], False

@@ -9,9 +9,10 @@ class TextStream:
     # A character has at most four bytes: after this many tokens without one complete, the bytes are not text.
     _PATIENCE = 16
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-        self._silent = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._backend, self._skips = backend, skip_special_tokens
+        added = backend.get_added_tokens_decoder() if skip_special_tokens else {}
+        self._silent = {token_id for token_id, token in added.items() if token.special}
         # Decoders drop the space that begins a text, so new tokens are decoded behind those of the last piece.
         self._context: list[int] = []
         self._context_text = ""
@@ -26,7 +27,7 @@ class TextStream:
         if not piece or (piece.endswith("\ufffd") and len(self._pending) < self._PATIENCE):
             return ""
         self._context, self._pending = self._pending, []
-        self._context_text = self._backend.decode(self._context)
+        self._context_text = self._backend.decode(self._context, self._skips)
         return piece
 
     def finish(self) -> str:
@@ -34,4 +35,4 @@ class TextStream:
         return self._pending_text()
 
     def _pending_text(self) -> str:
-        return self._backend.decode(self._context + self._pending)[len(self._context_text) :]
+        return self._backend.decode(self._context + self._pending, self._skips)[len(self._context_text) :]

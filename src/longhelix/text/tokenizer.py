@@ -127,9 +127,9 @@ class Tokenizer:
         """What one token stands for inside of a text: decoders drop the space that begins one."""
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
-    def stream(self) -> TextStream:
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""
-        return TextStream(self._backend)
+        return TextStream(self._backend, skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

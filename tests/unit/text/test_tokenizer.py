@@ -556,9 +556,9 @@ class CountingBackend:
     def __getattr__(self, name):
         return getattr(self.backend, name)
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, skip_special_tokens=True):
         self.most = max(self.most, len(token_ids))
-        return self.backend.decode(token_ids)
+        return self.backend.decode(token_ids, skip_special_tokens)
 
 
 @pytest.mark.parametrize("text", ["hello world ", "日本語", "<s>"])

@@ -55,6 +55,8 @@ class Sampled(Guided):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
     client: Annotated[str, Field(max_length=256)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
@@ -105,6 +107,8 @@ class Sampled(Guided):
             "frequency_penalty": self.frequency_penalty,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,

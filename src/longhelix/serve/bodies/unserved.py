@@ -69,7 +69,7 @@ UNSERVED: dict[str, Unserved] = {
     "stop_regex": Unserved(("", []), "use stop, which takes texts"),
     "n_probs": _ours("logprobs", 0),
     "top_n_tokens": _ours("logprobs", 0),
-    "no_stop_trim": Unserved((False,)),
+    "no_stop_trim": _ours("include_stop_str_in_output", False),
     "do_sample": Unserved((True,), "set temperature to 0 for the likeliest tokens"),
     "return_full_text": _ours("echo in /v1/completions", False),
     "return_tokens": _ours("return_token_ids", False),
@@ -157,10 +157,8 @@ UNSERVED: dict[str, Unserved] = {
     "guided_whitespace_pattern": Unserved(),
     "grammar_lazy": Unserved((False,)),
     "grammar_triggers": Unserved(([],)),
-    # How messages become a prompt, and tokens text.
+    # How messages become a prompt.
     "add_special_tokens": Unserved((False,), "use /v1/completions; the model's template adds what messages need"),
-    "skip_special_tokens": Unserved((True,)),
-    "include_stop_str_in_output": Unserved((False,)),
     "chat_template": Unserved((), "put its variables into chat_template_kwargs; the template is the model's own"),
     "documents": _TEMPLATE_VARIABLE,
     "template": Unserved(("",), "use /v1/completions with the whole prompt"),
