@@ -17,8 +17,11 @@ _DEEPEST = 64  # levels of a schema
 # What stands between two tokens of JSON: without bounds a model that has lost its way writes nothing else.
 _BETWEEN = r" |\r?\n[ \t]{0,40}"
 # Compiled, a schema of 1.2 KB takes 160 KiB, one of 10 KB 570 KiB, one of 104 KB 6 MiB, and 8,000 choices of 87 KB take
-# 8 MiB (resident memory, over 49,152 tokens). So all that is kept takes about 0.2 GiB, beside what its use adds.
+# 8 MiB (resident memory, over 49,152 tokens). So all that is kept takes about 0.2 GiB when it has been compiled.
 _MOST_KEPT, _MOST_KEPT_CHARACTERS = 256, 1 << 21
+# A text that follows a guide adds states to its automaton, which stay as long as the guide is kept.
+MOST_STATES, STATE_BYTES = 10_000, 2048  # 650 to 2,000 bytes were measured
+MOST_STATES_BYTES = 1 << 29  # of all guides that are kept
 
 _Made = TypeVar("_Made")
 
@@ -87,15 +90,17 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 
 class KeptGuides(Generic[_Made]):
-    """What was made of the guides that were wanted last: of at most 256, whose texts have at most 2 Mi characters, but
-    always of the last one. More are kept until `trim`, so that none of a step takes another's place.
+    """What was made of the guides that were wanted last: of at most 256, whose texts have at most 2 Mi characters, and
+    whose automata can grow to 0.5 GiB at most; but always of the last one. More are kept until `trim`, so that none of
+    a step takes another's place.
 
     Whoever is told the same guides in the same order keeps the same: so the scheduler knows what ranks have compiled.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Guide, _Made] = {}  # in the order in which they were last wanted
-        self._characters = 0
+        self._followed: set[Guide] = set()
+        self._characters = self._states_bytes = 0
 
     def __contains__(self, guide: Guide) -> bool:
         return guide in self._kept
@@ -110,15 +115,33 @@ class KeptGuides(Generic[_Made]):
         self._kept[guide] = made
         return made
 
+    def follow(self, guide: Guide) -> None:
+        """A text follows a guide, if it is kept, and may add to its automaton as many states as that can have."""
+        if guide in self._kept and guide not in self._followed:
+            self._followed.add(guide)
+            self._states_bytes += _most_states_bytes(guide)
+
     def trim(self) -> None:
         """Keep no more than is to be kept."""
-        while len(self._kept) > _MOST_KEPT or (self._characters > _MOST_KEPT_CHARACTERS and len(self._kept) > 1):
+        while len(self._kept) > _MOST_KEPT or (self._is_large and len(self._kept) > 1):
             self.forget(next(iter(self._kept)))
+
+    @property
+    def _is_large(self) -> bool:
+        return self._characters > _MOST_KEPT_CHARACTERS or self._states_bytes > MOST_STATES_BYTES
 
     def forget(self, guide: Guide) -> None:
         if guide in self._kept:
             del self._kept[guide]
             self._characters -= len(guide.text)
+        if guide in self._followed:
+            self._followed.remove(guide)
+            self._states_bytes -= _most_states_bytes(guide)
+
+
+def _most_states_bytes(guide: Guide) -> int:
+    """Memory that the states of its automaton take at most. Choices have no more states than characters."""
+    return STATE_BYTES * (min(MOST_STATES, len(guide.text)) if guide.kind == "choice" else MOST_STATES)
 
 
 def in_lark(schema: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from longhelix import Guide, SamplingParams, UserError
-from longhelix.guide import LONGEST_GUIDE, KeptGuides
+from longhelix.guide import LONGEST_GUIDE, MOST_STATES, MOST_STATES_BYTES, STATE_BYTES, KeptGuides
 
 pytestmark = pytest.mark.unit
 
@@ -111,3 +111,42 @@ def test_what_cannot_be_made_is_not_kept():
     kept.want(guide_of(LONGEST_GUIDE, "b"), lambda guide: "")
     kept.trim()
     assert longest in kept
+
+
+def test_what_is_kept_is_bounded_by_memory():
+    """A text that follows a guide may add as many states to its automaton as it can have, whatever its characters."""
+    kept, guides = KeptGuides(), [Guide("regex", f"[ab]*a[ab]{{{count}}}") for count in range(256)]
+    for guide in guides:
+        kept.want(guide, str)
+    kept.trim()
+    assert all(guide in kept for guide in guides), "nothing has followed them yet"
+    for guide in guides:
+        kept.follow(guide)
+    kept.trim()
+    left = [guide for guide in guides if guide in kept]
+    assert left == guides[-len(left) :], "those that were wanted last"
+    assert 20 <= len(left) <= MOST_STATES_BYTES / (MOST_STATES * STATE_BYTES)
+
+
+def test_choices_have_few_states():
+    kept, guides = KeptGuides(), [Guide.of_choices(["yes", f"no {count}"]) for count in range(256)]
+    for guide in guides:
+        kept.want(guide, str)
+        kept.follow(guide)
+        kept.follow(guide)
+    kept.trim()
+    assert all(guide in kept for guide in guides)
+
+
+def test_one_that_is_forgotten_and_wanted_again_begins_anew():
+    kept, guide = KeptGuides(), Guide("regex", "a+")
+    for _ in range(100):
+        kept.want(guide, str)
+        kept.follow(guide)
+        kept.forget(guide)
+        kept.follow(guide)
+    others = [Guide("regex", f"b{{{count}}}") for count in range(255)]
+    for other in [guide, *others]:
+        kept.want(other, str)
+    kept.trim()
+    assert guide in kept

@@ -74,6 +74,7 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self.tokenizer.max_model_len = self.config.scheduler.max_model_len
         self._guides = Guides(self.tokenizer, self.config.spec)
         self._closed = False
         self._live: dict[int, Live] = {}

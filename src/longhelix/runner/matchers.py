@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide, KeptGuides, TokenTable
+from longhelix.guide import MOST_STATES, Guide, KeptGuides, TokenTable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -25,7 +25,7 @@ _LIMITS = {
     "step_max_items": 10_000,
     "max_items_in_row": 2_000,
     "max_grammar_size": 500_000,
-    "max_lexer_states": 10_000,  # of 1 to 2 kB each
+    "max_lexer_states": MOST_STATES,
 }
 # Any token may come whose bytes keep the text one that can be completed, and not only the one that a tokenizer would
 # make of what has to follow: ranks have none. The last such line of a grammar counts.
@@ -73,6 +73,7 @@ class Matcher:
         self._shared = shared
         self._told = array("i")
         self._has_ended = False
+        self._follows = False
 
     def add_one(self, token_id: int) -> None:
         """The next token of the text. One that nothing allows shows in `allowed`."""
@@ -109,6 +110,9 @@ class Matcher:
     def _mask(self) -> NDArray[np.bool_] | None:
         """None if it cannot be found."""
         self._matchers.steps += 1
+        if self._shared and not self._follows:
+            self._follows = True
+            self._matchers.follow(self._guide)
         if self._matcher.is_error():
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -143,6 +147,10 @@ class Matchers:
         found = self._new(self._tokenizer, _grammar(guide), log_level=0, limits=self._limits)
         self.steps += 1
         return found
+
+    def follow(self, guide: Guide) -> None:
+        """A text begins to follow a guide."""
+        self._kept.follow(guide)
 
     def trim(self) -> None:
         """Keep the compiled guides that are to be kept beyond a step."""

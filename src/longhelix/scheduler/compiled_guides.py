@@ -13,8 +13,8 @@ class CompiledGuides:
     """What ranks compile within a step takes 20 ms at the most, or is one guide.
 
     The ranks that sample a request's tokens compile its guide when they hear of it, unless they have kept it
-    (`KeptGuides`, told the same here). clocks: into how many parts ranks fall that may be in different steps; each has
-    guides of its own.
+    (`KeptGuides`, told the same here; that a text follows a guide, ranks may find later, and so keep more). clocks:
+    into how many parts ranks fall that may be in different steps; each has guides of its own.
     """
 
     def __init__(self, clocks: int) -> None:
@@ -52,6 +52,7 @@ class CompiledGuides:
             if one.sampling.guide is not None:
                 clock = one.instances[0] if one.instances else 0
                 self._kept[clock].want(one.sampling.guide, lambda guide: None)
+                self._kept[clock].follow(one.sampling.guide)
                 clocks.add(clock)
         may_begin = any(self._missing[clock] for clock in clocks)
         for clock in clocks:  # whose ranks hear of all that they have to

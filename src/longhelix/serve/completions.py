@@ -13,6 +13,7 @@ from longhelix.serve.bodies import CompletionBody
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import statuses, streamed
 from longhelix.serve.form import Events, Form
+from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
@@ -46,11 +47,16 @@ def routes(serving: Serving) -> APIRouter:
 
 
 async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[array[int]]") -> list[str]:
-    """The text of each prompt, if answers begin with it. Raises ClientError for ids that are no tokens."""
+    """The text of each prompt, if answers begin with it. Raises ClientError for ids that are no tokens,
+    OverloadedError."""
+    if not body.echoes:
+        return []
+    texts = [given for given in body.prompt if isinstance(given, str)]
+    if texts:
+        serving.reserve(sum(map(len, texts)))
     return [
         given if isinstance(given, str) else await serving.text(token_ids, "prompt")
         for given, token_ids in zip(body.prompt, prompts, strict=True)
-        if body.echoes
     ]
 
 
@@ -64,7 +70,7 @@ class _Form(Form):
     def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked], echoed: Sequence[str]) -> None:
         super().__init__(serving, body, asked, keeps_prompts=body.prompt_logprobs is not None)
         body.prompt.clear()
-        self._echoed, self.begins_long = echoed, bool(echoed)
+        self._echoed, self.is_long = echoed, bool(echoed) or body.logprobs is not None
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:
@@ -73,28 +79,37 @@ class _Form(Form):
                 text = self._prompt_text(place)
                 yield self.event([{"index": place, "text": text, "logprobs": None, "finish_reason": None}])
 
-    def whole(self, results: list[Result]) -> forms.Completion:
-        choices = []
-        for place, result in enumerate(results):
-            text = result.text
-            new_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
-            token_ids = new_ids
-            if self._echoed:
-                text = self._prompt_text(place) + text
-            of_prompt = results[place - place % self.body.choices].prompt_logprobs
-            if of_prompt is not None and logprobs is not None:
-                token_ids = [*self.asked[place].prompt, *token_ids]
-                logprobs = [*of_prompt, *logprobs]
-            choices.append(
-                forms.CompletionChoice(
-                    index=place,
-                    text=text,
-                    token_ids=new_ids if self.body.return_token_ids else None,
-                    logprobs=self._logprobs(token_ids, logprobs, 0),
-                    finish_reason=forms.finish_reason(result),
-                )
-            )
-        return forms.Completion(**self.head, choices=choices, usage=forms.usage(results, self.body.choices))
+    def pieces(self, results: list[Result]) -> Iterator[bytes]:
+        choices = (self._choice(place, results).model_dump() for place in range(len(results)))
+        return self._answer(choices, forms.usage(results, self.body.choices))
+
+    def _answer(self, choices: Iterator[dict[str, Any]], usage: forms.Usage) -> Iterator[bytes]:
+        head = {
+            "id": self.head["id"],
+            "object": self.kind,
+            "created": self.head["created"],
+            "model": self.head["model"],
+        }
+        return json_pieces(head | {"choices": choices, "usage": usage.model_dump()})
+
+    def _choice(self, place: int, results: list[Result]) -> forms.CompletionChoice:
+        result = results[place]
+        text = result.text
+        new_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
+        token_ids = new_ids
+        if self._echoed:
+            text = self._prompt_text(place) + text
+        of_prompt = results[place - place % self.body.choices].prompt_logprobs
+        if of_prompt is not None and logprobs is not None:
+            token_ids = [*self.asked[place].prompt, *token_ids]
+            logprobs = [*of_prompt, *logprobs]
+        return forms.CompletionChoice(
+            index=place,
+            text=text,
+            token_ids=new_ids if self.body.return_token_ids else None,
+            logprobs=self._logprobs(token_ids, logprobs, 0),
+            finish_reason=forms.finish_reason(result),
+        )
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
         reason = None if delta.result is None else forms.finish_reason(delta.result)
@@ -131,8 +146,8 @@ class _Form(Form):
 class _Echo(_Form):
     """Prompts alone, which nothing is computed of."""
 
-    def whole(self, results: list[Result]) -> forms.Completion:
-        return forms.Completion(**self.head, choices=list(self._choices()), usage=self._usage)
+    def pieces(self, results: list[Result]) -> Iterator[bytes]:
+        return self._answer((choice.model_dump() for choice in self._choices()), self._usage)
 
     def first(self) -> Events:
         for choice in self._choices():

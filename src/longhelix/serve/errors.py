@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, PassingError, RequestError, UserError
@@ -103,6 +103,15 @@ class ClientError(UserError):
     def __init__(self, message: str, param: str | None, code: str = "invalid_argument") -> None:
         super().__init__(message, code)
         self.param = param
+
+
+class InvalidBodyError(HTTPException):
+    """A body whose JSON is not what its route takes."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__(400)
+        found = error.errors(include_url=False, include_input=False)
+        self.reason = RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in found])
 
 
 class Problem(BaseModel):
@@ -222,6 +231,10 @@ def install(app: FastAPI) -> None:
             answer.headers["Allow"] = _allowed(app, request, answer.headers.get("Allow", ""))
         return answer
 
+    async def invalid_body(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, InvalidBodyError)
+        return refusal(400, *_first(error.reason))
+
     for kind in (
         UserError,
         OverloadedError,
@@ -234,6 +247,7 @@ def install(app: FastAPI) -> None:
     ):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(InvalidBodyError, invalid_body)
     app.add_exception_handler(HTTPException, by_status)
 
 

@@ -1,9 +1,10 @@
 """What answers to one call have in common, whole or event by event."""
 
+import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -13,8 +14,10 @@ from longhelix.serve import answers
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import Sampled
 from longhelix.serve.errors import of_error
+from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.serving import Serving
 
+_Value = TypeVar("_Value")
 Events = Iterator[Mapping[str, Any]]
 
 
@@ -32,17 +35,18 @@ def data_line(event: Mapping[str, Any]) -> str:
 
 
 class Form:
-    """kind: of its events. end: what a stream of them ends with. begins_long: the first ones are so long that they are
-    made off the event loop, one after the other. keeps_prompts: an answer may take long, and prompts are, so that they
-    are kept where it has them alone."""
+    """kind: of its events. end: what a stream of them ends with. is_long: whether an answer may be long, such as one
+    that begins with its prompt; it is made on a thread that short ones do not wait for. keeps_prompts: an answer may
+    take long, and prompts are, so that they are kept where it has them alone."""
 
     prefix: str
     kind: str
     end = "data: [DONE]\n\n"
-    begins_long = False
+    is_long = False
 
     def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked], keeps_prompts: bool = False) -> None:
         self.tokenizer = serving.llm.tokenizer
+        self.long_answers = serving.long_answers
         self.body = body
         self.asked = asked if keeps_prompts else [replace(each, prompt=()) for each in asked]
         self.head = {
@@ -57,6 +61,16 @@ class Form:
     def whole(self, results: list[Result]) -> BaseModel:
         """The answer in one piece."""
         raise NotImplementedError
+
+    def pieces(self, results: list[Result]) -> Iterator[bytes]:
+        """The same as JSON, piece by piece."""
+        yield self.whole(results).model_dump_json().encode()
+
+    async def make(self, do: Callable[..., _Value], *given: object) -> _Value:
+        """What `do` makes of `given`, off the event loop. Raises OverloadedError."""
+        if self.is_long:
+            return await self.long_answers.run(do, *given)
+        return await asyncio.to_thread(do, *given)
 
     def first(self) -> Events:
         """Before anything has come."""
@@ -73,6 +87,13 @@ class Form:
     def line(self, event: Mapping[str, Any]) -> str:
         """An event as a stream has it."""
         return data_line(event)
+
+    def pieces_of_line(self, event: Mapping[str, Any]) -> Iterator[bytes]:
+        """The same of a long event."""
+        yield b"data: "
+        for piece in json_pieces(event):
+            yield one_line(piece.decode()).encode()
+        yield b"\n\n"
 
     def error_line(self, error: Exception) -> str:
         """What ends a stream before its time."""

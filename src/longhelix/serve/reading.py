@@ -6,28 +6,34 @@ from typing import Any, ClassVar, Self
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope
 
-from longhelix.serve.errors import DisconnectedError
+from longhelix.serve.errors import DisconnectedError, InvalidBodyError
 from longhelix.serve.gate import let_go_of_body
+from longhelix.serve.json_reader import LONG_TEXT, JsonBoundsError, read_json
+from longhelix.serve.line import Line
 from longhelix.serve.streams import gone
 
-# Levels. Schemas of guides have at most 64 of their own, and what is done with a body holds for 255.
-DEEPEST = 100
+_MOST_LONG_BODIES = 1024  # that wait for the thread that reads them; `Gate` bounds their bytes
 
 
 class BodyRoute(APIRoute):
     """Refuses a body that is nested too deep, before anything is made of it, and lets go of it once its answer begins:
     that may take long, and images are large."""
 
+    reading: ClassVar[Line] = Line("long bodies", _MOST_LONG_BODIES)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        field = self.body_field
+        form = None if field is None else TypeAdapter(field.field_info.annotation)
 
         async def handler(request: Request) -> Response:
             # That which is given stays until the answer has ended: one of our own reads the body.
             try:
-                return await handle(_Read(request.scope, request.receive))
+                return await handle(_Read(request.scope, request.receive, form, self.reading))
             finally:
                 let_go_of_body(request.scope)
 
@@ -81,21 +87,34 @@ class AnswerRoute(BodyRoute):
 
 
 class _Read(Request):
+    """Reads JSON. What is long is read, and checked, on a thread of its own: streams of others go on meanwhile."""
+
+    def __init__(self, scope: Scope, receive: Receive, form: TypeAdapter[Any] | None, reading: Line) -> None:
+        super().__init__(scope, receive)
+        self._form, self._reading = form, reading
+
     async def json(self) -> Any:
-        """Raises HTTPException."""
-        try:
-            found = await super().json()
-        except RecursionError:
-            found = None
-        else:
-            if not _is_deeper(found, DEEPEST):
-                return found
-        raise HTTPException(400, f"the body is nested deeper than {DEEPEST} levels: make it flatter")
+        """Returns JSON, or the route's own object where the text is long. Raises HTTPException."""
+        body = await self.body()
+        if len(body) > LONG_TEXT and self._form is not None:
+            return await self._reading.run(_checked, self._form, body)
+        return _read(body)
 
 
-def _is_deeper(found: Any, levels: int) -> bool:
-    level = [found] if isinstance(found, (dict, list)) else []
-    for _ in range(levels):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, (dict, list))]
-    return bool(level)
+def _checked(form: TypeAdapter[Any], body: bytes) -> Any:
+    """Raises InvalidBodyError, HTTPException."""
+    found = _read(body)
+    try:
+        return form.validate_python(found)
+    except ValidationError as error:
+        raise InvalidBodyError(error) from error
+
+
+def _read(body: bytes) -> Any:
+    """Raises HTTPException."""
+    try:
+        return read_json(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise HTTPException(400, f"the body is not UTF-8 at byte {error.start}: send JSON in UTF-8") from error
+    except JsonBoundsError as error:
+        raise HTTPException(400, f"the body {error}") from error

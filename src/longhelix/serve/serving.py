@@ -1,7 +1,6 @@
 """What all routes share: the engine, its model's name, and how requests are made of what clients send."""
 
 import asyncio
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,17 @@ from longhelix.serve.journal import Journal
 from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
+from longhelix.serve.room import Room
 from longhelix.serve.traces import Traces
 from longhelix.text.chat_template import checked_variables
+from longhelix.text.text_too_long import TextTooLongError
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
-_TEXT_THREADS = 4  # a long text keeps one of them for seconds
+_TEXT_THREADS = 4
+_LONG = 1 << 18  # characters or tokens. Longer texts are made into tokens one at a time, which takes 150 bytes for each
+_ANSWERS_BYTES = 64 << 20  # of texts and tokens that answers give back
+_FEW = 1 << 10  # tokens, whose text is short
+_PART = 1 << 16  # of a list, which other threads wait for
 _MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
 _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
 
@@ -50,6 +55,10 @@ class Serving:
     metrics: Metrics = field(init=False)
     # Texts become tokens, and tokens texts, on threads that nothing else waits for.
     _texts: Line = field(init=False)
+    _long_texts: Line = field(init=False)
+    # Long answers are made on a thread that no other answer waits for, and there is room for so much of them.
+    long_answers: Line = field(init=False)
+    room: Room = field(default_factory=lambda: Room(_ANSWERS_BYTES), init=False)
     # What is hard to compile keeps nothing waiting but other guides.
     _compiling: Line = field(default_factory=lambda: Line("guides", _MOST_GUIDES), init=False)
     # An image in memory is large, and the tower takes all cores.
@@ -57,7 +66,10 @@ class Serving:
 
     def __post_init__(self) -> None:
         checked_variables(self.chat_template_kwargs)
-        self._texts = Line("texts", self.driver.most_requests + _TEXT_THREADS, _TEXT_THREADS)
+        most_calls = self.driver.most_requests + _TEXT_THREADS
+        self._texts = Line("texts", most_calls, _TEXT_THREADS)
+        self._long_texts = Line("long texts", most_calls)
+        self.long_answers = Line("long answers", 2**31)  # each of which has been let in before
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
 
@@ -83,16 +95,28 @@ class Serving:
         if name is not None and name != self.model:
             raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
-    async def text(self, token_ids: Sequence[int], field: str = "tokens") -> str:
-        """Special tokens included. Raises ClientError for ids that are no tokens, OverloadedError."""
-        return await self._texts.run(self._spelled, token_ids, field)
-
-    def _spelled(self, token_ids: Sequence[int], field: str) -> str:
+    async def text(self, token_ids: "array[int]", field: str = "tokens") -> str:
+        """The text of tokens, special ones included, which the call's answer gives back. Raises ClientError for ids
+        that are no tokens, OverloadedError."""
+        most = max(_MOST_ECHOED, self.max_model_len)
+        if len(token_ids) > most:
+            raise ClientError(f"there are {len(token_ids)} tokens: give at most {most}", field)
         vocab_size = self.llm.config.spec.vocab_size
-        beyond = next((each for each in token_ids if each >= vocab_size), None)
-        if beyond is not None:
+        if len(token_ids) and max(token_ids) >= vocab_size:
+            beyond = next(each for each in token_ids if each >= vocab_size)
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
-        return self.llm.tokenizer.spell(token_ids)
+        if len(token_ids) > _FEW:
+            self.reserve(self.llm.tokenizer.most_characters(token_ids))
+        return await self._line(len(token_ids)).run(self.llm.tokenizer.spell, token_ids)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Say that the call's answer gives back so much of what its client sent, until it has ended. Raises
+        OverloadedError if the answers of others leave no room for it."""
+        self.call.ends.append(self.room.take(num_bytes))
+
+    def _line(self, length: int) -> Line:
+        """Where a text of so many characters or tokens is read."""
+        return self._texts if length <= _LONG else self._long_texts
 
     async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
         """What an answer has to be, once it is known that it can be, found off the event loop. field: that says it.
@@ -123,13 +147,12 @@ class Serving:
         await answers.ask(asked)
         return answers
 
-    async def prompts(self, given: Sequence[str | list[int]], encode: Callable[[str], list[int]]) -> "list[array[int]]":
+    async def prompts(
+        self, given: "Sequence[str | array[int]]", encode: Callable[[str], list[int]]
+    ) -> "list[array[int]]":
         """Text or token ids as the engine takes them: int32, made off the event loop, and once for all choices. Raises
         ClientError, OverloadedError."""
-        return [
-            await (self.token_ids(encode, one, "prompt") if isinstance(one, str) else self._texts.run(_packed, one))
-            for one in given
-        ]
+        return [await self.token_ids(encode, one, "prompt") if isinstance(one, str) else one for one in given]
 
     async def token_ids(
         self,
@@ -139,9 +162,10 @@ class Serving:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
         """What a tokenizer or a chat template makes of text, as int32, off the event loop. field: that has it; tools:
-        functions that are told of beside it. Raises ClientError for text that is too long, before anything is made of
-        it, UserError for what is no conversation, OverloadedError."""
-        return await self._texts.run(self._encoded, encode, given, field, tools)
+        functions that are told of beside it. Raises ClientError for text that is too long, UserError for what is no
+        conversation, OverloadedError."""
+        length = len(given) if isinstance(given, str) else sum(message.num_characters for message in given)
+        return await self._line(length).run(self._encoded, encode, given, field, tools)
 
     def _encoded(
         self,
@@ -155,17 +179,10 @@ class Serving:
             if isinstance(given, str)
             else [message.for_template(f"{field}[{place}]") for place, message in enumerate(given)]
         )
-        length = len(told) if isinstance(told, str) else sum(map(_num_characters, told))
-        length += 0 if tools is None else len(json.dumps(tools))
-        most = self.max_model_len * self.llm.tokenizer.longest_token
-        if length > most:
-            raise ClientError(
-                f"the text has {length} characters, and {self.max_model_len} tokens, which the model's context has, "
-                f"cannot be more than {most}: shorten it",
-                field,
-                "context_length_exceeded",
-            )
-        return _packed(encode(told) if tools is None else encode(told, tools))
+        try:
+            return _packed(encode(told) if tools is None else encode(told, tools))
+        except TextTooLongError as error:
+            raise ClientError(str(error), field, error.code) from error
 
     async def token_ids_alone(
         self,
@@ -295,14 +312,11 @@ def _check_echo(num_tokens: int, choices: int, most: int) -> None:
 
 
 def _packed(token_ids: list[int]) -> "array[int]":
-    return array("i", token_ids)
+    found = array("i")
+    for start in range(0, len(token_ids), _PART):
+        found.fromlist(token_ids[start : start + _PART])
+    return found
 
 
 def _num_tokens(prompt: "array[int] | ReadPrompt") -> int:
     return len(prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt)
-
-
-def _num_characters(message: Mapping[str, Any]) -> int:
-    """Of a message's text, as chat templates take it."""
-    content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)

@@ -10,8 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import DetokenizeBody, TokenizeBody
 from longhelix.serve.errors import NO_TOOLS, ClientError, statuses
+from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.serving import Serving
+from longhelix.serve.streams import LongJson
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -59,8 +61,8 @@ def routes(serving: Serving) -> APIRouter:
     async def version() -> forms.Version:
         return forms.Version(version=importlib.metadata.version("longhelix"))
 
-    @router.post("/tokenize", responses=statuses(404))
-    async def tokenize(body: TokenizeBody) -> forms.Tokens:
+    @router.post("/tokenize", response_model=forms.Tokens, responses=statuses(404, 429))
+    async def tokenize(body: TokenizeBody) -> Response:
         serving.check_model(body.model)
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
         no_images = "images are not read here: an answer's usage has their tokens"
@@ -68,12 +70,14 @@ def routes(serving: Serving) -> APIRouter:
             raise ClientError(NO_TOOLS, "tools")
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
         ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images, tools)
-        return forms.Tokens(tokens=ids.tolist(), count=len(ids), max_model_len=serving.max_model_len)
+        serving.reserve(len(ids) * ids.itemsize)
+        found = {"tokens": ids, "count": len(ids), "max_model_len": serving.max_model_len}
+        return LongJson(json_pieces(found), serving.long_answers.run)
 
-    @router.post("/detokenize", responses=statuses(404))
-    async def detokenize(body: DetokenizeBody) -> forms.Text:
+    @router.post("/detokenize", response_model=forms.Text, responses=statuses(404, 429))
+    async def detokenize(body: DetokenizeBody) -> Response:
         serving.check_model(body.model)
-        return forms.Text(prompt=await serving.text(body.tokens))
+        return LongJson(json_pieces({"prompt": await serving.text(body.tokens)}), serving.long_answers.run)
 
     return router
 

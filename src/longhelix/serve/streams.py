@@ -1,8 +1,9 @@
 """Answers as clients get them: whole, or as server-sent events that come token by token."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -15,6 +16,8 @@ from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
+_PART_BYTES = 1 << 18  # of a long answer
+Make = Callable[..., Awaitable[Any]]
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -30,10 +33,45 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class _Whole(Response):
-    """An answer in one piece. Its JSON is made off the event loop: it may be large."""
+class LongJson(Response):
+    """JSON that is made piece by piece, and sent as it is made: no more of it is in memory than the client leaves
+    there. It is sent in one go where it is short.
+
+    make: runs a function off the event loop.
+    """
 
     media_type = "application/json"
+
+    def __init__(self, pieces: Iterator[bytes], make: Make) -> None:
+        super().__init__()
+        self._pieces, self._make = pieces, make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = await self._make(_next_part, self._pieces)
+        if len(begun) < _PART_BYTES:
+            await Response(begun, media_type=self.media_type)(scope, receive, send)
+        else:
+            await StreamingResponse(self._parts(begun), media_type=self.media_type)(scope, receive, send)
+
+    async def _parts(self, begun: bytes) -> AsyncIterator[bytes]:
+        part = begun
+        while part:
+            yield part
+            part = await self._make(_next_part, self._pieces)
+
+
+def _next_part(pieces: Iterator[bytes]) -> bytes:
+    """As many of the next pieces as have 256 KiB together; fewer only at the end."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= _PART_BYTES:
+            break
+    return bytes(part)
+
+
+class _Whole(Response):
+    """An answer in one piece. Its JSON is made off the event loop: it may be large."""
 
     def __init__(self, answers: Answers, form: Form) -> None:
         super().__init__()
@@ -41,8 +79,7 @@ class _Whole(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         results = await collect(self._answers, receive)
-        content = await asyncio.to_thread(lambda: self._form.whole(results).model_dump_json().encode())
-        await Response(content, media_type=self.media_type)(scope, receive, send)
+        await LongJson(self._form.pieces(results), self._form.make)(scope, receive, send)
 
 
 def answer(answers: Answers, form: Form) -> Response:
@@ -79,14 +116,16 @@ def stream(answers: Answers, form: Form) -> StreamingResponse:
 
 
 async def _first(form: Form) -> AsyncIterator[str]:
-    """The lines before anything has come."""
-    lines = (form.line(event) for event in form.first())
-    if not form.begins_long:
-        for line in lines:
-            yield line
+    """The lines before anything has come, in pieces where they are long."""
+    if not form.is_long:
+        for event in form.first():
+            yield form.line(event)
         return
-    while (line := await asyncio.to_thread(next, lines, None)) is not None:
-        yield line
+    events = form.first()
+    while (event := await form.make(next, events, None)) is not None:
+        pieces = form.pieces_of_line(event)
+        while part := await form.make(_next_part, pieces):
+            yield part.decode()
 
 
 class _Silence:

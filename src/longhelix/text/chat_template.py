@@ -1,7 +1,7 @@
 """The model's own chat template: messages in, prompt text out."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,13 @@ class ChatTemplate:
     """A Jinja template from a checkpoint, rendered in a sandbox: it is foreign code.
 
     `special_tokens` are the variables it may name, such as `bos_token` and `eos_token`.
+
+    Attributes:
+        check_length: Is called with the number of characters that have been rendered so far. What it raises ends the
+            rendering.
     """
+
+    check_length: Callable[[int], None] = staticmethod(lambda num_characters: None)
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
@@ -67,7 +73,7 @@ class ChatTemplate:
         if continue_final_message:
             return self._open_ended(messages, tools, variables)
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 # Templates compare these with none, and an undefined name is not none.
                 {"documents": None}
                 | self._special_tokens
@@ -78,6 +84,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+            return "".join(self._counted(pieces))
         except UserError:
             raise
         except Exception as error:  # a template can raise whatever an expression can
@@ -129,6 +136,14 @@ class ChatTemplate:
             "give a prompt as text",
             code="chat_template_failed",
         )
+
+    def _counted(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The pieces of a text, until they are too long together."""
+        length = 0
+        for piece in pieces:
+            length += len(piece)
+            self.check_length(length)
+            yield piece
 
     # Compiled at first use, so that a broken template stops only the requests that need it.
     @cached_property

@@ -1,18 +1,22 @@
 """Text to token ids and back: from a checkpoint folder or a GGUF file's metadata, whole or token by token."""
 
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from longhelix import values
 from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
 from longhelix.text.text_stream import TextStream
+from longhelix.text.text_too_long import TextTooLongError
 from longhelix.text.token_bytes import token_bytes
 from longhelix.text.tool_calls import ToolForm
 
@@ -20,7 +24,14 @@ _KNOWN_PIECES = 1 << 17
 
 
 class Tokenizer:
-    """A model's tokenizer and, where it has one, its chat template."""
+    """A model's tokenizer and, where it has one, its chat template.
+
+    Attributes:
+        max_model_len: Most tokens of a prompt, if it is known. Text that cannot have as few is refused before it is
+            tokenized, which takes 150 bytes of memory for each of its characters.
+    """
+
+    max_model_len: int | None = None
 
     def __init__(self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
         # A tokenizer.json may carry its training's truncation and padding; a prompt is never cut.
@@ -28,6 +39,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        if chat_template is not None:
+            chat_template.check_length = self._check_length
         self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
 
     @classmethod
@@ -123,6 +136,25 @@ class Tokenizer:
         """Characters that a token can stand for, at most."""
         return max(map(len, self._backend.get_vocab()))
 
+    def most_characters(self, token_ids: "array[int]") -> int:
+        """Characters that the text of tokens has at most."""
+        return int(self._lengths.take(np.frombuffer(token_ids, np.int32), mode="clip").sum()) if token_ids else 0
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        """Characters of each token's name by its id, which are at least those of its text."""
+        vocabulary = self._backend.get_vocab()
+        found = np.zeros(max(vocabulary.values()) + 1, np.int64)
+        for name, token_id in vocabulary.items():
+            found[token_id] = len(name)
+        return found
+
+    def _check_length(self, num_characters: int) -> None:
+        """Raises TextTooLongError for a text that cannot be a prompt."""
+        most = self.max_model_len
+        if most is not None and num_characters > most and num_characters > most * self.longest_token:
+            raise TextTooLongError(most, most * self.longest_token)
+
     def _piece(self, token_id: int) -> str:
         """What one token stands for inside of a text: decoders drop the space that begins one."""
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
@@ -132,6 +164,7 @@ class Tokenizer:
         return TextStream(self._backend, skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self._check_length(len(text))
         try:
             text.encode()
         except UnicodeEncodeError as error:

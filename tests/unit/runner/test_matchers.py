@@ -248,3 +248,17 @@ def test_a_grammar_cannot_have_tokens_forced(matchers):
     """Which would need a tokenizer."""
     matcher = matchers.new(Guide("grammar", '%llguidance {"no_forcing": false}\nstart: "abc"'))
     assert [TABLE.tokens[at] for at in np.flatnonzero(matcher.allowed())] == [b"a", b"ab", b"abc", b"ab"]
+
+
+def test_guides_that_texts_have_followed_count_with_all_states_they_may_have():
+    """256 of them took 620 MB."""
+    matchers, guides = Matchers(TABLE), [Guide("regex", f"[ab]*a[ab]{{{count}}}x") for count in range(1, 257)]
+    for guide in guides:
+        walk(matchers.new(guide), random.Random(1), 3)
+        matchers.trim()
+    steps = matchers.steps
+    for guide in guides[-20:]:
+        matchers.new(guide)
+    assert matchers.steps == steps, "those of the last ones are kept"
+    matchers.new(guides[-40])
+    assert matchers.steps == steps + 1

@@ -17,13 +17,15 @@ from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanS
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
+from longhelix.serve import reading
+from longhelix.serve import serving as serving_module
 from longhelix.serve.app import build
 from longhelix.serve.bodies import Message
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
-from longhelix.serve.reading import DEEPEST
+from longhelix.serve.json_reader import DEEPEST, LONG_TEXT, MOST_VALUES
 from longhelix.serve.serving import _TEXT_THREADS, Serving
 
 pytestmark = pytest.mark.unit
@@ -518,3 +520,136 @@ def test_head_has_what_get_has_without_its_body(prefix):
         assert (await client.put("/metrics")).headers["allow"] == "GET, HEAD"
 
     run(test, metrics_prefix=prefix)
+
+
+LONG = {"x": "a" * LONG_TEXT}  # a field that makes a body a long one
+HEAD = {"content-type": "application/json"}
+
+
+def test_long_bodies_are_read_and_checked_off_the_event_loop(monkeypatch):
+    threads, read = [], reading.read_json
+    monkeypatch.setattr(reading, "read_json", lambda text: threads.append(current_thread()) or read(text))
+
+    async def test(client, llm, serving):
+        llm.tokenizer.encode, llm.tokenizer.encode_chat = lambda text: [1], None
+        for path in ("/v1/completions", "/tokenize"):
+            answer = await client.post(path, json={"prompt": "ab", "max_tokens": 1} | LONG)
+            assert answer.status_code == 200
+        assert current_thread() not in threads
+        await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 1})
+        assert current_thread() in threads, "a short one is not worth it"
+
+    run(test, most_bytes=10**6)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": ""}, {"prompt": [1], "max_tokens": -1}, {}, {"prompt": [1], "stop_token_ids": ["a"]}]
+)
+def test_what_is_wrong_with_a_long_body_is_said_as_of_a_short_one(fields):
+    async def test(client, llm, serving):
+        short = await client.post("/v1/completions", json=fields)
+        long = await client.post("/v1/completions", json=fields | LONG)
+        assert (short.status_code, short.json()) == (long.status_code, long.json())
+        assert short.status_code == 400
+        broken = await client.post("/v1/completions", content=b" " * LONG_TEXT + b'{"prompt": }', headers=HEAD)
+        assert broken.json()["error"]["code"] == "invalid_json"
+        assert (await client.post("/v1/completions", content=b'{"prompt": "\xff"}', headers=HEAD)).status_code == 400
+
+    run(test, most_bytes=10**6)
+
+
+def test_no_route_takes_a_body_of_very_many_values():
+    """Nor is what nobody knows kept while an answer is waited for."""
+
+    async def test(client, llm, serving):
+        paths = [path for path, found in (await client.get("/openapi.json")).json()["paths"].items() if "post" in found]
+        many = b'{"prompt": [1], "x": [' + b"[]," * MOST_VALUES + b"[]]}"
+        for path in paths:
+            answer = await client.post(path, content=many, headers=HEAD)
+            assert (answer.status_code, "values" in answer.text) == (400, True), path
+        serving.requests, found = lambda body, *more: found.append(body) or requests(body, *more), []
+        requests = type(serving).requests.__get__(serving)
+        assert (await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1} | LONG)).status_code == 200
+        assert not found[0].model_extra
+
+    run(test, most_bytes=10**7)
+
+
+def test_texts_of_all_answers_together_are_bounded(monkeypatch):
+    """Those that wait for their clients, and of one answer as many choices as it may have."""
+    monkeypatch.setattr(serving_module, "_ANSWERS_BYTES", 1000)
+    monkeypatch.setattr(serving_module, "_FEW", 0)
+
+    async def test(client, llm, serving):
+        spell = {"most_characters": len, "spell": lambda ids: "x" * len(ids)}
+        vars(llm.tokenizer).update(encode=lambda text: [1] * 60, encode_chat=None, **spell)
+        echo = {"echo": True, "max_tokens": 0, "n": 8}
+        calls = [({"prompt": "a" * 900} | echo, "/v1/completions"), ({"prompt": [1] * 60} | echo, "/v1/completions")]
+        calls += [({"tokens": [1] * 900}, "/detokenize"), ({"prompt": "a" * 90}, "/tokenize")]
+        for body, path in calls:
+            give_back = serving.room.take(950)
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.headers.get("Retry-After")) == (429, "1"), refused.text
+            give_back()
+            assert (await client.post(path, json=body)).status_code == 200, path
+            assert serving.room.held_bytes == 0, path
+
+    run(test)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_echoes_is_never_whole_in_memory(streams):
+    """64 times its prompt, it is made choice by choice."""
+    prompt = "echo " * 20_000
+
+    async def test(client, llm, serving):
+        llm.tokenizer.encode = lambda text: [1]
+        app, sizes = client._transport.app, []
+
+        async def receive():
+            return messages.pop(0) if messages else await asyncio.sleep(60)
+
+        async def send(message):
+            sizes.append(len(message.get("body", b"")))
+
+        body = json.dumps({"prompt": prompt, "n": 64, "echo": True, "max_tokens": 0, "stream": streams}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        scope["headers"] = [(b"content-type", b"application/json")]
+        tracemalloc.start()
+        try:
+            await app(scope, receive, send)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert sum(sizes) > 64 * len(prompt)
+        assert max(sizes) < 2**19
+        assert most < 24 * len(prompt)
+
+    run(test, most_bytes=10**6, limits=Limits(64, 10**6))
+
+
+def test_long_answers_keep_no_short_one_waiting():
+    """Neither the thread that makes them, nor that which reads long texts."""
+    held, running = Event(), Event()
+
+    async def test(client, llm, serving):
+        def encode(text):
+            if len(text) > 10**6:
+                running.set()
+                held.wait(20)
+            return [1]
+
+        llm.tokenizer.encode, llm.tokenizer.encode_chat = encode, None
+        tasks = [
+            asyncio.create_task(client.post("/tokenize", json={"prompt": "a" * (10**6 + 1)}))
+            for _ in range(2 * _TEXT_THREADS)
+        ]
+        await asyncio.to_thread(running.wait, 20)
+        serving.long_answers._threads.submit(held.wait, 20)
+        answer = await asyncio.wait_for(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}), 20)
+        assert answer.status_code == 200
+        held.set()
+        assert {(await task).status_code for task in tasks} == {200}
+
+    run(test, most_bytes=10**7)

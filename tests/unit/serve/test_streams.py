@@ -15,6 +15,7 @@ from longhelix.serve import driver, streams
 from longhelix.serve.asked import Answer, Asked, Progress, Quiet
 from longhelix.serve.errors import ClientError, of_error
 from longhelix.serve.form import Form
+from longhelix.serve.line import Line
 
 
 class Words(Form):
@@ -75,10 +76,11 @@ def lines_of(*given):
 class Echoes(Words):
     """Begins with long events. made: threads that have made one."""
 
-    begins_long = True
+    is_long = True
 
     def __init__(self):
         super().__init__()
+        self.long_answers = Line("long answers", 1)
         self.made = []
 
     def first(self):

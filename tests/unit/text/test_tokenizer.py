@@ -489,6 +489,57 @@ def test_template_that_fails(tmp_path, template, says):
     assert caught.value.code == "chat_template_failed"
 
 
+def bounded(folder, template):
+    """A tokenizer whose texts have at most 100 times the characters of its longest token."""
+    tokenizer = Tokenizer.from_folder(write_folder(folder, byte_level_backend(), chat_template=template))
+    tokenizer.max_model_len = 100
+    return tokenizer, 100 * tokenizer.longest_token
+
+
+EVERYTHING = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "LONG"},
+        {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "LONG"}}}]},
+        {"content": "", "nobody_knows": {"LONG": 1}},
+        {"content": [{"type": "text", "text": "LONG"}]},
+    ],
+)
+@pytest.mark.parametrize("encode", ["encode_chat", "encode_messages", "encode_more_chat"])
+def test_what_a_template_prints_is_bounded_whatever_it_is(tmp_path, encode, fields):
+    tokenizer, most = bounded(tmp_path, EVERYTHING)
+    message = json.loads(json.dumps({"role": "user"} | fields).replace("LONG", "a" * (most + 1)))
+    with pytest.raises(UserError, match=f"more than {most} characters") as refused:
+        getattr(tokenizer, encode)([message])
+    assert refused.value.code == "context_length_exceeded"
+    short = json.loads(json.dumps({"role": "user"} | fields).replace("LONG", "a" * 9))
+    assert getattr(tokenizer, encode)([short])
+
+
+def test_fields_that_a_template_does_not_print_may_be_long(tmp_path):
+    tokenizer, most = bounded(tmp_path, "{{ messages[0].content }}")
+    assert tokenizer.encode_chat([{"role": "user", "content": "hello", "nobody_knows": "a" * (most + 1)}])
+    tokenizer.encode("a" * most)
+    with pytest.raises(UserError, match=f"more than {most} characters"):
+        tokenizer.encode("a" * (most + 1))
+
+
+def test_a_template_that_expands_ends_once_its_text_is_too_long(tmp_path):
+    """It would print each of its messages for ever."""
+    tokenizer, most = bounded(
+        tmp_path, "{% for i in range(99999) %}{% for i in range(99999) %}{{ messages }}{% endfor %}{% endfor %}"
+    )
+    printed = []
+    check = tokenizer._chat_template.check_length
+    tokenizer._chat_template.check_length = lambda length: printed.append(length) or check(length)
+    with pytest.raises(UserError, match="characters"):
+        tokenizer.encode_chat(CHAT)
+    assert max(printed) < 2 * most
+
+
 def test_broken_template_leaves_plain_prompts_alone(tmp_path):
     folder = write_folder(tmp_path, byte_level_backend(), chat_template="{% for")
     tokenizer = Tokenizer.from_folder(folder)

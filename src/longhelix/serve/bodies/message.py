@@ -1,6 +1,5 @@
 """Messages of a conversation: text, images, calls of tools."""
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -9,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from longhelix.errors import UserError
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.unserved import Unserved, check_unserved
+from longhelix.serve.json_reader import JsonBoundsError, read_json
 
 # Of a conversation: parts and calls of all messages together. Each takes microseconds of the event loop.
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 32_768, 32_768, 128
@@ -79,8 +79,10 @@ class ToolCall(Body):
             arguments = {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
+                arguments = read_json(arguments)
+            except JsonBoundsError as error:
+                raise UserError(f"{path}: a call whose arguments are JSON that {error}") from error
+            except ValueError as error:
                 raise UserError(f"{path}: a call whose arguments are not JSON ({error}): correct it") from error
         if not isinstance(arguments, dict):
             raise UserError(f"{path}: a call whose arguments are no JSON object: correct it")
@@ -116,6 +118,15 @@ class Message(Body):
         if self.content is None or isinstance(self.content, str):
             return []
         return [part.url for part in self.content if isinstance(part, ImagePart)]
+
+    @property
+    def num_characters(self) -> int:
+        """Of its text and of the calls' arguments, about as many as a chat template makes of them."""
+        content = self.content or ""
+        parts = [] if isinstance(content, str) else [_text(part) for part in content]
+        calls = [call.function.arguments for call in self.tool_calls or ()]
+        texts = [content, *calls] if isinstance(content, str) else [*parts, *calls]
+        return sum(len(text) for text in texts if isinstance(text, str))
 
     def for_template(self, path: str) -> dict[str, Any]:
         """As chat templates take it: text in one piece, and where there are images, parts, with a place for each. They

@@ -1,49 +1,70 @@
 """Prompts of text or token ids. By hand: a union of lists has an error for each item of each."""
 
-from typing import Annotated
+from array import array
+from typing import Annotated, Any, cast
 
 from pydantic import PlainValidator, WithJsonSchema
 
 from longhelix.request import MOST_TOKENS
 
 _MOST_PROMPTS = 1024
+_PART = 1 << 16  # of a list, which other threads wait for
 
 
-def _prompts(given: object) -> list[str | list[int]]:
+def _prompts(given: object) -> "list[str | array[int]]":
     """One prompt or several, of text or token ids."""
-    prompts = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
+    prompts: list[object] = (
+        given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
+    )
     if len(prompts) > _MOST_PROMPTS:
         raise ValueError(f"there are {len(prompts)} prompts: give at most {_MOST_PROMPTS}")
     if len(set(map(type, prompts))) > 1:
         raise ValueError("prompts are all text, or all token ids")
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_text(prompt)
-        elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-            raise ValueError("give text, token ids, or a list of either, none of them empty")
-        elif not 0 <= min(prompt) <= max(prompt) <= MOST_TOKENS:
-            raise ValueError(f"token ids are whole numbers from 0 to {MOST_TOKENS}")
-    if "" in prompts:
-        raise ValueError("a prompt is empty: give at least one character")
-    return prompts
+    return [_text_or_ids(prompt) for prompt in prompts]
 
 
-def _prompt(given: object) -> str | list[int]:
+def _prompt(given: object) -> "str | array[int]":
     """One prompt."""
-    found = _prompts(given)
-    if found != [given]:
+    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
         raise ValueError("give one prompt, of text or token ids")
-    return found[0]
+    return _text_or_ids(given)
+
+
+def _text_or_ids(prompt: object) -> "str | array[int]":
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        return prompt
+    if not isinstance(prompt, list) or not prompt or type(prompt[0]) is not int:
+        raise ValueError("give text, token ids, or a list of either, none of them empty")
+    return _token_ids(prompt)
+
+
+def _token_ids(given: object) -> "array[int]":
+    """Token ids as int32, which take a tenth of a list's memory."""
+    if not isinstance(given, list):
+        raise ValueError("give a list of token ids")
+    found = array("i")
+    for start in range(0, len(given), _PART):
+        part = given[start : start + _PART]
+        if set(map(type, part)) != {int}:
+            raise ValueError("give a list of token ids, whole numbers all of them")
+        if not 0 <= min(part) <= max(part) <= MOST_TOKENS:
+            raise ValueError(f"token ids are whole numbers from 0 to {MOST_TOKENS}")
+        found.fromlist(cast("list[int]", part))
+    return found
 
 
 def _check_text(text: str) -> None:
+    if not text:
+        raise ValueError("a prompt is empty: give at least one character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a prompt has half a surrogate pair at character {error.start}") from error
 
 
-_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}}
+_ANY_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS}}
+_IDS_SCHEMA = _ANY_IDS_SCHEMA | {"minItems": 1}
 _TEXT_SCHEMA = {"type": "string", "minLength": 1}
 _SEVERAL = {"type": "array", "minItems": 1, "maxItems": _MOST_PROMPTS}
 _ONE_PROMPT_SCHEMA = {"anyOf": [_TEXT_SCHEMA, _IDS_SCHEMA]}
@@ -52,5 +73,6 @@ _PROMPT_SCHEMA = {
 }
 
 
-Prompt = Annotated[str | list[int], PlainValidator(_prompt), WithJsonSchema(_ONE_PROMPT_SCHEMA)]
-Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+TokenIds = Annotated[Any, PlainValidator(_token_ids), WithJsonSchema(_ANY_IDS_SCHEMA)]
+Prompt = Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_ONE_PROMPT_SCHEMA)]
+Prompts = Annotated[Any, PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]

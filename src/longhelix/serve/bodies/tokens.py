@@ -1,12 +1,13 @@
 """Of /tokenize and /detokenize."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
-from longhelix.serve.bodies.body import Body, ModelName, Text, TokenId
+from longhelix.serve.bodies.body import Body, ModelName, Text
 from longhelix.serve.bodies.chat import Tools
 from longhelix.serve.bodies.message import Messages
+from longhelix.serve.bodies.prompt import TokenIds
 from longhelix.serve.bodies.templated import Ended
 from longhelix.serve.bodies.unserved import UNSERVED, check_unserved
 
@@ -42,4 +43,4 @@ class TokenizeBody(Ended):
 
 class DetokenizeBody(Body):
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: TokenIds

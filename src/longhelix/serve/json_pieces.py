@@ -1,0 +1,46 @@
+"""Writes JSON in small pieces, so that a long answer is never in memory as a whole."""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+_PART = 1 << 16  # characters of a string
+_FEW = 1 << 10  # items of a list
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Write JSON.
+
+    Args:
+        value: what msgspec writes as JSON. An iterator becomes a list, and each of its items is written before the next
+            one is asked for. Long strings are values of a mapping, or items of an iterator.
+    """
+    if isinstance(value, Mapping):
+        yield b"{"
+        for place, (name, inner) in enumerate(value.items()):
+            yield (b"," if place else b"") + msgspec.json.encode(name) + b":"
+            yield from json_pieces(inner)
+        yield b"}"
+    elif isinstance(value, Iterator):
+        yield b"["
+        for place, inner in enumerate(value):
+            if place:
+                yield b","
+            yield from json_pieces(inner)
+        yield b"]"
+    elif isinstance(value, str):
+        yield b'"'
+        for start in range(0, len(value), _PART):
+            yield msgspec.json.encode(value[start : start + _PART])[1:-1]
+        yield b'"'
+    elif isinstance(value, (list, array)):
+        yield b"["
+        for start in range(0, len(value), _FEW):
+            part = value[start : start + _FEW]
+            encoded = msgspec.json.encode(part.tolist() if isinstance(part, array) else part)
+            yield (b"," if start else b"") + encoded[1:-1]
+        yield b"]"
+    else:
+        yield msgspec.json.encode(value)
