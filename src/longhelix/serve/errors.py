@@ -108,10 +108,10 @@ class ClientError(UserError):
 class InvalidBodyError(HTTPException):
     """A body whose JSON is not what its route takes."""
 
-    def __init__(self, error: ValidationError) -> None:
+    def __init__(self, error: ValidationError, body: object) -> None:
         super().__init__(400)
         found = error.errors(include_url=False, include_input=False)
-        self.reason = RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in found])
+        self.reason = RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in found], body=body)
 
 
 class Problem(BaseModel):

@@ -48,6 +48,8 @@ class Form:
         self.tokenizer = serving.llm.tokenizer
         self.long_answers = serving.long_answers
         self.body = body
+        if body.model_extra:  # what nobody knows may be long
+            body.model_extra.clear()
         self.asked = asked if keeps_prompts else [replace(each, prompt=()) for each in asked]
         self.head = {
             "id": f"{self.prefix}{serving.call.id}",

@@ -107,7 +107,7 @@ def _checked(form: TypeAdapter[Any], body: bytes) -> Any:
     try:
         return form.validate_python(found)
     except ValidationError as error:
-        raise InvalidBodyError(error) from error
+        raise InvalidBodyError(error, found) from error
 
 
 def _read(body: bytes) -> Any:

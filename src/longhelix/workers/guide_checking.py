@@ -12,6 +12,7 @@ import msgspec
 
 from longhelix.errors import UserError
 from longhelix.guide import Guide, TokenTable
+from longhelix.runner.dead_ends import DeadEnds
 from longhelix.runner.matchers import Matchers
 
 _CPU_S = 1.0  # of one guide
@@ -42,24 +43,27 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
     table = read(questions)
     if table is None:
         return
-    matchers = Matchers(msgspec.msgpack.decode(table, type=TokenTable))
+    words = msgspec.msgpack.decode(table, type=TokenTable)
+    matchers, dead_ends = Matchers(words), DeadEnds(words)
     _limit_memory()
     _write(answers, msgspec.msgpack.encode(Checked()))
     while (question := read(questions)) is not None:
         guide = msgspec.msgpack.decode(question, type=Guide)
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # nobody handles its signal, which ends the process
-        found = _check(matchers, guide)
+        found = _check(matchers, dead_ends, guide)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answers, msgspec.msgpack.encode(found))
 
 
-def _check(matchers: Matchers, guide: Guide) -> Checked:
+def _check(matchers: Matchers, dead_ends: DeadEnds, guide: Guide) -> Checked:
     begun_s = time.process_time()
     try:
         matchers.check(guide)
+        taken_s = time.process_time() - begun_s
+        dead_ends.check(guide)
     except UserError as error:
         return Checked(str(error), error.code)
-    return Checked(taken_s=time.process_time() - begun_s)
+    return Checked(taken_s=taken_s)
 
 
 def _limit_memory() -> None:

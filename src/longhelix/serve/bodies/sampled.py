@@ -77,8 +77,6 @@ class Sampled(Guided):
             raise ValueError(
                 f"stop has more than {_MOST_STOP_CHARACTERS} characters in all: give fewer or shorter ones"
             )
-        if self.model_extra:  # what nobody knows may be long, and a body is kept until its answer has ended
-            self.model_extra.clear()
         return self
 
     def asks_for(self, option: str) -> bool:
