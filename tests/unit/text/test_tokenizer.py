@@ -508,7 +508,7 @@ EVERYTHING = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
         {"content": [{"type": "text", "text": "LONG"}]},
     ],
 )
-@pytest.mark.parametrize("encode", ["encode_chat", "encode_messages", "encode_more_chat"])
+@pytest.mark.parametrize("encode", ["encode_chat", "encode_more_chat"])
 def test_what_a_template_prints_is_bounded_whatever_it_is(tmp_path, encode, fields):
     tokenizer, most = bounded(tmp_path, EVERYTHING)
     message = json.loads(json.dumps({"role": "user"} | fields).replace("LONG", "a" * (most + 1)))
