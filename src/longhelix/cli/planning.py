@@ -15,7 +15,7 @@ from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.plan.question import MOST_GPUS
 from longhelix.presets import load_model, load_system
-from longhelix.spec import number_format
+from longhelix.spec import FORMATS, number_format
 from longhelix.values import whole
 
 _TABLE_WIDTH = 160  # where standard output is no terminal
@@ -44,6 +44,12 @@ class PlannedModel:
         model, system = load_model(self.model), load_system(self.system)
         if self.expert_dtype is not None and model.moe is None:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
+        if self.weight_dtype is None and model.stored_dtype and model.stored_dtype not in FORMATS:
+            raise UserError(
+                f"the weights of {self.model} are quantised as {model.stored_dtype}, which longhelix cannot price: set "
+                f"--weight-dtype to the nearest of {', '.join(FORMATS)}",
+                "unsupported_dtype",
+            )
         weights, experts = (self.weight_dtype,) * 2 if self.weight_dtype is not None else model.checkpoint_dtypes
         experts = self.expert_dtype or experts
         return Setting(

@@ -233,7 +233,7 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     if spec.moe is not None and spec.ffn_bias:
         raise UserError("mlp_bias beside experts is not known: set mlp_bias to false in the model's config")
-    if config.get("quantization_config"):
+    if spec.stored_dtype:
         raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
 
 

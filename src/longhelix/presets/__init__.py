@@ -48,12 +48,11 @@ def load_model(name_or_path: str) -> ModelSpec:
             "config.json",
             "unknown_model",
         )
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): download it again", "invalid_model") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(config).__name__}", "invalid_model")
+    config = _read_json(path)
+    # NVIDIA's checkpoints have their quantisation in a file of its own.
+    quantised = path.with_name("hf_quant_config.json")
+    if not config.get("quantization_config") and os.path.isfile(quantised):
+        config["quantization_config"] = {"quant_method": "modelopt"} | _quantisation(quantised)
     return ModelSpec.from_hf_config(config, planned=True)
 
 
@@ -100,6 +99,23 @@ def write_system(system: HardwareSpec, path: Path) -> None:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another file") from error
+
+
+def _quantisation(path: Path) -> dict[str, Any]:
+    settings = _read_json(path).get("quantization")
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} has no settings under quantization: download it again", "invalid_model")
+    return settings
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): download it again", "invalid_model") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(found).__name__}", "invalid_model")
+    return found
 
 
 def _names(folder: str, suffix: str) -> tuple[str, ...]:

@@ -46,30 +46,6 @@ def dtype_name(config: Mapping[str, Any]) -> str:
     return name
 
 
-def stored_dtype(config: Mapping[str, Any]) -> str:
-    """The format of most of a quantised checkpoint's weights; empty where it is not quantised, or in a way that has no
-    name here."""
-    quantised = config.get("quantization_config")
-    if not isinstance(quantised, Mapping):
-        return ""
-    method, algorithm = quantised.get("quant_method"), quantised.get("quant_algo")
-    if algorithm in ("NVFP4", "FP8"):
-        return str(algorithm).lower()
-    if method in ("gptq", "awq"):
-        bits = quantised.get("bits")
-        return {4: "int4", 8: "int8"}.get(bits, "") if isinstance(bits, int) else ""
-    return str(method) if method in ("fp8", "mxfp4") else ""
-
-
-def stores_experts_alone(config: Mapping[str, Any]) -> bool:
-    """Whether that format is of the experts: all other weights are in the model's dtype, those of attention among the
-    modules that are not converted."""
-    quantised = config.get("quantization_config")
-    plain = quantised.get("modules_to_not_convert") if isinstance(quantised, Mapping) else None
-    names = plain if isinstance(plain, (list, tuple)) else ()
-    return any(isinstance(name, str) and name.endswith("*.self_attn") for name in names)
-
-
 def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
@@ -106,11 +82,17 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def sliding_window(config: Mapping[str, Any], family: Family, num_layers: int) -> int | None:
     """The span in tokens of layers with a window; None where there are none."""
-    if family.layered:
-        _layer_types(config, family, num_layers)  # raises UserError for what no layer can be
-    if not family.slides or not (family.slides_unasked or switch(config, "use_sliding_window")):
+    kinds = _layer_types(config, family, num_layers) if family.layered else None
+    if not family.slides:
         return None
-    window = count_or_none(config, "attention_chunk_size" if family.chunked else "sliding_window")
+    used = family.slides_unasked or switch(config, "use_sliding_window")
+    window = count_or_none(config, "attention_chunk_size" if family.chunked else "sliding_window") if used else None
+    if window is None and not family.slides_unasked and kinds is not None and "sliding_attention" in kinds:
+        raise UserError(
+            "config.json has layers with sliding_attention in layer_types, but no window: set use_sliding_window to "
+            "true and sliding_window to its tokens, or leave layer_types out",
+            "invalid_model",
+        )
     return window if any(windowed_layers(config, family, num_layers)) else None
 
 

@@ -19,8 +19,6 @@ from longhelix.spec.config import (
     replaced,
     rope_mapping,
     sliding_window,
-    stored_dtype,
-    stores_experts_alone,
     switch,
     token_ids,
 )
@@ -30,6 +28,7 @@ from longhelix.spec.formats import number_format
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.moe import MoE
+from longhelix.spec.quantisation import stored_dtype, stores_experts_alone
 from longhelix.spec.rope import RopeSpec, frequency_divisors
 from longhelix.spec.sparse import Indexer
 from longhelix.spec.vision import DEFAULT_SECTIONS, VisionSpec, decoder_config

@@ -46,7 +46,8 @@ class VisionSpec:
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a vision-language model's config that is its decoder's, with what is said of both."""
     decoder = dict(_part(config, "text_config"))
-    decoder |= {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    shared = ("dtype", "torch_dtype", "quantization_config", "compression_config")
+    decoder |= {key: config[key] for key in shared if config.get(key) is not None}
     return decoder | {
         "model_type": config["model_type"],
         "tie_word_embeddings": config.get("tie_word_embeddings", False),

@@ -218,7 +218,8 @@ def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
     assert ModelSpec.from_hf_config(config | {"max_window_layers": 0}).num_windowed_layers == 6
     kinds = ["sliding_attention", "attention", "sliding_attention", *["full_attention"] * 3]
     assert ModelSpec.from_hf_config(config | {"layer_types": kinds}).full_layers == (1, 3, 4, 5)
-    assert ModelSpec.from_hf_config(config | {"sliding_window": None, "layer_types": kinds}).full_layers == ()
+    for change in ({"sliding_window": None}, {"use_sliding_window": False}):
+        refused(config | change | {"layer_types": kinds}, "sliding_attention in layer_types, but no window")
     refused(config | {"layer_types": kinds[:5]}, "a list of 6 names")
     refused(config | {"layer_types": ["chunked_attention", *kinds[1:]]}, "full_attention or sliding_attention")
     # transformers does not read layer_types of these.
