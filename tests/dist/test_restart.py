@@ -211,3 +211,17 @@ def test_what_has_not_failed_or_was_closed_does_not_start_again(path):
         assert llm.generate([[3]], SamplingParams(max_new_tokens=2))
     with pytest.raises(EngineError, match="was closed"):
         llm.restart()
+
+
+def test_what_fails_while_it_is_closed_leaves_no_rank(path, tmp_path, monkeypatch):
+    def fail(*error):
+        raise OSError("a disk broke")
+
+    llm = LLM(path, Layout(kvp=2), contexts_dir=str(tmp_path), **SETTINGS)
+    process_ids = llm.process_ids.values()
+    saving = llm.begin_saving("long", list(range(2, 66)) * 2)
+    monkeypatch.setattr(saving, "end", fail)
+    monkeypatch.setattr(llm._guides, "close", fail)
+    with pytest.raises(OSError, match="a disk broke"):
+        llm.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in process_ids)

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -218,6 +219,30 @@ def test_a_damaged_one_is_shown_and_not_used(server):
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_context")
     assert str(folder) not in found["error"]["message"] + answer.text
     assert client.delete("/v1/contexts/damaged").status_code == 200
+
+
+def test_folders_whose_names_no_context_may_have_are_listed_and_deleted(server):
+    client, _, folder = server
+    save(client, "sound", prompt=[5] * 40)
+    for name in (b"not \xff UTF-8", b"back\\slash", b"x" * 200):
+        os.mkdir(os.path.join(os.fsencode(folder), name))
+    (folder / "file").write_text("it")
+    listed = {one["id"]: one for one in client.get("/v1/contexts").json()["data"]}
+    assert listed.pop("sound")["status"] == "ready"
+    assert sorted(listed) == ["back\\\\slash", "not \\udcff UTF-8", "x" * 200]
+    for name, one in listed.items():
+        assert (one["status"], one["error"]["code"]) == ("failed", "invalid_context")
+        path = f"/v1/contexts/{quote(name, safe='')}"
+        assert client.get(path).json()["id"] == name
+        assert client.delete(path).status_code == 200
+        assert client.delete(path).status_code in (400, 404)
+    for path in ("/v1/contexts/%FF", "/v1/contexts/a%ED%A0%80"):
+        assert {client.get(path).status_code, client.delete(path).status_code} <= {400, 404}
+    refused = client.post("/v1/contexts", json={"id": "file", "prompt": [5] * 40})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "context_exists")
+    (folder / "file").unlink()
+    assert client.delete("/v1/contexts/sound").status_code == 200
+    assert os.listdir(folder) == []
 
 
 def test_so_many_are_computed_at_a_time(server, monkeypatch):

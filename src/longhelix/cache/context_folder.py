@@ -42,12 +42,28 @@ class _Version(msgspec.Struct):
 def context_name(value: object) -> str:
     """A name that can be that of a folder."""
     name = text("a context's name", value)
-    if not name.strip() or name.startswith((".", "-")) or len(name.encode()) > _LONGEST_NAME or not name.isprintable():
+    printable = bool(name.strip()) and name.isprintable()  # and so it can be encoded
+    if not printable or name.startswith((".", "-")) or len(name.encode()) > _LONGEST_NAME:
         allowed = f"1 to {_LONGEST_NAME} printable bytes that do not begin with a dot or a hyphen"
         raise refused("a context's name", value, allowed)
     if "/" in name or "\\" in name:
         raise refused("a context's name", value, "one without / and \\")
     return name
+
+
+def _shown(disk_name: str) -> str:
+    """What a folder is called here: its name, or where no context may have that, a printable form of it, which is of no
+    other folder."""
+    return disk_name if _may_be(disk_name) else disk_name.encode("unicode_escape").decode()
+
+
+def _may_be(name: str) -> bool:
+    """Whether a context may have that name."""
+    try:
+        context_name(name)
+    except UserError:
+        return False
+    return True
 
 
 class ContextFolder:
@@ -72,11 +88,16 @@ class ContextFolder:
         return data.absolute() / "longhelix" / "contexts"
 
     def names(self) -> list[str]:
-        """Of all that are there, damaged ones as well."""
+        """Of all that are there: damaged ones as well, and folders whose names no context may have, as `_shown` has
+        them."""
+        return sorted(self._folders())
+
+    def _folders(self) -> dict[str, str]:
+        """Of all names what the disk has in their places."""
         try:
-            return sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir() and entry.name[0] != ".")
+            return {_shown(entry.name): entry.name for entry in os.scandir(self.path) if _is_context(entry)}
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise disk_error(f"the folder of contexts {self.path} cannot be read", error) from error
 
@@ -87,6 +108,11 @@ class ContextFolder:
             raise UserError(f"there is no context {name!r} in {self.path}: {known}", "unknown_context")
         return self.path / name
 
+    def to_remove(self, name: str) -> Path:
+        """The folder of that name, which need not be one that a context may have."""
+        disk_name = self._folders().get(name) if isinstance(name, str) else None
+        return self.at(name) if disk_name is None else self.path / disk_name
+
     def manifest(self, name: str) -> SavedContext:
         return self._manifest(name, self.at(name) / _MANIFEST)
 
@@ -94,8 +120,14 @@ class ContextFolder:
         """Of all that are there, by name, in one look at the folder: the error of what is damaged or no context."""
         found: dict[str, SavedContext | UserError] = {}
         for name in self.names():
+            if not _may_be(name):
+                found[name] = UserError(
+                    f"the folder {name!r} has a name that no context may have: rename it, or remove it",
+                    "invalid_context",
+                )
+                continue
             try:
-                found[name] = self._manifest(context_name(name), self.path / name / _MANIFEST)
+                found[name] = self._manifest(name, self.path / name / _MANIFEST)
             except UserError as error:
                 if (self.path / name).is_dir():  # or it was removed meanwhile
                     found[name] = error
@@ -105,7 +137,7 @@ class ContextFolder:
         found = _read(path)
         try:
             version = msgspec.json.decode(found, type=_Version).version
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise damaged(path, "it is no manifest") from error
         if version != VERSION:
             raise UserError(
@@ -116,7 +148,7 @@ class ContextFolder:
         try:
             manifest = msgspec.json.decode(found, type=_Manifest)
             context = msgspec.json.decode(manifest.context, type=SavedContext)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise damaged(path, "it is no manifest") from error
         if _sha256(bytes(manifest.context)) != manifest.checksum:
             raise damaged(path, "it has changed since it was saved")
@@ -130,7 +162,7 @@ class ContextFolder:
         return array("i", found)
 
     def remove(self, name: str) -> None:
-        with _in_words(f"context {name!r} cannot be removed"), self._without(self.at(name)):
+        with _in_words(f"context {name!r} cannot be removed"), self._without(self.to_remove(name)):
             pass
 
     @contextmanager
@@ -157,6 +189,11 @@ class ContextFolder:
         if context_name(name) in self.names() and not replace:
             raise UserError(
                 f"there is a context {name!r} in {self.path} already: choose another name, or set replace",
+                "context_exists",
+            )
+        if name not in self.names() and os.path.lexists(self.path / name):
+            raise UserError(
+                f"{self.path / name} is there already, and is no folder: choose another name, or remove it",
                 "context_exists",
             )
 
@@ -211,7 +248,18 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
+def _is_context(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry of the folder of contexts is a folder that is no writer's. What cannot be looked at, such as a
+    link into a folder that may not be read, is none."""
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:
+        return False
+
+
 def _remove(folder: Path, lock: int) -> None:
+    if folder.is_symlink():  # whose target is somebody else's
+        folder.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 

@@ -130,7 +130,7 @@ def rm(
         raise UserError("give the name of a context to remove")
     folder = contexts_folder(contexts)
     for name in names:
-        folder.at(name)
+        folder.to_remove(name)
     for name in names:
         folder.remove(name)
     if json:

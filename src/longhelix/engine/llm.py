@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -110,11 +111,12 @@ class LLM:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._closed = True
-        for saving in self._savings:
-            saving.end(EngineError("the engine was closed"))
-        self._savings.clear()
-        self._guides.close()
-        self._end()
+        with ExitStack() as ends:  # one that fails keeps none of the others
+            ends.callback(self._end)
+            ends.callback(self._guides.close)
+            ends.callback(self._savings.clear)
+            for saving in self._savings:
+                ends.callback(saving.end, EngineError("the engine was closed"))
 
     def _end(self) -> None:
         try:

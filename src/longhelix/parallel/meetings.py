@@ -9,6 +9,8 @@ from torch.distributed.distributed_c10d import _get_default_store, default_pg_ti
 from longhelix.parallel.collectives import RankGroup, group_of
 from longhelix.spans import UNTRACED, Spans
 
+_KEPT_STEPS = 1000  # by their numbers, after the last one that needed a group
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -25,18 +27,28 @@ class Meetings:
     """The groups of a rank with those in its place in other instances.
 
     A group is made when its instances first share a request, by them alone: all of them come to it in the same step,
-    whatever the others do meanwhile.
+    whatever the others do meanwhile. It is dropped, with its memory and file descriptors, once no step has needed it
+    for a while, and made again by the next one that does. Its ranks agree on that without a word: each knows the number
+    of the last step that needed it, and the number of this one.
     """
 
     def __init__(self, kvp: RankGroup, rank: int, backend: str | None, spans: Spans = UNTRACED) -> None:
         """kvp: the group of all instances."""
         self._kvp, self._rank, self._backend, self._spans = kvp, rank, backend, spans
         self._made: dict[tuple[int, ...], RankGroup] = {}
+        self._last_step: dict[tuple[int, ...], int] = {}  # that needed each of them
+        self._step_id = 0
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
         """Those that were made, in their order."""
         return tuple(self._made.values())
+
+    def begin(self, step_id: int) -> None:
+        """A step begins: drop the groups that none has needed for a while."""
+        self._step_id = step_id
+        for instances in [one for one, last in self._last_step.items() if step_id - last > _KEPT_STEPS]:
+            del self._made[instances], self._last_step[instances]
 
     def of(self, instances: tuple[int, ...]) -> RankGroup:
         """The group of some instances, in ascending order, of which this rank's is one."""
@@ -44,15 +56,17 @@ class Meetings:
             return self._kvp
         if instances not in self._made:
             ranks = tuple(self._kvp.ranks[one] for one in instances)
-            handle = _meet(ranks, self._rank, self._backend)
+            handle = _meet(ranks, self._rank, self._backend, self._step_id)
             self._made[instances] = group_of(ranks, self._rank, handle, self._backend, self._spans)
+        self._last_step[instances] = self._step_id
         return self._made[instances]
 
 
-def _meet(ranks: tuple[int, ...], rank: int, backend: str | None) -> dist.Backend | dist.ProcessGroup:
-    """What carries a group's collectives. Its ranks alone call this: torch's own `new_group` wants all ranks of the
-    world, and where it does not, names a group by how many the caller has, which here is not the same on all."""
-    store = dist.PrefixStore("-".join(map(str, ranks)), _get_default_store())
+def _meet(ranks: tuple[int, ...], rank: int, backend: str | None, step_id: int) -> dist.Backend | dist.ProcessGroup:
+    """What carries a group's collectives. Its ranks alone call this, in the same step: torch's own `new_group` wants
+    all ranks of the world, and where it does not, names a group by how many the caller has, which here is not the same
+    on all."""
+    store = dist.PrefixStore(f"{'-'.join(map(str, ranks))}@{step_id}", _get_default_store())
     index, size = ranks.index(rank), len(ranks)
     match backend or dist.get_backend():
         case "shm":

@@ -92,6 +92,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step. Afterwards every rank of the last stage knows the sampled tokens; its first rank returns them."""
+        if self.mesh.meetings is not None:
+            self.mesh.meetings.begin(step.id)
         traffic_before, begun_s = self.mesh.traffic, time.perf_counter()
         if step.instances:
             step = step.of_instance(self.kvp_rank, self.sequences)

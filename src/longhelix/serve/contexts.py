@@ -5,7 +5,6 @@ from functools import partial
 
 from fastapi import APIRouter
 
-from longhelix.cache.context_folder import context_name
 from longhelix.cache.saved_context import SavedContext
 from longhelix.engine.saving import Saving
 from longhelix.errors import UserError
@@ -96,14 +95,12 @@ class _Contexts:
         return [found[name] for name in sorted(found)]
 
     async def one(self, name: str) -> forms.Context:
-        name = context_name(name)
         self._on_their_way()
         if name in self._found:
             return _of_saving(self._found[name])
         return await asyncio.to_thread(self._saved, name)
 
     async def delete(self, name: str) -> None:
-        name = context_name(name)
         saving = self._found.get(name)
         if saving is not None and not saving.has_ended:
             await self._serving.driver.call(partial(saving.end, UserError("it was deleted")))
@@ -131,6 +128,8 @@ class _Contexts:
         except UserError as error:
             if error.code == "unknown_context":
                 raise ClientError(f"there is no context {name!r}", "id", error.code) from error
+            if error.code == "invalid_argument" and name not in self._folder.names():
+                raise
             return _of_saved(name, error)
 
 

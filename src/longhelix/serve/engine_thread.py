@@ -108,9 +108,13 @@ class EngineThread:
                     self._serve()
                 except Exception as error:
                     self._recover(error)
-        except Exception as error:
-            self._llm.close()
-            self._tell(self._owner.has_failed, _reason(error))
+        except BaseException as error:  # whatever ends this thread, clients must hear of it
+            reason = _reason(error)
+            try:
+                self._llm.close()
+            except BaseException as again:
+                reason += f"; and the engine did not close: {_reason(again)}"
+            self._tell(self._owner.has_failed, reason)
 
     def _serve(self) -> None:
         """Until it is closed, or the engine fails."""
@@ -232,5 +236,5 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call, *given)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, (EngineError, UserError)) else f"{type(error).__name__}: {error}"

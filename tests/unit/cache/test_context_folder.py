@@ -8,6 +8,7 @@ import sys
 import threading
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -263,3 +264,84 @@ def test_the_folder_is_that_of_the_users_data_unless_another_is_given(monkeypatc
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(UserError, match="no home for contexts: set XDG_DATA_HOME"):
         ContextFolder(None).names()
+
+
+# What the disk has, and what it is called here.
+STRANGE = {
+    b"not \xff UTF-8": "not \\udcff UTF-8",
+    b"two\nlines": "two\\nlines",
+    b"back\\slash": "back\\\\slash",
+    b"-hyphen": "-hyphen",
+    b" ": " ",
+    b"x" * 200: "x" * 200,
+    "\u202eleft".encode(): "\\u202eleft",
+}
+
+
+def make_strange(folder):
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for name in STRANGE:
+        os.mkdir(os.path.join(os.fsencode(folder.path), name))
+
+
+def test_names_that_no_context_may_have_are_shown_and_removed(folder):
+    save(folder, "sound")
+    make_strange(folder)
+    found = folder.manifests()
+    assert set(found) == {"sound", *STRANGE.values()}
+    assert found.pop("sound") == context("sound")
+    for name, error in found.items():
+        assert name.isprintable()
+        name.encode()
+        assert "has a name that no context may have: rename it, or remove it" in str(error)
+        str(error).encode()
+        with pytest.raises(UserError, match="a context's name is"):
+            folder.manifest(name)
+        folder.remove(name)
+    assert folder.names() == ["sound"]
+    assert os.listdir(folder.path) == ["sound"]
+    with pytest.raises(UserError, match="a context's name is"):
+        folder.remove("not \\udcff UTF-8")
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\ud800", "\u200b"])
+def test_names_that_cannot_be_printed_are_refused(folder, name):
+    with pytest.raises(UserError, match="a context's name "):
+        folder.remove(name)
+
+
+def test_what_is_no_folder_is_no_context_and_in_the_way_of_one(folder):
+    save(folder, "sound")
+    (folder.path / "file").write_text("it")
+    (folder.path / "broken").symlink_to(folder.path / "nowhere")
+    (folder.path / "loop").symlink_to(folder.path / "loop")
+    assert folder.names() == ["sound"]
+    for name in ("file", "broken", "loop"):
+        for replace in (False, True):
+            with pytest.raises(UserError, match="is there already, and is no folder") as refused:
+                save(folder, name, replace=replace)
+            assert code_of(refused) == "context_exists"
+    assert sorted(os.listdir(folder.path)) == ["broken", "file", "loop", "sound"]
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(folder, tmp_path):
+    save(folder, "sound")
+    os.rename(folder.path / "sound", tmp_path / "elsewhere")
+    (folder.path / "link").symlink_to(tmp_path / "elsewhere")
+    assert folder.manifest("link").name == "link"
+    folder.remove("link")
+    assert os.listdir(folder.path) == []
+    assert (tmp_path / "elsewhere" / "context.json").exists()
+
+
+@pytest.mark.parametrize("content", [b'{"a":' * 50_000, b"[" * 50_000, b'{"version":1,"x":"\xff"}', b"\0", None])
+def test_manifests_of_any_kind_are_told_in_words(folder, content):
+    save(folder, "sound")
+    folder.path.joinpath("half").mkdir()
+    path = folder.path / "half" / "context.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    found = folder.manifests()
+    assert found["sound"] == context("sound")
+    assert code_of(SimpleNamespace(value=found["half"])) == "invalid_context"
+    folder.remove("half")
+    assert folder.names() == ["sound"]

@@ -159,3 +159,41 @@ def test_who_goes_is_let_go_of_before_others_begin(monkeypatch):
 
     log, _ = run(check)
     assert [each for each in log if each != "step"] == ["add 0", "add 1", "abort 1", "add 2", "add 3"]
+
+
+class Panic(BaseException):
+    """As extensions written in Rust raise."""
+
+
+@pytest.mark.parametrize("ends_with", [ValueError, Panic])
+@pytest.mark.parametrize("fails_to_close", [False, True])
+def test_whatever_ends_the_thread_is_told(ends_with, fails_to_close):
+    """Or clients wait for ever."""
+    told = threading.Event()
+
+    class Ended(Engine):
+        has_failed = False
+
+        def watch(self):
+            raise ends_with("it broke")
+
+        def close(self):
+            if fails_to_close and threading.current_thread().name == "engine":
+                raise OSError("a disk broke")
+
+    class Ends(Owner):
+        def has_failed(self, reason):
+            self.told.append(reason)
+            told.set()
+
+    async def whole():
+        owner = Ends()
+        thread = EngineThread(Ended(), Recovery(), owner)
+        thread.start()
+        assert await asyncio.to_thread(told.wait, 10)
+        await thread.close()
+        return owner.told
+
+    (reason,) = asyncio.run(whole())
+    assert reason.startswith(f"{ends_with.__name__}: it broke")
+    assert ("the engine did not close: OSError: a disk broke" in reason) == fails_to_close
