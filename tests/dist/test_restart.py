@@ -225,3 +225,27 @@ def test_what_fails_while_it_is_closed_leaves_no_rank(path, tmp_path, monkeypatc
     with pytest.raises(OSError, match="a disk broke"):
         llm.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in process_ids)
+
+
+def test_whatever_a_request_fails_with_before_it_goes_on_ends_it_alone(path, tmp_path, monkeypatch):
+    """Here its saved context, with an error that nobody expects."""
+
+    def fail(name, cache_salt):
+        raise ZeroDivisionError("unexpected")
+
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with LLM(path, Layout(kvp=2), contexts_dir=str(tmp_path), **SETTINGS) as llm:
+        llm.save_context("long", list(range(2, 66)) * 2)
+        [expected] = llm.generate([PROMPTS[0]], sampling)
+        bad, good = llm.add([5, 7], sampling, context="long"), llm.add(PROMPTS[0], sampling)
+        monkeypatch.setattr(llm._contexts, "load", fail)
+        os.kill(llm.process_ids[1], signal.SIGKILL)
+        results, restarts = {}, 0
+        while len(results) < 2:
+            try:
+                run(llm, [bad, good], results, {})
+            except (EngineError, ZeroDivisionError):
+                llm.restart()
+                restarts += 1
+                assert restarts < 5
+    assert (results[bad].finish_reason, results[good].token_ids) == ("error", expected.token_ids)

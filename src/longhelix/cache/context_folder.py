@@ -122,7 +122,7 @@ class ContextFolder:
         for name in self.names():
             if not _may_be(name):
                 found[name] = UserError(
-                    f"the folder {name!r} has a name that no context may have: rename it, or remove it",
+                    f"the folder '{name}' has a name that no context may have: rename it, or remove it",
                     "invalid_context",
                 )
                 continue
