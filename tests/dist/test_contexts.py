@@ -230,9 +230,9 @@ def test_every_rank_file_may_be_altered_anywhere(llm, contexts):
 
 def test_a_manifest_of_another_version_is_refused(llm, contexts):
     path = contexts / "document" / "context.json"
-    path.write_bytes(path.read_bytes().replace(b'{"version":1', b'{"version":2'))
+    path.write_bytes(path.read_bytes().replace(b'{"version":2', b'{"version":1'))
     code, words = refusal(llm, contexts)
-    assert (code, "has version 2 of the format, and this longhelix reads 1" in words) == ("invalid_context", True)
+    assert (code, "has version 1 of the format, and this longhelix reads 2" in words) == ("invalid_context", True)
 
 
 def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, contexts, tmp_path):
@@ -252,7 +252,7 @@ def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, context
         ({"kv_dtype": "bfloat16"}, "saved with kv_dtype float32, and here it is bfloat16: set kv_dtype to float32"),
         ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16"),
         ({"block_tokens": 32}, "saved with block_tokens 16, and here it is 32"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "is of another model"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "was saved under other rope settings"),
         ({"kv_cache_tokens": 16}, "does not fit into what is free of the KV cache"),
     ],
 )
@@ -275,17 +275,18 @@ def test_another_model_is_refused_and_a_copy_of_the_same_is_not(oracles, context
         assert llm.generate([split(oracle)[1]], GREEDY, context="document")[0].token_ids == oracle.tokens[3]
 
 
-def test_a_request_whose_keys_would_be_rotated_otherwise_is_refused(oracles, tmp_path):
+def test_a_request_whose_keys_are_rotated_otherwise_computes_the_context(oracles, tmp_path):
     """Longrope has one set of frequencies for requests within the positions that it was trained for, one beyond."""
     oracle = oracles("gqa-packed")
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
     rope = {"rope_scaling": {"rope_type": "longrope", **factors}}
+    longer, context_ids = SamplingParams(max_new_tokens=80), oracle.prompts[3][:32]
     with engine(oracle, tmp_path, Layout(), **rope) as llm:
-        llm.save_context("document", oracle.prompts[3][:32])
-        assert len(llm.generate([[1]], GREEDY, context="document")[0].token_ids) == NEW_TOKENS
-        with pytest.raises(UserError, match="rotated by other RoPE frequencies") as refused:
-            llm.generate([[1]], SamplingParams(max_new_tokens=80), context="document")
-        assert refused.value.code == "context_mismatch"
+        llm.save_context("document", context_ids)
+        (short,) = llm.generate([[1]], GREEDY, context="document")
+        (long,) = llm.generate([[1]], longer, context="document")
+        assert (short.cached_tokens, long.cached_tokens) == (32, 0)
+        assert long.token_ids == llm.generate([[*context_ids, 1]], longer)[0].token_ids
 
 
 def test_what_fills_no_block_and_what_is_too_long_is_refused(llm, tmp_path):

@@ -4,7 +4,7 @@ import msgspec
 
 from longhelix.errors import UserError
 
-VERSION = 1  # of the manifest and of the files
+VERSION = 2  # of the manifest and of the files
 
 
 def file_name(rank: int) -> str:
@@ -26,20 +26,17 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What the KV of a prompt depends on beside its tokens.
+    """What the KV of a prompt depends on beside its tokens."""
 
-    model: a fingerprint of its configuration and weights. frequencies: one of the RoPE frequencies of a request of that
-    capacity, on which those of dynamic and longrope depend.
-    """
-
-    model: str
+    model: str  # a fingerprint of its configuration, except for rope settings, and of its weights
+    rope: str  # a checksum of its rope settings
     dtype: str
     weight_dtype: str
     kv_dtype: str
     activation_dtype: str | None
     attention_dtype: str | None
     block_tokens: int
-    frequencies: str
+    frequencies: str  # a checksum of those that keys are rotated by; dynamic and longrope choose them by capacity
 
 
 class SavedContext(msgspec.Struct, frozen=True):
@@ -67,10 +64,15 @@ class SavedContext(msgspec.Struct, frozen=True):
         return sum(file.num_bytes for file in self.files)
 
     def check(self, origin: Origin) -> None:
-        """Raise UserError unless requests of `origin` have the same KV."""
+        """Raise UserError unless requests of `origin` have the same KV, if they have the same frequencies."""
         if origin.model != self.origin.model:
             raise _mismatch(
                 f"context {self.name!r} is of another model ({self.model}): give that one, or save it again"
+            )
+        if origin.rope != self.origin.rope:
+            raise _mismatch(
+                f"context {self.name!r} was saved under other rope settings: set --rope-scaling to what it was then, "
+                "or save the context again"
             )
         for name in ("dtype", "weight_dtype", "kv_dtype", "activation_dtype", "attention_dtype", "block_tokens"):
             saved, own = getattr(self.origin, name), getattr(origin, name)
@@ -80,11 +82,6 @@ class SavedContext(msgspec.Struct, frozen=True):
                     f"context {self.name!r} was saved with {name} {saved}, and here it is {own}: {change}, or save the "
                     "context again"
                 )
-        if origin.frequencies != self.origin.frequencies:
-            raise _mismatch(
-                f"context {self.name!r} has keys rotated by other RoPE frequencies than this request's, as they depend "
-                f"on its length: let prompt and new tokens be {self.capacity_tokens} together, or leave it out"
-            )
 
 
 def _mismatch(message: str) -> UserError:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 from longhelix.cache.context_folder import ContextFolder, tokens_checksum
 from longhelix.cache.rank_file import RankFile
 from longhelix.cache.saved_context import Origin, SavedContext, SavedFile, file_name
@@ -120,14 +122,16 @@ class Contexts:
         return LoadedContext(saved, prompt_ids, loaded_blocks)
 
     def before(self, name: str, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel) -> "array[int]":
-        """The ids of a context and of a prompt behind it. The ranks take the context up if there is room for it now;
-        if not, the request computes it when its turn comes."""
+        """The ids of a context and of a prompt behind it.
+
+        The ranks take the context up if there is room for it now and its keys are rotated by the request's angles. If
+        not, the request computes it when its turn comes.
+        """
         saved, context_ids = self._found(name)
         most = self._config.scheduler.max_model_len
         given = context_ids + token_ids(prompt, self._config.spec.vocab_size, most)
-        # Refuses keys that are rotated by other angles than the request's.
-        saved.check(self._origin(len(given) + sampling.most_sampled))
-        self._take_up(saved, context_ids, service.cache_salt)
+        if self._origin(len(given) + sampling.most_sampled).frequencies == saved.origin.frequencies:
+            self._take_up(saved, context_ids, service.cache_salt)
         return given
 
     def _found(self, name: str) -> tuple[SavedContext, "array[int]"]:
@@ -179,6 +183,7 @@ class Contexts:
         frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, capacity_tokens)
         return Origin(
             model=self._fingerprint,
+            rope=hashlib.sha256(msgspec.json.encode(config.spec.rope)).hexdigest(),
             dtype=config.dtype,
             weight_dtype=config.weight_dtype,
             kv_dtype=config.kv_dtype,

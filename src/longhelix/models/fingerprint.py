@@ -1,12 +1,13 @@
 """A fingerprint of a model: its configuration, and samples of the files that hold its weights."""
 
 import hashlib
+from dataclasses import replace
 
 import msgspec
 
 from longhelix.errors import UserError
 from longhelix.models.checkpoint import Checkpoint
-from longhelix.spec import ModelSpec
+from longhelix.spec import ModelSpec, RopeSpec
 
 # Of each file, evenly spread: whoever trains a model on changes nearly all of its numbers.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -14,8 +15,9 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """The same for copies of a model wherever they lie, another one for another model: SHA-256 over its configuration
-    and, of each file of weights, its size and some thousands of bytes. Raises UserError if one cannot be read."""
-    sha = hashlib.sha256(msgspec.json.encode(spec))
+    and, of each file of weights, its size and some thousands of bytes. Rope settings do not count, because an option
+    replaces them. Raises UserError if a file cannot be read."""
+    sha = hashlib.sha256(msgspec.json.encode(replace(spec, rope=RopeSpec(sections=spec.rope.sections))))
     for path in checkpoint.files:
         try:
             with path.open("rb") as file:

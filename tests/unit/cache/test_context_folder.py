@@ -20,7 +20,7 @@ from longhelix.errors import UserError
 pytestmark = pytest.mark.unit
 
 TOKENS = array("i", [3, 1, 4, 1, 5])
-ORIGIN = Origin("model", "float32", "float32", "float32", None, None, 4, "frequencies")
+ORIGIN = Origin("model", "rope", "float32", "float32", "float32", None, None, 4, "frequencies")
 
 
 def context(name, **changes):
@@ -186,8 +186,8 @@ def test_manifests_that_are_none_are_refused(folder):
     for content, words in [
         (b"", "it is no manifest"),
         (b"[]", "it is no manifest"),
-        (b'{"version": 1}', "it is no manifest"),
-        (sound.replace(b'"version":1', b'"version":7'), "has version 7 of the format, and this longhelix reads 1"),
+        (b'{"version": 2}', "it is no manifest"),
+        (sound.replace(b'"version":2', b'"version":7'), "has version 7 of the format, and this longhelix reads 2"),
         (sound.replace(b"builtin", b"another"), "it has changed since it was saved"),
         (sound.replace(b'"num_tokens":5', b'"num_tokens":"x"'), "it is no manifest"),
     ]:
@@ -239,7 +239,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(folder):
             "attention_dtype None, and here it is int8: leave attention_dtype out",
         ),
         ({"block_tokens": 8}, "saved with block_tokens 4, and here it is 8"),
-        ({"frequencies": "other"}, "rotated by other RoPE frequencies .* be 6 together"),
+        ({"rope": "other"}, "saved under other rope settings: set --rope-scaling to what it was then"),
     ],
 )
 def test_a_context_is_refused_to_requests_of_other_kv(changes, words):
@@ -334,7 +334,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(folder, tmp_path):
     assert (tmp_path / "elsewhere" / "context.json").exists()
 
 
-@pytest.mark.parametrize("content", [b'{"a":' * 50_000, b"[" * 50_000, b'{"version":1,"x":"\xff"}', b"\0", None])
+@pytest.mark.parametrize("content", [b'{"a":' * 50_000, b"[" * 50_000, b'{"version":2,"x":"\xff"}', b"\0", None])
 def test_manifests_of_any_kind_are_told_in_words(folder, content):
     save(folder, "sound")
     folder.path.joinpath("half").mkdir()

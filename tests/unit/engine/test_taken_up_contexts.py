@@ -59,7 +59,9 @@ class Folder:
 
 def origin(capacity_tokens):
     """Keys are rotated by other angles from 60 tokens on."""
-    return Origin("m", "float32", "float32", "float32", None, None, 16, "long" if capacity_tokens >= 60 else "short")
+    return Origin(
+        "m", "rope", "float32", "float32", "float32", None, None, 16, "long" if capacity_tokens >= 60 else "short"
+    )
 
 
 @pytest.fixture
@@ -87,12 +89,15 @@ def test_a_prompt_waits_for_its_turn_where_the_context_finds_no_room_now(context
     assert refused.value.code == "kv_cache_exceeded"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "words"),
-    [([100], NEW, "prompt token 100"), ([7], SamplingParams(max_new_tokens=30), "rotated by other RoPE frequencies")],
-)
-def test_nothing_is_read_for_what_is_refused(contexts_with, prompt, sampling, words):
+def test_nothing_is_read_for_what_is_refused(contexts_with):
     core = Core(has_room=True)
-    with pytest.raises(UserError, match=words):
-        contexts_with(core).before("papers", prompt, sampling, ANY_SERVICE)
+    with pytest.raises(UserError, match="prompt token 100"):
+        contexts_with(core).before("papers", [100], NEW, ANY_SERVICE)
     assert core.carried == []
+
+
+def test_a_request_whose_keys_are_rotated_otherwise_computes_the_context(contexts_with):
+    core = Core(has_room=True)
+    longer = SamplingParams(max_new_tokens=30)
+    assert contexts_with(core).before("papers", [7], longer, ANY_SERVICE) == TOKENS + array("i", [7])
+    assert (core.carried, core.published) == ([], 0)

@@ -47,6 +47,8 @@ def test_configuration_size_and_content_count(tmp_path):
         fingerprint(SPEC, files(second, first)),
     ]
     assert len(set(found)) == len(found)
+    linear = replace(SPEC, rope=replace(SPEC.rope, kind="linear", factor=2.0))
+    assert fingerprint(linear, files(first)) == found[0]  # an option says so, and the model is the same
 
 
 def test_files_may_be_empty_or_gone(tmp_path):
