@@ -17,7 +17,7 @@ from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanS
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.layout import HeadShape, Layout
-from longhelix.serve import reading
+from longhelix.serve import json_reader, reading
 from longhelix.serve import serving as serving_module
 from longhelix.serve.app import build
 from longhelix.serve.bodies import Message
@@ -25,7 +25,7 @@ from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
-from longhelix.serve.json_reader import DEEPEST, LONG_TEXT, MOST_VALUES
+from longhelix.serve.json_reader import DEEPEST, LONG_TEXT
 from longhelix.serve.serving import _TEXT_THREADS, Serving
 
 pytestmark = pytest.mark.unit
@@ -558,12 +558,13 @@ def test_what_is_wrong_with_a_long_body_is_said_as_of_a_short_one(fields):
     run(test, most_bytes=10**6)
 
 
-def test_no_route_takes_a_body_of_very_many_values():
+def test_no_route_takes_a_body_of_very_many_values(monkeypatch):
     """Nor is what nobody knows kept while an answer is waited for."""
+    monkeypatch.setattr(json_reader, "MOST_VALUES", 20_000)
 
     async def test(client, llm, serving):
         paths = [path for path, found in (await client.get("/openapi.json")).json()["paths"].items() if "post" in found]
-        many = b'{"prompt": [1], "x": [' + b"[]," * MOST_VALUES + b"[]]}"
+        many = b'{"prompt": [1], "x": [' + b"[]," * 20_000 + b"[]]}"
         for path in paths:
             answer = await client.post(path, content=many, headers=HEAD)
             assert (answer.status_code, "values" in answer.text) == (400, True), path
