@@ -200,3 +200,81 @@ def test_stops_and_special_tokens_are_shown_where_they_are_asked_for(server, pat
     stop, end = text[2:4], text.index(text[2:4])
     assert texts(client, path, body, stop=stop) == {text[:end]}
     assert texts(client, path, body, stop=[stop], include_stop_str_in_output=True) == {text[: end + 2]}
+
+
+PROMPT = "The capital of France is Paris."
+
+
+def check_prompt_logprobs(client, llm, found, tokens, num_best):
+    """Of a prompt, as vLLM has them; echo has the same numbers."""
+    echo = {"prompt": tokens, "echo": True, "max_tokens": 0, "logprobs": num_best}
+    known = post(client, "/v1/completions", **echo)["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[0] is None
+    assert len(found) == len(tokens)
+    for token_id, entry, logprob in zip(tokens[1:], found[1:], known[1:], strict=True):
+        own = entry[str(token_id)]
+        assert own["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert own["decoded_token"] == llm.tokenizer.piece(token_id)
+        ranks = [each["rank"] for each in entry.values()]
+        assert ranks == ([*range(1, num_best + 1)] if own["rank"] else [*range(1, num_best + 1), None])
+        assert sorted(each["logprob"] for each in entry.values()) == [each["logprob"] for each in entry.values()][::-1]
+
+
+@pytest.mark.parametrize("num_best", [0, 3])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_log_probabilities_of_a_prompt(server, num_best, max_tokens):
+    client, llm = server
+    fields = {"prompt_logprobs": num_best, "max_tokens": max_tokens, "temperature": 0, "n": 2}
+    tokens = llm.tokenizer.encode(PROMPT)
+    choices = post(client, "/v1/completions", prompt=PROMPT, **fields)["choices"]
+    for choice in choices:
+        assert choice["logprobs"] is None
+        check_prompt_logprobs(client, llm, choice["prompt_logprobs"], tokens, num_best)
+    messages = [{"role": "user", "content": PROMPT}]
+    tokens = post(client, "/tokenize", messages=messages)["tokens"]
+    chat = post(client, "/v1/chat/completions", messages=messages, **fields)
+    check_prompt_logprobs(client, llm, chat["prompt_logprobs"], tokens, num_best)
+    assert chat["usage"]["completion_tokens"] == 2 * max_tokens
+    assert post(client, "/v1/completions", prompt=PROMPT, max_tokens=1)["choices"][0]["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(1, 3), (3, 1), (2, 2)])
+def test_echo_and_prompt_logprobs_have_as_many_as_each_asked_for(server, logprobs, prompt_logprobs):
+    client, llm = server
+    fields = {"echo": True, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "max_tokens": 0}
+    tokens = llm.tokenizer.encode(PROMPT)
+    choice = post(client, "/v1/completions", prompt=PROMPT, **fields)["choices"][0]
+    assert choice["text"] == PROMPT
+    check_prompt_logprobs(client, llm, choice["prompt_logprobs"], tokens, prompt_logprobs)
+    assert len(choice["logprobs"]["tokens"]) == len(tokens)
+    plain = post(client, "/v1/completions", prompt=PROMPT, **fields | {"prompt_logprobs": None})["choices"][0]
+    for one, other in zip(choice["logprobs"]["top_logprobs"][1:], plain["logprobs"]["top_logprobs"][1:], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt_logprobs": 101}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt_logprobs": True}, "prompt_logprobs"),
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_tokens"),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/responses", {"prompt_logprobs": 1}, None),
+    ],
+)
+def test_log_probabilities_that_cannot_come_are_refused(server, path, fields, param):
+    client, _ = server
+    prompts = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": ENDS},
+        "/v1/responses": {"input": "x"},
+    }
+    refused = client.post(path, json=prompts[path] | fields)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == (param or "prompt_logprobs")

@@ -32,6 +32,18 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptToken(BaseModel):
+    """rank: among all tokens, the likeliest first; null for one that is not among those that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# Of each token of a prompt, by id: the likeliest ones and itself. Null for the first, which nothing comes before.
+PromptLogprobs = list[dict[int, PromptToken] | None]
+
+
 class CompletionChoice(BaseModel):
     """token_ids: of the new tokens and the one that ended them, where they were asked for."""
 
@@ -40,6 +52,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -108,6 +121,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class OutputText(BaseModel):

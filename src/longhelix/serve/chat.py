@@ -18,7 +18,7 @@ from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
-from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs
+from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs, prompt_logprobs
 from longhelix.serve.tool_calls import calling_guide, deltas, reply
 from longhelix.text.tool_calls import ToolCalls, ToolForm
 
@@ -86,7 +86,9 @@ class _Form(Form):
                     finish_reason=_reason(result, calls),
                 )
             )
-        return forms.ChatCompletion(**self.head, choices=choices, usage=forms.usage(results, self.body.choices))
+        scored = prompt_logprobs(self.tokenizer, results[0].prompt_logprobs or (), self.body.prompt_logprobs)
+        usage = forms.usage(results, self.body.choices)
+        return forms.ChatCompletion(**self.head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def first(self) -> Events:
         for place in range(self.body.choices):

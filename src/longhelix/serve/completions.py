@@ -17,7 +17,7 @@ from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
-from longhelix.serve.token_logprobs import completion_logprobs
+from longhelix.serve.token_logprobs import completion_logprobs, fewer_best, prompt_logprobs
 
 _DEFAULT_TOKENS = 16  # as OpenAI has it
 
@@ -68,9 +68,9 @@ class _Form(Form):
     body: CompletionBody
 
     def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked], echoed: Sequence[str]) -> None:
-        super().__init__(serving, body, asked, keeps_prompts=body.prompt_logprobs is not None)
+        super().__init__(serving, body, asked, keeps_prompts=body.num_prompt_logprobs is not None)
         body.prompt.clear()
-        self._echoed, self.is_long = echoed, bool(echoed) or body.logprobs is not None
+        self._echoed, self.is_long = echoed, bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:
@@ -100,15 +100,22 @@ class _Form(Form):
         if self._echoed:
             text = self._prompt_text(place) + text
         of_prompt = results[place - place % self.body.choices].prompt_logprobs
-        if of_prompt is not None and logprobs is not None:
-            token_ids = [*self.asked[place].prompt, *token_ids]
-            logprobs = [*of_prompt, *logprobs]
+        scored = None
+        if of_prompt is not None:
+            prompt = self.asked[place].prompt
+            if self.body.prompt_logprobs is not None:
+                asked = fewer_best(of_prompt, prompt, self.body.prompt_logprobs)
+                scored = prompt_logprobs(self.tokenizer, asked, self.body.prompt_logprobs)
+            if self.body.echoes and self.body.logprobs is not None and logprobs is not None:
+                token_ids = [*prompt, *token_ids]
+                logprobs = [*fewer_best(of_prompt, prompt, self.body.logprobs), *logprobs]
         return forms.CompletionChoice(
             index=place,
             text=text,
             token_ids=new_ids if self.body.return_token_ids else None,
             logprobs=self._logprobs(token_ids, logprobs, 0),
             finish_reason=forms.finish_reason(result),
+            prompt_logprobs=scored,
         )
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:

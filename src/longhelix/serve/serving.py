@@ -264,7 +264,7 @@ class Serving:
             )
         asked, watched, service, came_s = [], body.asks_for("include_progress"), body.service(), self.call.came_s
         samplings: dict[int, list[SamplingParams]] = {}
-        scored = 0  # tokens that have log-probabilities
+        scored, entries = 0, 0  # tokens that have log-probabilities, and these
         for prompt in prompts:
             given = _num_tokens(prompt) + context_tokens
             left = self.max_model_len - given
@@ -277,7 +277,10 @@ class Serving:
                     "context_length_exceeded",
                 )
             most_new = left if most_tokens is None else most_tokens
-            scored += (most_new if logprobs is not None else 0) + (given if body.prompt_logprobs is not None else 0)
+            for tokens, num_best in ((most_new, logprobs), (given, body.num_prompt_logprobs)):
+                if num_best is not None:
+                    scored += tokens
+                    entries += tokens * (num_best + 1) * body.choices
             if most_new not in samplings:
                 samplings[most_new] = [
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
@@ -286,13 +289,13 @@ class Serving:
                 Asked(prompt, given, sampling, service, came_s, watched, body.context)
                 for sampling in samplings[most_new]
             ]
-        entries = scored * ((logprobs or 0) + 1) * body.choices
         if entries > _MOST_LOGPROBS:
+            most = max(logprobs or 0, body.num_prompt_logprobs or 0) + 1
             raise ClientError(
-                f"{scored} tokens with {(logprobs or 0) + 1} log-probabilities each and n {body.choices} may be "
+                f"{scored} tokens with {most} log-probabilities each and n {body.choices} may be "
                 f"{entries} of them, and an answer has at most {_MOST_LOGPROBS}: ask for fewer tokens, fewer "
                 "log-probabilities or fewer choices",
-                "logprobs",
+                "prompt_logprobs" if logprobs is None else "logprobs",
             )
         if body.echoes:
             _check_echo(sum(map(_num_tokens, prompts)), body.choices, max(_MOST_ECHOED, self.max_model_len))

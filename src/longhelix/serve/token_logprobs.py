@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from longhelix.errors import UserError
-from longhelix.serve.answers import ChatLogprobs, ChosenToken, CompletionLogprobs, LikelyToken
+from longhelix.serve.answers import (
+    ChatLogprobs,
+    ChosenToken,
+    CompletionLogprobs,
+    LikelyToken,
+    PromptLogprobs,
+    PromptToken,
+)
 from longhelix.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # as vLLM writes it
@@ -47,6 +54,36 @@ def completion_logprobs(
         top_logprobs=[None if found is None else _by_text(tokenizer, _best(found, len(found))) for found in logprobs],
         text_offset=[offset + before for before in accumulate(map(len, texts[:-1]), initial=0)],
     )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[dict[int, float] | None], num_best: int | None
+) -> PromptLogprobs | None:
+    """Of a prompt's tokens, as vLLM has them. num_best: how many were asked for; None: none were."""
+    if num_best is None:
+        return None
+    return [None if found is None else _ranked(tokenizer, found, num_best) for found in logprobs]
+
+
+def _ranked(tokenizer: Tokenizer, found: Mapping[int, float], num_best: int) -> dict[int, PromptToken]:
+    return {
+        token_id: PromptToken(
+            logprob=_finite(logprob),
+            rank=place if place <= num_best else None,
+            decoded_token=tokenizer.piece(token_id),
+        )
+        for place, (token_id, logprob) in enumerate(_best(found, len(found)), 1)
+    }
+
+
+def fewer_best(
+    logprobs: Sequence[dict[int, float] | None], token_ids: Sequence[int], num_best: int
+) -> list[dict[int, float] | None]:
+    """The `num_best` likeliest tokens at each place and the one that stands there, of those and others."""
+    return [
+        None if found is None else dict(_best(found, num_best)) | {token_id: found[token_id]}
+        for token_id, found in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 def _finite(logprob: float) -> float:

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longhelix.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
-from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.sampled import Scored
 from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 
 _MOST_TOP_LOGPROBS = 20
@@ -46,12 +46,12 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(Sampled, Ended):
+class ChatBody(Scored, Ended):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
     tools: Tools | None = None

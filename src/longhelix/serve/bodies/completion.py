@@ -4,13 +4,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from longhelix.errors import UserError
 from longhelix.request import MAX_LOGPROBS, MOST_TOKENS
 from longhelix.serve.bodies.prompt import Prompts
-from longhelix.serve.bodies.sampled import Sampled
+from longhelix.serve.bodies.sampled import Scored
 
 
-class CompletionBody(Sampled):
+class CompletionBody(Scored):
     prompt_field = "prompt"
 
     prompt: Prompts
@@ -21,18 +20,13 @@ class CompletionBody(Sampled):
     return_token_ids: bool | None = None
 
     @property
-    def prompt_logprobs(self) -> int | None:
-        """Those of the prompt's tokens go with its echo. Raises UserError where they would have to come in a stream,
-        whose prompt is there before they are."""
+    def num_prompt_logprobs(self) -> int | None:
+        """Those that go with the prompt's echo are as many as those of new tokens."""
+        asked = super().num_prompt_logprobs
         if not self.echo or self.logprobs is None:
-            return None
-        if self.stream:
-            raise UserError("echo with logprobs does not stream: leave out one of the three")
-        if self.context is not None:
-            raise UserError(
-                "echo with logprobs is of a prompt that is computed here: leave out context, or one of them"
-            )
-        return self.logprobs
+            return asked
+        self.check_scored("echo with logprobs")
+        return max(self.logprobs, asked or 0)
 
     @property
     def echoes(self) -> bool:
@@ -41,4 +35,4 @@ class CompletionBody(Sampled):
     @property
     def only_echoes(self) -> bool:
         """Whether nothing is to be computed."""
-        return self.echoes and self.max_tokens == 0 and self.logprobs is None
+        return self.echoes and self.max_tokens == 0 and self.logprobs is None and self.prompt_logprobs is None

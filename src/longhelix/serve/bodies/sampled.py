@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from longhelix.errors import UserError
 from longhelix.guide import Guide
-from longhelix.request import MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
+from longhelix.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId, few
 from longhelix.serve.bodies.guided import Guided
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
@@ -88,7 +88,8 @@ class Sampled(Guided):
         return 1 if self.n is None else self.n
 
     @property
-    def prompt_logprobs(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
+        """Of each token of the prompt; None where none are wanted."""
         return None
 
     @property
@@ -116,12 +117,12 @@ class Sampled(Guided):
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
         # Without new tokens a request is there for these alone.
-        others = 0 if max_new_tokens == 0 and self.prompt_logprobs is not None else None
+        others = 0 if max_new_tokens == 0 and self.num_prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs if choice == 0 else others,
+            prompt_logprobs=self.num_prompt_logprobs if choice == 0 else others,
             guide=guide,
             **{name: value for name, value in given.items() if value is not None},
         )
@@ -135,6 +136,26 @@ class Sampled(Guided):
             client=self.client or "",
             cache_salt=self.cache_salt or "",
         )
+
+
+class Scored(Sampled):
+    """Requests whose prompts may have log-probabilities, as vLLM has them."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if self.prompt_logprobs is not None:
+            self.check_scored("prompt_logprobs")
+        return self.prompt_logprobs
+
+    def check_scored(self, what: str) -> None:
+        """Raise UserError where log-probabilities of a prompt cannot come: before its stream, or without computing
+        it."""
+        if self.stream:
+            raise UserError(f"{what} does not stream: leave out one of them")
+        if self.context is not None:
+            raise UserError(f"{what} is of a prompt that is computed here: leave out context, or one of them")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

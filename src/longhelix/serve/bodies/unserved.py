@@ -74,7 +74,7 @@ UNSERVED: dict[str, Unserved] = {
     "return_full_text": _ours("echo in /v1/completions", False),
     "return_tokens": _ours("return_token_ids", False),
     "details": Unserved((False,), "use logprobs and return_token_ids"),
-    "decoder_input_details": Unserved((False,)),
+    "decoder_input_details": _ours("prompt_logprobs", False),
     "truncate": Unserved((), "shorten the prompt"),
     "truncate_prompt_tokens": Unserved((), "shorten the prompt"),
     "inputs": _ours("prompt or messages"),
