@@ -185,6 +185,19 @@ def test_stop_token_and_stop_string_end_before_themselves(llm):
     assert by_text.finish_reason == "stop"
     assert by_text.text.split() == [f"w{token}" for token in free[:cut]]
     assert by_text.token_ids == free[: cut + 1]
+    assert (by_id.ending_token_id, by_text.ending_token_id) == (free[cut], None)
+    shows = {"max_new_tokens": 12, "include_stop_str_in_output": True}
+    (by_id,) = llm.generate([PROMPT], SamplingParams(stop_token_ids=(free[cut],), **shows))
+    assert by_id.token_ids == free[:cut]
+    (by_text,) = llm.generate([PROMPT], SamplingParams(stop=(f"w{free[cut]}",), **shows))
+    assert by_id.text.split() == by_text.text.split() == [f"w{token}" for token in free[: cut + 1]]
+
+
+@pytest.mark.parametrize("name", ["skip_special_tokens", "include_stop_str_in_output"])
+@pytest.mark.parametrize("wrong", [None, 1, "yes"])
+def test_what_a_text_shows_is_true_or_false(name, wrong):
+    with pytest.raises(UserError, match=f"{name} is .*: set it to True or False"):
+        SamplingParams(**{name: wrong})
 
 
 def test_stop_strings_are_not_looked_for_among_the_least_tokens(llm):

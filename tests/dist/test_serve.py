@@ -438,6 +438,9 @@ def test_the_command_ends_when_it_is_told_to(tmp_path):
         (["--host", "0.0.0.0"], "others can reach the server at 0.0.0.0: give --api-key-file"),
         (["--port", "70000"], "port is 70000"),
         (["--max-waiting-requests", "0"], "max_waiting_requests is 0"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs must be a JSON object"),
+        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs is not JSON"),
+        (["--default-chat-template-kwargs", '{"messages": []}'], "chat_template_kwargs has messages"),
     ],
 )
 def test_what_cannot_be_served_is_said(capsys, arguments, words):

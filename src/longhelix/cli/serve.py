@@ -90,6 +90,7 @@ def serve(
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
     from longhelix.serve.traces import Traces
+    from longhelix.text.chat_template import checked_variables
 
     keys = _keys(api_key_file)
     address = Address(host, whole("port", port, 0, 65535), seconds("drain", drain))
@@ -105,7 +106,9 @@ def serve(
     variables: dict[str, Any] = {}
     if default_chat_template_kwargs is not None:
         example = '{"enable_thinking": false}'
-        variables = parsed_object("default_chat_template_kwargs", default_chat_template_kwargs, example)
+        variables = checked_variables(
+            parsed_object("default_chat_template_kwargs", default_chat_template_kwargs, example)
+        )
     traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
     with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
         journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())

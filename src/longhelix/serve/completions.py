@@ -70,7 +70,8 @@ class _Form(Form):
     def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked], echoed: Sequence[str]) -> None:
         super().__init__(serving, body, asked, keeps_prompts=body.num_prompt_logprobs is not None)
         body.prompt.clear()
-        self._echoed, self.is_long = echoed, bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
+        self._echoed = echoed
+        self.is_long = bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
     def first(self) -> Events:

@@ -24,7 +24,6 @@ from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.room import Room
 from longhelix.serve.traces import Traces
-from longhelix.text.chat_template import checked_variables
 from longhelix.text.text_too_long import TextTooLongError
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
@@ -41,7 +40,7 @@ _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, a
 class Serving:
     """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
     names of metrics. chat_template_kwargs: variables of the chat template that requests may replace. Raises UserError
-    for what is none of these."""
+    for a prefix that is none."""
 
     llm: LLM
     driver: Driver
@@ -65,7 +64,6 @@ class Serving:
     _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
-        checked_variables(self.chat_template_kwargs)
         most_calls = self.driver.most_requests + _TEXT_THREADS
         self._texts = Line("texts", most_calls, _TEXT_THREADS)
         self._long_texts = Line("long texts", most_calls)
