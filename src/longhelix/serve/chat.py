@@ -68,6 +68,7 @@ class _Form(Form):
 
     def __init__(self, serving: Serving, body: ChatBody, asked: Sequence[Asked], calls: ToolForm | None) -> None:
         super().__init__(serving, body, asked)
+        self.is_long = body.prompt_logprobs is not None
         self._form_of_calls = calls
         self._calls: dict[int, ToolCalls] = {}  # of events, by place
 
