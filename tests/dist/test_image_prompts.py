@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import PIL.Image
 import pytest
@@ -327,3 +328,25 @@ def test_the_command_line_shows_images(capfd, oracle, tmp_path):
         error = json.loads(capfd.readouterr().out)["error"]
         assert error["code"] == "invalid_image"
         assert words in error["message"]
+
+
+def test_an_image_that_ranks_cannot_take_costs_others_nothing_while_its_request_waits(oracle, tmp_path, monkeypatch):
+    """It waits behind one that runs, which goes on; when it begins, it fails alone."""
+    fault_file = tmp_path / "fault"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "failpoints"))
+    monkeypatch.setenv("FAULT_FILE", str(fault_file))
+    fault_file.write_text(json.dumps({"rank": 1, "point": "image", "action": "out of memory", "always": True}))
+    with LLM(str(oracle.path), Layout(kvp=2), block_tokens=4, kv_cache_tokens=512, max_running=1) as llm:
+        good = llm.add([1, 2, 3], SamplingParams(60, ignore_eos=True))
+        for _ in range(5):
+            llm.step()
+        bad = llm.add(prompt_of(oracle, 0), GREEDY)
+        results, failures = {}, []
+        while len(results) < 2 and len(failures) < 5:
+            try:
+                results |= {delta.request_id: delta.result for delta in llm.step() if delta.result is not None}
+            except EngineError:
+                failures.append(set(results))
+                llm.restart()
+    assert failures == [{good}] * 2
+    assert (results[bad].finish_reason, len(results[good].token_ids)) == ("error", 60)
