@@ -35,6 +35,7 @@ class Live:
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)  # what each token adds to the text, stop strings included
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
     ending: SampledToken | None = None  # the stop token that ended it
 
@@ -49,12 +50,16 @@ class Live:
             self.times_s.append(now_s)
             if self.request.sampling.logprobs is not None:
                 self.logprobs.append(dict(event.sampled.logprobs))
-            text, stopped = self._cut(self.tokens.push(event.sampled.token_id))
+            self.token_texts.append(self.tokens.push(event.sampled.token_id))
+            text, stopped = self._cut(self.token_texts[-1])
         if event.finish_reason is not None and not stopped:
             self.ending = event.ending
             includes = event.ending is not None and self.request.sampling.include_stop_str_in_output
             end = self.tokens.push(event.ending.token_id) if includes else ""
-            rest, stopped = self._cut(end + self.tokens.finish())
+            end += self.tokens.finish()
+            if end and not includes:
+                self.token_texts[-1] += end
+            rest, stopped = self._cut(end)
             text += rest if stopped else rest + self.stops.flush()
         return text, "stop" if stopped else event.finish_reason
 

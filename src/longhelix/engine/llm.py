@@ -321,8 +321,9 @@ class LLM:
             given = self._token_ids(prompt)
         else:
             given = self._after(context, prompt, sampling, service)
-        stream, before = self.tokenizer.stream(sampling.skip_special_tokens), self._core.counters.exchanges.now
+        before = self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
+        stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens)
         unseen = [image.unseen() for image in images]
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         live = Live(request, stream, stops, deltas, before, context, unseen)
@@ -494,8 +495,10 @@ class LLM:
                 result = self._ended(live, finish_reason, event.usage or self._core.abort(event.request_id))
         if event.sampled is None:
             return Delta(event.request_id, text, result)
-        logprobs = live.logprobs[-1] if live.request.sampling.logprobs is not None else None
-        return Delta(event.request_id, text, result, event.sampled.token_id, logprobs)
+        token_id = event.sampled.token_id
+        if live.request.sampling.logprobs is None:
+            return Delta(event.request_id, text, result, token_id)
+        return Delta(event.request_id, text, result, token_id, live.logprobs[-1], live.token_texts[-1])
 
     def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
         """The result of a request that is over."""
@@ -531,6 +534,7 @@ class LLM:
             exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
             hop_b=counters.exchanges.since(live.arrival),
             logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
+            token_texts=live.token_texts if live.request.sampling.logprobs is not None else None,
             error=error,
             prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
             ending_token_id=None if live.ending is None else live.ending.token_id,

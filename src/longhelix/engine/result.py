@@ -19,7 +19,8 @@ class Result:
     exchanged_bytes_per_token: what all ranks together sent in the exchange, per token of prompt and output that ran.
     hop_b: how exchanges overlapped attention. logprobs: per new token, token id to natural log (None if not asked
     for); prompt_logprobs: the same per token of the prompt, None for the first one, which nothing comes before, without
-    those that an abort or an error came before. error: why the request failed, where finish_reason is "error": this
+    those that an abort or an error came before. token_texts: what each new token adds to the text, before any stop
+    string has cut it (None without logprobs). error: why the request failed, where finish_reason is "error": this
     request alone. ending_token_id: the end-of-sequence or stop token that ended it; ending_logprobs: its entry, as in
     `logprobs`.
     """
@@ -46,6 +47,7 @@ class Result:
     prompt_logprobs: list[dict[int, float] | None] | None = None
     ending_token_id: int | None = None
     ending_logprobs: dict[int, float] | None = None
+    token_texts: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Delta:
     """What a step gave one request: new text (may be empty), and its result if it ended.
 
     token_id: the new token, whose text may come with a later one; None where there is none, as after an abort or a stop
-    token. Those of all deltas are the result's `token_ids`. logprobs: the token's entry of the result's `logprobs`.
+    token. Those of all deltas are the result's `token_ids`. logprobs, token_text: the token's entries of the result's
+    `logprobs` and `token_texts`.
     """
 
     request_id: int
@@ -61,3 +64,4 @@ class Delta:
     result: Result | None
     token_id: int | None = None
     logprobs: dict[int, float] | None = None
+    token_text: str | None = None

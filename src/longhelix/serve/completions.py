@@ -36,12 +36,14 @@ def routes(serving: Serving) -> APIRouter:
         prompts = await serving.prompts(body.prompt, encode)
         if body.only_echoes:
             asked = serving.requests(body, prompts, 1, None, before)
-            return answer(Answers(serving.driver), _Echo(serving, body, asked, await _echoed(serving, body, prompts)))
+            echoed = await _echoed(serving, body, prompts)
+            return answer(Answers(serving.driver), _Echo(serving, body, asked, echoed, ()))
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         guide = await serving.guide(body.guide, body.guide_field)
         asked = serving.requests(body, prompts, most_tokens, body.logprobs, before, guide)
         echoed = await _echoed(serving, body, prompts)
-        return answer(await serving.ask(asked), _Form(serving, body, asked, echoed))
+        token_texts = await _token_texts(serving, body)
+        return answer(await serving.ask(asked), _Form(serving, body, asked, echoed, token_texts))
 
     return router
 
@@ -55,22 +57,35 @@ async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[arr
     if texts:
         serving.reserve(sum(map(len, texts)))
     return [
-        given if isinstance(given, str) else await serving.text(token_ids, "prompt")
+        given if isinstance(given, str) else await serving.text(token_ids, "prompt", begins=body.context is None)
         for given, token_ids in zip(body.prompt, prompts, strict=True)
     ]
 
 
+async def _token_texts(serving: Serving, body: CompletionBody) -> list[list[str]]:
+    """What each token of each prompt adds to its text, if its log-probabilities go back."""
+    return [await serving.token_texts(given) for given in body.prompt if body.echoes and body.logprobs is not None]
+
+
 class _Form(Form):
-    """echoed: the texts that choices of each prompt begin with, or nothing."""
+    """echoed: the texts that choices of each prompt begin with, or nothing. token_texts: what each prompt's tokens add
+    to them, where their log-probabilities go back."""
 
     prefix, kind = "cmpl-", "text_completion"
 
     body: CompletionBody
 
-    def __init__(self, serving: Serving, body: CompletionBody, asked: Sequence[Asked], echoed: Sequence[str]) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        body: CompletionBody,
+        asked: Sequence[Asked],
+        echoed: Sequence[str],
+        token_texts: Sequence[Sequence[str]],
+    ) -> None:
         super().__init__(serving, body, asked, keeps_prompts=body.num_prompt_logprobs is not None)
         body.prompt.clear()
-        self._echoed = echoed
+        self._echoed, self._token_texts = echoed, token_texts
         self.is_long = bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
         self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
 
@@ -97,7 +112,8 @@ class _Form(Form):
         result = results[place]
         text = result.text
         new_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
-        token_ids = new_ids
+        token_ids, texts = new_ids, result.token_texts or []
+        texts = texts + [""] * (len(new_ids) - len(texts))  # texts do not show the token that ended them
         if self._echoed:
             text = self._prompt_text(place) + text
         of_prompt = results[place - place % self.body.choices].prompt_logprobs
@@ -107,14 +123,15 @@ class _Form(Form):
             if self.body.prompt_logprobs is not None:
                 asked = fewer_best(of_prompt, prompt, self.body.prompt_logprobs)
                 scored = prompt_logprobs(self.tokenizer, asked, self.body.prompt_logprobs)
-            if self.body.echoes and self.body.logprobs is not None and logprobs is not None:
+            if self._token_texts and self.body.logprobs is not None and logprobs is not None:
                 token_ids = [*prompt, *token_ids]
+                texts = [*self._token_texts[place // self.body.choices], *texts]
                 logprobs = [*fewer_best(of_prompt, prompt, self.body.logprobs), *logprobs]
         return forms.CompletionChoice(
             index=place,
             text=text,
             token_ids=new_ids if self.body.return_token_ids else None,
-            logprobs=self._logprobs(token_ids, logprobs, 0),
+            logprobs=self._logprobs(token_ids, texts, logprobs, 0),
             finish_reason=forms.finish_reason(result),
             prompt_logprobs=scored,
         )
@@ -125,9 +142,9 @@ class _Form(Form):
         if token_id is None and delta.result is not None and self.body.return_token_ids:
             token_id, of_token = delta.result.ending_token_id, delta.result.ending_logprobs
         if token_id is not None and of_token is not None:
-            written = self._written.get(place, 0)
-            logprobs = self._logprobs([token_id], [of_token], written)
-            self._written[place] = written + len(self.tokenizer.piece(token_id))
+            written, text = self._written.get(place, 0), delta.token_text or ""
+            logprobs = self._logprobs([token_id], [text], [of_token], written)
+            self._written[place] = written + len(text)
         ids: dict[str, list[int]] = {}
         if self.body.return_token_ids:
             ids["token_ids"] = [] if token_id is None else [token_id]
@@ -144,11 +161,15 @@ class _Form(Form):
         return self._echoed[place // self.body.choices]
 
     def _logprobs(
-        self, token_ids: list[int], logprobs: Sequence[dict[int, float] | None] | None, offset: int
+        self,
+        token_ids: list[int],
+        texts: list[str] | None,
+        logprobs: Sequence[dict[int, float] | None] | None,
+        offset: int,
     ) -> forms.CompletionLogprobs | None:
-        if self.body.logprobs is None or logprobs is None:
+        if self.body.logprobs is None or logprobs is None or texts is None:
             return None
-        return completion_logprobs(self.tokenizer, token_ids, logprobs, offset)
+        return completion_logprobs(self.tokenizer, token_ids, texts, logprobs, offset)
 
 
 class _Echo(_Form):

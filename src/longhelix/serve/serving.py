@@ -93,9 +93,15 @@ class Serving:
         if name is not None and name != self.model:
             raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
-    async def text(self, token_ids: "array[int]", field: str = "tokens") -> str:
-        """The text of tokens, special ones included, which the call's answer gives back. Raises ClientError for ids
-        that are no tokens, OverloadedError."""
+    async def token_texts(self, given: str | Sequence[int]) -> list[str]:
+        """What each token of a prompt adds to its text. Raises OverloadedError."""
+        tokenizer = self.llm.tokenizer
+        texts = tokenizer.parts if isinstance(given, str) else tokenizer.token_texts
+        return await self._line(len(given)).run(texts, given)
+
+    async def text(self, token_ids: "array[int]", field: str = "tokens", begins: bool = True) -> str:
+        """The text of tokens, special ones included, which the call's answer gives back. begins: they do not come
+        behind others. Raises ClientError for ids that are no tokens, OverloadedError."""
         most = max(_MOST_ECHOED, self.max_model_len)
         if len(token_ids) > most:
             raise ClientError(f"there are {len(token_ids)} tokens: give at most {most}", field)
@@ -105,7 +111,7 @@ class Serving:
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
         if len(token_ids) > _FEW:
             self.reserve(self.llm.tokenizer.most_characters(token_ids))
-        return await self._line(len(token_ids)).run(self.llm.tokenizer.spell, token_ids)
+        return await self._line(len(token_ids)).run(self.llm.tokenizer.spell, token_ids, begins)
 
     def reserve(self, num_bytes: int) -> None:
         """Say that the call's answer gives back so much of what its client sent, until it has ended. Raises

@@ -39,19 +39,22 @@ def chat_logprobs(
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
+    texts: Sequence[str],
     logprobs: Sequence[dict[int, float] | None],
     offset: int,
 ) -> CompletionLogprobs:
-    """logprobs: of each token the likeliest ones and itself, all of which are told; None for the first token of a
-    prompt. offset: where the text of the first token begins."""
-    texts = [tokenizer.piece(token_id) for token_id in token_ids]
+    """texts: what each token adds to the text. logprobs: of each token the likeliest ones and itself, all of which are
+    told; None for the first token of a prompt. offset: where the text of the first token begins."""
     return CompletionLogprobs(
-        tokens=texts,
+        tokens=list(texts),
         token_logprobs=[
             None if found is None else _finite(found[token_id])
             for token_id, found in zip(token_ids, logprobs, strict=True)
         ],
-        top_logprobs=[None if found is None else _by_text(tokenizer, _best(found, len(found))) for found in logprobs],
+        top_logprobs=[
+            None if found is None else _by_text(tokenizer, _best(found, len(found)), {token_id: text})
+            for token_id, text, found in zip(token_ids, texts, logprobs, strict=True)
+        ],
         text_offset=[offset + before for before in accumulate(map(len, texts[:-1]), initial=0)],
     )
 
@@ -95,11 +98,13 @@ def _best(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
     return sorted(found.items(), key=lambda item: -item[1])[:count]
 
 
-def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Of several tokens that read the same, the likeliest one."""
+def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]], chosen: Mapping[int, str]) -> dict[str, float]:
+    """Of several tokens that read the same, the likeliest one. chosen: the text of the token that was taken, where it
+    stands."""
     found: dict[str, float] = {}
     for token_id, logprob in best:
-        found.setdefault(tokenizer.piece(token_id), _finite(logprob))
+        text = chosen[token_id] if token_id in chosen else tokenizer.piece(token_id)
+        found.setdefault(text, _finite(logprob))
     return found
 
 

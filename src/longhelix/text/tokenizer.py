@@ -2,8 +2,9 @@
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from longhelix import values
 from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import read_tokenizer
-from longhelix.text.text_stream import TextStream
+from longhelix.text.text_stream import ByteStream, DecodedStream, TextStream
 from longhelix.text.text_too_long import TextTooLongError
 from longhelix.text.token_bytes import token_bytes
 from longhelix.text.tool_calls import ToolForm
@@ -41,6 +42,7 @@ class Tokenizer:
         self._chat_template = chat_template
         if chat_template is not None:
             chat_template.check_length = self._check_length
+        self._bytes = token_bytes(backend)  # None where tokens do not stand for bytes of their own
         self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
 
     @classmethod
@@ -71,6 +73,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt, with a BOS if this tokenizer adds one."""
         return self._encode(text, add_special_tokens=True)
+
+    def parts(self, text: str) -> list[str]:
+        """The part of a plain prompt that each of its tokens stands for; together they are the text. "" for tokens that
+        the tokenizer adds, such as a BOS, and for all but one of a character's tokens."""
+        _check_unicode(text)
+        encoding = self._backend.encode_batch([text])[0]
+        offsets = encoding.offsets
+        own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        found, at = [""] * len(offsets), 0
+        for place, following in zip_longest(own, own[1:]):
+            end = len(text) if following is None else max(at, min(offsets[place][1], offsets[following][0]))
+            found[place], at = text[at:end], end
+        return found
 
     def encode_more(self, text: str) -> list[int]:
         """The ids of text that comes behind other tokens."""
@@ -112,18 +127,36 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the ids, special tokens left out."""
-        return self._backend.decode(list(token_ids))
+        return self.spell([token_id for token_id in token_ids if token_id not in self.special_ids])
 
-    def spell(self, token_ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens included."""
+    def spell(self, token_ids: Sequence[int], begins: bool = True) -> str:
+        """The text of the ids, special tokens included. begins: they begin a text, and do not come behind others."""
+        if self._bytes is not None:
+            return self._bytes.text(token_ids, begins)
+        if not begins:
+            return "".join(map(self.piece, token_ids))
         # Of a batch, for that lets other threads run.
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each of these tokens adds to their text, special tokens included."""
+        stream = self._stream((), ())
+        found = [stream.push(token_id) for token_id in token_ids]
+        if found:
+            found[-1] += stream.finish()
+        return found
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:
         """What each token stands for inside of a text, by id; of special ones, what they are called. Raises UserError
         for a tokenizer whose tokens do not stand for bytes."""
-        return token_bytes(self._backend)
+        if self._bytes is None:
+            raise UserError(
+                "the model's tokenizer has no bytes for its tokens, which guides need: use one that is byte-level or "
+                "SentencePiece's, or ask for no guide",
+                "unsupported_model",
+            )
+        return self._bytes.everything()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -156,21 +189,33 @@ class Tokenizer:
             raise TextTooLongError(most, most * self.longest_token)
 
     def _piece(self, token_id: int) -> str:
-        """What one token stands for inside of a text: decoders drop the space that begins one."""
+        """What one token stands for inside of a text."""
+        if self._bytes is not None:
+            return self._bytes.text([token_id], begins=False)
+        # Decoders drop the blank that begins a text.
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for ids that come one by one."""
-        return TextStream(self._backend, skip_special_tokens)
+    def stream(self, before: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for ids that come one by one, behind others."""
+        return self._stream(before, self.special_ids if skip_special_tokens else ())
+
+    def _stream(self, before: Sequence[int], hidden: Collection[int]) -> TextStream:
+        if self._bytes is not None:
+            return ByteStream(self._bytes, before, hidden)
+        return DecodedStream(self._backend, before, hidden)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self._check_length(len(text))
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error
+        _check_unicode(text)
         # Of a batch, for that lets other threads run, and without offsets into the text.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

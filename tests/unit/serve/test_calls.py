@@ -366,7 +366,7 @@ def test_prompts_are_spelled_once_and_off_the_event_loop(streams, max_tokens):
     """However many choices begin with them."""
     spelled = []
 
-    def spell(token_ids):
+    def spell(token_ids, begins=True):
         spelled.append((list(token_ids), current_thread()))
         return "".join(map(str, token_ids))
 
@@ -582,7 +582,7 @@ def test_texts_of_all_answers_together_are_bounded(monkeypatch):
     monkeypatch.setattr(serving_module, "_FEW", 0)
 
     async def test(client, llm, serving):
-        spell = {"most_characters": len, "spell": lambda ids: "x" * len(ids)}
+        spell = {"most_characters": len, "spell": lambda ids, begins: "x" * len(ids)}
         vars(llm.tokenizer).update(encode=lambda text: [1] * 60, encode_chat=None, **spell)
         echo = {"echo": True, "max_tokens": 0, "n": 8}
         calls = [({"prompt": "a" * 900} | echo, "/v1/completions"), ({"prompt": [1] * 60} | echo, "/v1/completions")]

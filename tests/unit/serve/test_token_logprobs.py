@@ -39,11 +39,11 @@ def test_a_tokenizer_without_bytes_has_none():
 
 
 def test_completions_have_the_token_that_was_taken_among_the_likeliest(tokenizer):
-    found = completion_logprobs(tokenizer, [0, 4], [None, {0: -0.5, 4: -7.0, 3: -1.0}], 3)
+    found = completion_logprobs(tokenizer, [0, 4], ["a", " "], [None, {0: -0.5, 4: -7.0, 3: -1.0}], 3)
     assert found.top_logprobs == [None, {"a": -0.5, "\ufffd": -1.0, " ": -7.0}]
     assert (found.token_logprobs, found.text_offset) == ([None, -7.0], [3, 4])
 
 
 def test_of_tokens_that_read_the_same_the_likeliest_is_told(tokenizer):
-    found = completion_logprobs(tokenizer, [3], [{1: -0.5, 3: -2.0}], 0)
+    found = completion_logprobs(tokenizer, [3], ["\ufffd"], [{1: -0.5, 3: -2.0}], 0)
     assert found.top_logprobs == [{"\ufffd": -0.5}]
