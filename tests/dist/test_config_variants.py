@@ -24,6 +24,7 @@ RUN = [
     ("qwen3_moe", {"num_local_experts": 4}, ()),
     ("qwen3_vl", {}, ("rope_theta",)),
     ("deepseek_v2", {}, ("topk_method", "routed_scaling_factor", "first_k_dense_replace")),
+    ("deepseek_v2", {"norm_topk_prob": True}, ()),
     ("deepseek_v3", {"rope_interleave": False}, ()),
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, ("n_shared_experts",)),
     ("deepseek_v3", {"n_group": 4}, ("routed_scaling_factor", "topk_group", "norm_topk_prob")),
@@ -37,7 +38,7 @@ REFUSED = [
     ("llama", {"rope_theta": None}, "rope_theta"),
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads"),
     ("qwen3", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
-    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+    ("qwen3_vl_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
     ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor"),
 ]

@@ -86,6 +86,8 @@ def latents(draw, heads, layers):
         "v_head_dim": draw(st.sampled_from([4, 12, 16])),
         "first_k_dense_replace": draw(st.integers(0, layers)),
         "n_shared_experts": draw(st.sampled_from([1, 2])),
+        "n_group": 1,
+        "topk_group": 1,
     }
 
 

@@ -9,7 +9,7 @@ from longhelix.layout import Layout
 from longhelix.models.parameters import check, declare
 from longhelix.spec import ModelSpec
 from longhelix.spec import family as families
-from longhelix.spec.family import Family
+from longhelix.spec.family import DECODER, Family
 from longhelix.spec.weights import num_parameters
 
 pytestmark = pytest.mark.unit
@@ -18,9 +18,11 @@ pytestmark = pytest.mark.unit
 def test_a_family_with_other_names_and_norms_is_one_entry(monkeypatch):
     """Made up: biased queries, normed heads, and tensors of its own names."""
     tensors = {"input_layernorm.weight": "ln_1.weight", "mlp.up_proj.weight": "mlp.w_in.weight"}
-    monkeypatch.setitem(families.FAMILIES, "madeup", Family(qkv_bias=True, qk_norm=True, head_size=4, tensors=tensors))
+    defaults = {**DECODER, "head_dim": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    madeup = Family(defaults, qkv_bias=True, qk_norm=True, tensors=tensors)
+    monkeypatch.setitem(families.FAMILIES, "madeup", madeup)
     config = {"model_type": "madeup", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 30, "max_position_embeddings": 64}
+    config |= {"intermediate_size": 24, "vocab_size": 30}
     spec = ModelSpec.from_hf_config(config)
     assert (spec.qkv_bias, spec.qk_norm, spec.head_size) == (True, True, 4)
     qwen = replace(spec, architecture="qwen3")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 # What every family's config has, with the value that an absent key stands for.
-_DECODER: Mapping[str, Any] = {
+DECODER: Mapping[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -101,7 +101,7 @@ _LOCAL_EXPERTS = {"num_local_experts": "num_experts"}
 
 _DEEPSEEK_V3 = Family(
     defaults={
-        **_DECODER,
+        **DECODER,
         "max_position_embeddings": 4096,
         **_LATENTS,
         "eos_token_id": 1,
@@ -132,7 +132,7 @@ _DEEPSEEK_V3 = Family(
 FAMILIES = {
     "llama": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 2048,
             "num_key_value_heads": None,
             "head_dim": None,
@@ -145,7 +145,7 @@ FAMILIES = {
     ),
     "mistral": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "head_dim": None,
@@ -159,7 +159,7 @@ FAMILIES = {
     ),
     "qwen2": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 32768,
             **_QWEN_LAYERS,
             "num_key_value_heads": 32,
@@ -172,7 +172,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 32768,
             **_QWEN_LAYERS,
             "num_key_value_heads": 32,
@@ -187,7 +187,7 @@ FAMILIES = {
     ),
     "mixtral": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "head_dim": None,
@@ -207,7 +207,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 32768,
             **_QWEN_LAYERS,
             "num_key_value_heads": 16,
@@ -230,7 +230,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 32768,
             **_QWEN_WINDOW,
             "num_key_value_heads": 4,
@@ -252,7 +252,7 @@ FAMILIES = {
     ),
     "qwen3_vl": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 128000,
             **_MROPE,
             "num_key_value_heads": 32,
@@ -266,7 +266,7 @@ FAMILIES = {
     ),
     "qwen3_vl_moe": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 128000,
             **_MROPE,
             "num_key_value_heads": 16,
@@ -288,7 +288,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 2048,
             **_LATENTS,
             "eos_token_id": 2,
@@ -307,11 +307,10 @@ FAMILIES = {
         aliases={"num_experts": "n_routed_experts"},
         neutral={
             **_DEEPSEEK_LAYERS,
-            "norm_topk_prob": Neutral((False, None), "weights of experts that are not made to sum to one"),
             "scoring_func": Neutral(("softmax",), "scores that are a softmax"),
             "rope_interleave": Neutral((True,), "pairs of channels that lie side by side"),
         },
-        ignored=_NO_KV_HEADS,
+        ignored=_NO_KV_HEADS | {"norm_topk_prob"},  # transformers never makes the weights sum to one
         attention_bias=True,
         mlp_bias=True,
         mla=True,
@@ -323,7 +322,7 @@ FAMILIES = {
 
 _LLAMA4 = Family(
     defaults={
-        **_DECODER,
+        **DECODER,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
@@ -357,7 +356,7 @@ _LLAMA4 = Family(
 PLANNED_FAMILIES = {
     "glm4_moe": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
@@ -384,7 +383,7 @@ PLANNED_FAMILIES = {
     ),
     "gpt_oss": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
@@ -434,7 +433,7 @@ PLANNED_FAMILIES = {
     ),
     "qwen3_next": Family(
         defaults={
-            **_DECODER,
+            **DECODER,
             "max_position_embeddings": 32768,
             "partial_rotary_factor": 0.25,
             "num_key_value_heads": 2,
