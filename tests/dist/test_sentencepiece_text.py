@@ -35,11 +35,12 @@ def save(folder):
     )
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=0,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -173,3 +174,10 @@ def test_an_echo_behind_a_context_goes_on_in_its_text(server):
     assert choice["text"] == " France is Paris"
     only = complete(client, prompt=ids, context="france", echo=True, max_tokens=0)
     assert only["text"] == " France is"
+
+
+def test_the_tokenizers_own_eos_ends_an_answer(server):
+    client, llm = server
+    assert llm.config.spec.eos_token_ids == (0, 2)
+    choice = complete(client, prompt=PROMPT, temperature=0, max_tokens=4, logit_bias={"2": 100})
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")

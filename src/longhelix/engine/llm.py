@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -33,6 +34,7 @@ from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
 from longhelix.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
+from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.text.stop_strings import StopStrings
@@ -75,6 +77,7 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self.config = _with_ends(self.config, self.tokenizer.end_ids)
         self.tokenizer.max_model_len = self.config.scheduler.max_model_len
         self._guides = Guides(self.tokenizer, self.config.spec)
         self._closed = False
@@ -542,6 +545,13 @@ class LLM:
             if live.ending is not None and live.request.sampling.logprobs is not None
             else None,
         )
+
+
+def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:
+    """The configuration of a model whose answers these tokens end too."""
+    spec = config.spec
+    own = {token_id for token_id in end_ids if token_id < spec.vocab_size}.difference(spec.eos_token_ids)
+    return replace(config, spec=replace(spec, eos_token_ids=(*spec.eos_token_ids, *sorted(own))))
 
 
 def _arrived(asked_s: float | None, now_s: float) -> float:

@@ -252,6 +252,7 @@ class ModelSpec:
         bias = family.attention_bias and switch(config, "attention_bias")
         # Only qwen2_moe's config can say that there is none.
         always_biased = family.qkv_bias and switch(config, "qkv_bias", True)
+        generated_eos = (generation_config or {}).get("eos_token_id")
         return cls(
             architecture=str(architecture),
             num_layers=num_layers,
@@ -273,7 +274,7 @@ class ModelSpec:
             ffn_bias=family.mlp_bias and switch(config, "mlp_bias"),
             qk_norm=family.qk_norm or (family.qk_norm_asked and switch(config, "use_qk_norm")),
             sliding_window=window,
-            eos_token_ids=token_ids((generation_config or {}).get("eos_token_id", config.get("eos_token_id"))),
+            eos_token_ids=token_ids(config.get("eos_token_id") if generated_eos is None else generated_eos),
             mla=mla,
             moe=MoE.from_hf_config(config) if family.moe else None,
             vision=vision,
@@ -319,6 +320,13 @@ class ModelSpec:
         if rope_divisors and rope_scaling is None:
             resolved = replace(
                 resolved, divisors=frequency_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)
+            )
+        causal = metadata.get("llama.attention.causal", True)
+        if causal is not True:
+            raise UserError(
+                f"llama.attention.causal in the GGUF file is {shown(causal)}: longhelix runs models that attend to "
+                "earlier tokens alone, so choose one of those",
+                "unsupported_model",
             )
         tokens = metadata.get("tokenizer.ggml.tokens")
         return cls(

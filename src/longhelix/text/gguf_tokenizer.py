@@ -54,20 +54,73 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+# What llama.cpp does with files that do not say how their texts were split.
+_UNSAID = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated"),
+        pre_tokenizers.Split(
+            Regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"), "isolated"
+        ),
+        pre_tokenizers.Split(Regex(r"\p{N}+"), "isolated"),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
 _GGUF_SPLITS = {
-    "default": _GPT2,
+    "default": _UNSAID,
     "gpt-2": _GPT2,
     "llama-bpe": _byte_level(_WORDS % "1,3"),
     "qwen2": _byte_level(_WORDS % "1"),
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
 }
+# Other names that llama.cpp has for these.
+_GGUF_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe",
+    "midm-2.0": "llama-bpe",
+    "lfm2": "llama-bpe",
+    "jina-v5-nano": "llama-bpe",
+    "phi-2": "gpt-2",
+    "deepseek-r1-qwen": "qwen2",
+}
+
+# Tokens that end an answer whatever else a file says, by their names: llama.cpp's list.
+_ENDS = frozenset(
+    {
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+        "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+        "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    }
+)  # fmt: skip
+
+
+def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
+    """The tokens that end an answer: those that the file says, and those that llama.cpp knows by their names."""
+    tokens = _gguf_list(metadata, "tokens", str)
+    found = set()
+    for name in ("eos", "eot", "eom"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in metadata:
+            found.add(whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint"))
+    found |= {token_id for token_id, token in enumerate(tokens) if token in _ENDS}
+    # Names that others take a different meaning from.
+    named = {tokens[token_id] for token_id in found}
+    if named >= {"<|return|>", "<|call|>"} or ("<|flush|>" in named and named & {"<|call|>", "<|calls|>"}):
+        found -= {token_id for token_id in found if tokens[token_id] == "<|end|>"}
+    if "<|tool_response>" in named:
+        found -= {token_id for token_id in found if tokens[token_id] == "</s>"}
+    return tuple(sorted(found))
 
 
 def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
-    split = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(split, str) or split not in _GGUF_SPLITS:
+    said = metadata.get("tokenizer.ggml.pre", "default")
+    split = _split(said)
+    if split is None:
         raise UserError(
-            f"the GGUF file's pre-tokenizer is {shown(split)}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
+            f"the GGUF file's pre-tokenizer is {shown(said)}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
             code="unsupported_model",
         )
     merges = [pair.partition(" ")[::2] for pair in _gguf_list(metadata, "merges", str)]
@@ -98,12 +151,16 @@ def _gguf_sentencepiece(metadata: Mapping) -> tokenizers.Tokenizer:
     return backend
 
 
+def _split(said: object) -> str | None:
+    return _GGUF_ALIASES.get(said, said if said in _GGUF_SPLITS else None) if isinstance(said, str) else None
+
+
 _GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
 
 
 def _adds_bos_by_default(metadata: Mapping) -> bool:
     """What llama.cpp does for files that do not say."""
-    return metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    return metadata["tokenizer.ggml.model"] == "llama" or _split(metadata.get("tokenizer.ggml.pre")) == "llama-bpe"
 
 
 def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool) -> tokenizers.Tokenizer:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longhelix import values
 from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
-from longhelix.text.gguf_tokenizer import read_tokenizer
+from longhelix.text.gguf_tokenizer import end_ids, read_tokenizer
 from longhelix.text.text_stream import ByteStream, DecodedStream, TextStream
 from longhelix.text.text_too_long import TextTooLongError
 from longhelix.text.token_bytes import token_bytes
@@ -30,14 +30,18 @@ class Tokenizer:
     Attributes:
         max_model_len: Most tokens of a prompt, if it is known. Text that cannot have as few is refused before it is
             tokenized, which takes 150 bytes of memory for each of its characters.
+        end_ids: Tokens that end an answer by what the tokenizer says, whatever the model's configuration says.
     """
 
     max_model_len: int | None = None
 
-    def __init__(self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None, end_ids: Sequence[int] = ()
+    ) -> None:
         # A tokenizer.json may carry its training's truncation and padding; a prompt is never cut.
         backend.no_truncation()
         backend.no_padding()
+        self.end_ids = tuple(end_ids)
         self._backend = backend
         self._chat_template = chat_template
         if chat_template is not None:
@@ -57,13 +61,15 @@ class Tokenizer:
             if (token := config.get(name))
         }
         template = _read_text(template_file) if template_file.is_file() else _config_template(config_file, config)
-        return cls(backend, ChatTemplate(template, special_tokens) if template else None)
+        eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+        ends = () if eos_id is None else (eos_id,)
+        return cls(backend, ChatTemplate(template, special_tokens) if template else None, ends)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
         backend, template, special_tokens = read_tokenizer(metadata)
-        return cls(backend, ChatTemplate(template, special_tokens) if template else None)
+        return cls(backend, ChatTemplate(template, special_tokens) if template else None, end_ids(metadata))
 
     @property
     def vocab_size(self) -> int:

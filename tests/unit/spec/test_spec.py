@@ -353,6 +353,7 @@ def test_eos_ids_of_the_generation_config_win():
     assert ModelSpec.from_hf_config(config, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
     assert ModelSpec.from_hf_config(config, {"eos_token_id": 5}).eos_token_ids == (5,)
     assert ModelSpec.from_hf_config(config, {"temperature": 0.6}).eos_token_ids == (2,)
+    assert ModelSpec.from_hf_config(config, {"eos_token_id": None}).eos_token_ids == (2,)
     assert ModelSpec.from_hf_config(MINIMAL).eos_token_ids == (LlamaConfig().eos_token_id,)
     assert ModelSpec.from_hf_config(MINIMAL | {"eos_token_id": None}).eos_token_ids == ()
 
@@ -674,3 +675,10 @@ def test_a_quantised_checkpoint_can_be_planned_with():
 def test_every_dtype_of_the_engine_has_its_bytes():
     assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "nvfp4", "mxfp4", "w8a8"} == set(FORMATS)
     assert [64 * FORMATS[dtype].weight_bytes for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]
+
+
+@pytest.mark.parametrize("causal", [False, 0, "no"])
+def test_gguf_models_that_see_later_tokens_are_refused(causal):
+    assert ModelSpec.from_gguf(GGUF | {"llama.attention.causal": True}, tied=True)
+    with pytest.raises(UserError, match=r"attention\.causal in the GGUF file is"):
+        ModelSpec.from_gguf(GGUF | {"llama.attention.causal": causal}, tied=True)

@@ -134,7 +134,10 @@ def pieces(metadata, text):
     ("pre", "expected"),
     [
         ("gpt-2", ["1234", "?", "Ċ", "z", "q"]),
-        ("default", ["1234", "?", "Ċ", "z", "q"]),
+        ("default", ["123", "4", "?", "Ċ", "z", "q"]),
+        ("phi-2", ["1234", "?", "Ċ", "z", "q"]),
+        ("llama3", ["123", "4", "?Ċ", "zq"]),
+        ("falcon3", ["123", "4", "?Ċ", "zq"]),
         ("smollm", ["1", "2", "3", "4", "?", "Ċ", "z", "q"]),
         ("llama-bpe", ["123", "4", "?Ċ", "zq"]),
         ("qwen2", ["1", "2", "3", "4", "?Ċ", "z", "q"]),
@@ -172,6 +175,38 @@ def test_llama_bpe_agrees_with_the_llama3_pattern(trained_merges, text):
         ]
     )
     assert Tokenizer.from_gguf(metadata).encode(text) == oracle.encode(text).ids
+
+
+def test_gguf_that_does_not_say_how_texts_are_split_is_split_as_llama_cpp_does():
+    unsaid = byte_level_metadata("default", MERGES)
+    del unsaid["tokenizer.ggml.pre"]
+    assert pieces(unsaid, "1234?\nzq") == ["123", "4", "?", "Ċ", "z", "q"]
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "ends"),
+    [
+        ([], {"eos": "z"}, ["z"]),
+        ([], {"eos": "z", "eot": "q", "eom": "a"}, ["a", "q", "z"]),
+        (["<|eot_id|>", "<|eom_id|>"], {"eos": "z"}, ["<|eom_id|>", "<|eot_id|>", "z"]),
+        (["<|im_end|>", "<|endoftext|>"], {}, ["<|endoftext|>", "<|im_end|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {}, ["<|call|>", "<|return|>"]),
+        (["<|end|>", "<|return|>"], {}, ["<|end|>", "<|return|>"]),
+        (["</s>", "<|tool_response>"], {}, ["<|tool_response>"]),
+    ],
+)
+def test_gguf_tokens_that_end_an_answer(names, keys, ends):
+    metadata = byte_level_metadata("gpt-2", MERGES)
+    tokens = metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *names]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], *[3] * len(names)]
+    metadata.update({f"tokenizer.ggml.{name}_token_id": tokens.index(token) for name, token in keys.items()})
+    assert sorted(tokens[token_id] for token_id in Tokenizer.from_gguf(metadata).end_ids) == ends
+
+
+def test_a_folders_own_eos_ends_an_answer(tmp_path):
+    assert Tokenizer.from_folder(write_folder(tmp_path, byte_level_backend())).end_ids == (1,)
+    folder = write_folder(tmp_path, byte_level_backend(), eos_token=None)
+    assert Tokenizer.from_folder(folder).end_ids == ()
 
 
 def test_gguf_bos():
