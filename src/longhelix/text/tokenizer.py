@@ -22,6 +22,7 @@ from longhelix.text.token_bytes import token_bytes
 from longhelix.text.tool_calls import ToolForm
 
 _KNOWN_PIECES = 1 << 17
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
@@ -57,7 +58,7 @@ class Tokenizer:
         config = _read_config(config_file)
         special_tokens = {
             name: _string(f"{name} in {config_file}", token["content"] if _has(token, "content") else token)
-            for name in ("bos_token", "eos_token")
+            for name in _SPECIAL_TOKENS
             if (token := config.get(name))
         }
         template = _read_text(template_file) if template_file.is_file() else _config_template(config_file, config)

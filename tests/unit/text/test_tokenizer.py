@@ -503,6 +503,14 @@ def test_template_file_goes_before_the_configuration(tmp_path):
     assert chat_text(tmp_path, "from the configuration") == "from the file"
 
 
+def test_template_names_every_special_token(tmp_path):
+    template = "{{ pad_token }}|{{ unk_token }}|{{ sep_token }}|{{ mask_token }}"
+    tokens = {"pad_token": "P", "unk_token": {"__type": "AddedToken", "content": "U"}, "mask_token": "M"}
+    folder = write_folder(tmp_path, byte_level_backend(), chat_template=template, **tokens)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "P|U||M"
+
+
 def test_template_knows_the_date(tmp_path):
     assert chat_text(tmp_path, "{{ strftime_now('%Y') }}").isdigit()
 
