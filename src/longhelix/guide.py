@@ -1,6 +1,7 @@
 """Guides: what the text of an answer has to be, and what tokens stand for, by which ranks know it."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,17 +28,51 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
+class ReasoningTags:
+    """The tags around the reasoning with which an answer may begin.
+
+    An answer is free text up to `end`, then at most two line ends, then what the user wants.
+    """
+
+    begin: str
+    end: str
+    begin_id: int | None = None  # the special token that is the tag; None if the tag is text
+    end_id: int | None = None
+    is_open: bool = False  # the prompt ends inside the reasoning, so the answer does not have to open it
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(token_id for token_id in (self.begin_id, self.end_id) if token_id is not None)
+
+    def lark(self, answer: str) -> str:
+        """Return a grammar of reasoning followed by the rule `answer`. Without an open prompt, the reasoning may be
+        missing."""
+        begin = json.dumps(self.begin) if self.begin_id is None else f"<[{self.begin_id}]>"
+        tag = re.escape(self.end).replace("/", r"\/")
+        rules = [f"start: reasoning {answer}" if self.is_open else f"start: ({begin} reasoning)? {answer}"]
+        rules.append(r"reasoning: text /\n{0,2}/")
+        if self.end_id is None:
+            rules.append(f"text[lazy]: /(?s:.*){tag}/")
+        else:  # a special token has no text, but the model may also spell the tag
+            rules.append(f"text: spelled | FREE <[{self.end_id}]>")
+            rules.append(f"spelled[lazy]: /(?s:.*){tag}/")
+            rules.append(f"FREE: /(?s:.*)/ & ~/(?s:.*){tag}(?s:.*)/")
+        return "\n".join(rules)
+
+
+@dataclass(frozen=True)
 class Guide:
     """What the text of an answer is: a JSON object ("json"); a JSON value that a schema allows ("json_schema", `text`
     has it); text that a regular expression matches as a whole ("regex", in the syntax of Rust, which looks neither
     ahead nor behind); of a grammar ("grammar": Lark, as llguidance has it, or GBNF); one of some strings ("choice", a
-    JSON list of them).
+    JSON list of them). reasoning: the tags around what may come before that text.
 
     Raises UserError for what is none of these; whether it can be compiled is found later.
     """
 
     kind: str
     text: str = ""
+    reasoning: ReasoningTags | None = None
 
     def __post_init__(self) -> None:
         kind, given = one_of("the kind of a guide", self.kind, KINDS), text("a guide", self.text)
@@ -67,7 +102,7 @@ class Guide:
 
     @property
     def lark(self) -> str | None:
-        """The same as a grammar in Lark, where its kind can be written as one here."""
+        """The same as a grammar in Lark, where its kind can be written as one here; without the reasoning."""
         match self.kind:
             case "json":
                 return f"start: {in_lark({'type': 'object'})}"

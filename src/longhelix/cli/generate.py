@@ -104,6 +104,7 @@ def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> R
 
 
 def _as_json(result: Result) -> dict:
-    """The result's fields; log-probabilities only where they were asked for, an error only where there was one."""
-    optional = ("logprobs", "prompt_logprobs", "error")
+    """The result's fields; log-probabilities and reasoning only where they were asked for, an error only where
+    there was one."""
+    optional = ("logprobs", "prompt_logprobs", "error", "reasoning", "reasoning_tokens")
     return {name: value for name, value in asdict(result).items() if name not in optional or value is not None}

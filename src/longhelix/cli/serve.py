@@ -16,6 +16,7 @@ from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
 from longhelix.runner.config import EngineConfig
 from longhelix.serve.journal import Journal
+from longhelix.text.reasoning import PARSERS
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
@@ -39,6 +40,7 @@ def serve(
     max_restarts: int = 3,
     max_replays: int = 1,
     drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
+    reasoning_parser: Literal[PARSERS] = "auto",
     metrics_prefix: str = "longhelix",
     log_format: Literal["text", "json"] = "text",
     otlp_endpoint: str | None = None,
@@ -73,6 +75,9 @@ def serve(
         token since the engine began again makes it begin to count again.
     drain
         How long requests may take to end once the server is told to. [default: 60 s]
+    reasoning_parser
+        How the model writes its reasoning, which chats and responses then return apart from the content. auto looks at
+        the chat template and the vocabulary; none leaves the reasoning in the content.
     metrics_prefix
         What the names at /metrics begin with: vllm for dashboards that were made for it.
     log_format
@@ -122,6 +127,7 @@ def serve(
                 name,
                 int(time.time()),
                 metrics_prefix=metrics_prefix,
+                reasoning_parser=reasoning_parser,
                 journal=journal,
                 traces=traces,
                 chat_template_kwargs=variables,

@@ -11,6 +11,7 @@ from longhelix.engine.shown_images import ShownImage
 from longhelix.request import Request
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.step import SampledToken
+from longhelix.text.reasoning import Reasoning
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.text_stream import TextStream
 
@@ -19,7 +20,8 @@ from longhelix.text.text_stream import TextStream
 class Live:
     """A request between `add` and its end. context: the saved one that its prompt begins with. failures: how often the
     engine has failed while it ran, since it last had two new tokens: its prompt gave the first one, and a step of
-    decodes the second. new_tokens: since it last began. spent: what it took in engines that have failed."""
+    decodes the second. new_tokens: since it last began. spent: what it took in engines that have failed. reasoning:
+    what finds the reasoning in its text, where that was asked for apart."""
 
     request: Request
     tokens: TextStream
@@ -31,6 +33,7 @@ class Live:
     failures: int = 0
     new_tokens: int = 0
     spent: Usage | None = None
+    reasoning: Reasoning | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -39,8 +42,9 @@ class Live:
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
     ending: SampledToken | None = None  # the stop token that ended it
 
-    def take(self, event: TokenEvent, now_s: float) -> tuple[str, FinishReason | None]:
-        """The text that a token completes, and why the request ends, if it does."""
+    def take(self, event: TokenEvent, now_s: float) -> tuple[str, str | None, FinishReason | None]:
+        """The text that a token completes, that which is reasoning (see `Delta`), and why the request ends, if it
+        does."""
         text, stopped = "", False
         if event.sampled is not None:
             self.new_tokens += 1
@@ -61,7 +65,14 @@ class Live:
                 self.token_texts[-1] += end
             rest, stopped = self._cut(end)
             text += rest if stopped else rest + self.stops.flush()
-        return text, "stop" if stopped else event.finish_reason
+        finish_reason = "stop" if stopped else event.finish_reason
+        if self.reasoning is None:
+            return text, None, finish_reason
+        reasoning, content = self.reasoning.push(text) if event.sampled is not None else (None, "")
+        if finish_reason is not None:
+            more, rest = self.reasoning.finish("" if event.sampled is not None else text)
+            reasoning, content = (reasoning or "") + more if more else reasoning, content + rest
+        return content, reasoning, finish_reason
 
     def stop(self, usage: Usage | None, *, began: bool) -> None:
         """The engine has failed, with which it has taken that. began: it did not only wait."""

@@ -29,7 +29,7 @@ from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.errors import EngineError, UserError
-from longhelix.guide import Guide
+from longhelix.guide import Guide, ReasoningTags
 from longhelix.layout import Layout
 from longhelix.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.models.model_files import open_checkpoint
@@ -37,6 +37,7 @@ from longhelix.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceL
 from longhelix.runner.config import EngineConfig
 from longhelix.runner.trace import TraceFile
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
+from longhelix.text.reasoning import Reasoning
 from longhelix.text.stop_strings import StopStrings
 from longhelix.text.tokenizer import Tokenizer
 from longhelix.values import real, refused, whole
@@ -187,14 +188,16 @@ class LLM:
         *,
         context: str | None = None,
         arrival_s: float | None = None,
+        reasoning: ReasoningTags | None = None,
     ) -> int:
         """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name. It
         came at `arrival_s` by `time.monotonic`, from when on its deadlines and its time to the first token count, or
-        just now. Returns the request's id; `step` gives its deltas.
+        just now. Returns the request's id; `step` gives its deltas. reasoning: tags whose text is kept apart from the
+        answer's (see `Tokenizer.reasoning_tags`).
 
         Raises UserError if it can never run.
         """
-        return self._queue(prompt, sampling, service, self._deltas, context, arrival_s)
+        return self._queue(prompt, sampling, service, self._deltas, context, arrival_s, reasoning)
 
     def read(self, prompt: ImagePrompt) -> ReadPrompt:
         """The prompt for `add` and the like, which then need not open its images, nor run the vision tower. Unlike all
@@ -311,6 +314,7 @@ class LLM:
         deltas: deque[Delta],
         context: str | None,
         arrival_s: float | None = None,
+        reasoning: ReasoningTags | None = None,
     ) -> int:
         self._core.check_running()
         arrival_s = _arrived(arrival_s, time.monotonic())
@@ -326,10 +330,12 @@ class LLM:
             given = self._after(context, prompt, sampling, service)
         before = self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
-        stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens)
+        tags = frozenset() if reasoning is None else reasoning.special_ids
+        stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens, tags)
         unseen = [image.unseen() for image in images]
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         live = Live(request, stream, stops, deltas, before, context, unseen)
+        live.reasoning = None if reasoning is None else Reasoning(reasoning)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images)
             self._live[request.id] = live
@@ -486,9 +492,9 @@ class LLM:
         if event.finish_reason == "error":
             assert event.sampled is not None
             return Delta(event.request_id, "", self._ended(live, "error", event.usage, event.sampled.error))
-        result = None
+        result = reasoning = None
         try:
-            text, finish_reason = live.take(event, now_s)
+            text, reasoning, finish_reason = live.take(event, now_s)
         except Exception as error:
             usage = event.usage or self._core.abort(event.request_id)
             text, result = "", self._ended(live, "error", usage, f"{type(error).__name__}: {error}")
@@ -497,11 +503,11 @@ class LLM:
             if finish_reason is not None:
                 result = self._ended(live, finish_reason, event.usage or self._core.abort(event.request_id))
         if event.sampled is None:
-            return Delta(event.request_id, text, result)
-        token_id = event.sampled.token_id
+            return Delta(event.request_id, text, result, reasoning=reasoning)
+        found = Delta(event.request_id, text, result, event.sampled.token_id, reasoning=reasoning)
         if live.request.sampling.logprobs is None:
-            return Delta(event.request_id, text, result, token_id)
-        return Delta(event.request_id, text, result, token_id, live.logprobs[-1], live.token_texts[-1])
+            return found
+        return replace(found, logprobs=live.logprobs[-1], token_text=live.token_texts[-1])
 
     def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
         """The result of a request that is over."""
@@ -544,6 +550,8 @@ class LLM:
             ending_logprobs=dict(live.ending.logprobs)
             if live.ending is not None and live.request.sampling.logprobs is not None
             else None,
+            reasoning=None if live.reasoning is None else live.reasoning.text,
+            reasoning_tokens=None if live.reasoning is None else live.reasoning.num_tokens,
         )
 
 

@@ -48,6 +48,8 @@ class Result:
     ending_token_id: int | None = None
     ending_logprobs: dict[int, float] | None = None
     token_texts: list[str] | None = None
+    reasoning: str | None = None  # between the model's tags, and no part of `text`; None if it was not asked for apart
+    reasoning_tokens: int | None = None  # those of the tags included
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Delta:
     token_id: the new token, whose text may come with a later one; None where there is none, as after an abort or a stop
     token. Those of all deltas are the result's `token_ids`. logprobs, token_text: the token's entries of the result's
     `logprobs` and `token_texts`.
+    reasoning: more of the result's `reasoning`; None if the token is no part of it.
     """
 
     request_id: int
@@ -65,3 +68,4 @@ class Delta:
     token_id: int | None = None
     logprobs: dict[int, float] | None = None
     token_text: str | None = None
+    reasoning: str | None = None

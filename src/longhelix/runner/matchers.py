@@ -7,6 +7,7 @@ No clock bounds what a matcher does, but counted work, which is the same on all 
 import json
 import re
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -162,14 +163,26 @@ class Matchers:
 
     def check(self, guide: Guide) -> None:
         """Raise UserError if it cannot be followed from its first token on."""
-        matcher = Matcher(self, guide, self.compiled(guide), shared=False)
+        found = {guide, replace(guide, reasoning=None)}  # the answer alone, too, which comes much later
+        matchers = [Matcher(self, each, self.compiled(each), shared=False) for each in found]
         try:
-            matcher.allowed()
+            for matcher in matchers:
+                matcher.allowed()
         except GuideError as error:
             raise UserError(f"the {_NAMES[guide.kind]} cannot be used: {error}", "invalid_guide") from error
 
 
 def _grammar(guide: Guide) -> str:
+    """Return the grammar of a whole answer, as llguidance takes it. Raises UserError for what is no grammar."""
+    answer = _lark(guide) + _ANY_TOKEN
+    if guide.reasoning is None:
+        return answer
+    # Grammars side by side have rules of their own, whatever names a user's grammar gives to its rules.
+    whole = guide.reasoning.lark("@answer") + _ANY_TOKEN
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
+
+
+def _lark(guide: Guide) -> str:
     """In Lark. Raises UserError for what is no grammar."""
     from llguidance import LLMatcher, grammar_from
 
@@ -182,7 +195,7 @@ def _grammar(guide: Guide) -> str:
             lark = grammar_from("grammar", guide.text)
         except ValueError as error:
             raise UserError(f"the grammar cannot be used: {_reason(str(error))}", "invalid_guide") from error
-    return lark + _ANY_TOKEN
+    return lark
 
 
 def _reason(error: str) -> str:

@@ -16,11 +16,20 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """reasoning_tokens: those of reasoning tags included."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
+    """completion_tokens_details: of models whose reasoning is apart from their answers."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -81,8 +90,13 @@ class ChatLogprobs(BaseModel):
 
 
 class Reply(BaseModel):
+    """reasoning_content, reasoning: what the model wrote before the content, by the name that DeepSeek gave it and by
+    that of newer vLLM; null where there is none. content: null where the answer was cut inside the reasoning."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class CalledFunction(BaseModel):
@@ -98,9 +112,7 @@ class Called(BaseModel):
     function: CalledFunction
 
 
-class CallingReply(BaseModel):
-    role: str = "assistant"
-    content: str | None
+class CallingReply(Reply):
     tool_calls: list[Called]
 
 
@@ -139,6 +151,22 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    type: str = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    id: str
+    type: str = "reasoning"
+    status: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+OutputItem = OutputReasoning | OutputMessage
+
+
 class InputDetails(BaseModel):
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -169,7 +197,7 @@ class ResponseObject(BaseModel):
     created_at: int
     model: str
     status: str
-    output: list[OutputMessage] = []
+    output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     error: FailureReason | None = None
     incomplete_details: dict[str, str] | None = None
@@ -271,11 +299,15 @@ def usage(results: Iterable[Result], choices: int) -> Usage:
     prompts = results[::choices]
     prompt_tokens = sum(result.prompt_tokens for result in prompts)
     completion_tokens = sum(len(result.token_ids) for result in results)
+    reasoning_tokens = [result.reasoning_tokens for result in results if result.reasoning_tokens is not None]
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=sum(result.cached_tokens for result in prompts)),
+        completion_tokens_details=CompletionDetails(reasoning_tokens=sum(reasoning_tokens))
+        if reasoning_tokens
+        else None,
     )
 
 
@@ -285,5 +317,6 @@ def response_usage(result: Result) -> ResponseUsage:
         input_tokens=result.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=result.cached_tokens),
         output_tokens=output_tokens,
+        output_tokens_details=OutputDetails(reasoning_tokens=result.reasoning_tokens or 0),
         total_tokens=result.prompt_tokens + output_tokens,
     )

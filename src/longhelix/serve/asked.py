@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
+from longhelix.guide import ReasoningTags
 from longhelix.request import SamplingParams, ServiceLevel
 from longhelix.serve.course import Course
 
@@ -28,7 +29,8 @@ class Quiet:
 @dataclass(frozen=True)
 class Asked:
     """A request for the engine. num_tokens: of the prompt, and of the saved context before it. came_s: when its call
-    came, by the monotonic clock. watched: its progress is told before its first token."""
+    came, by the monotonic clock. watched: its progress is told before its first token. reasoning: tags whose text is
+    kept apart."""
 
     prompt: Prompt
     num_tokens: int
@@ -37,6 +39,7 @@ class Asked:
     came_s: float
     watched: bool = False
     context: str | None = None
+    reasoning: ReasoningTags | None = None
 
 
 class Answer:

@@ -46,9 +46,12 @@ async def _ask(serving: Serving, body: ChatBody) -> tuple[Answers, "_Form"]:
     if body.offered and calls is None:
         raise ClientError(NO_TOOLS, "tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered else None
-    guide = await serving.guide(lambda: _guide(body, calls), body.guide_field or "tools")  # images take longer
+    field = body.guide_field or "tools"
+    guide = await serving.guide(lambda: _guide(body, calls), field)  # images take longer
     prompt = await serving.conversation(body, body.messages, body.rendering(serving.chat_template_kwargs), tools)
-    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide)
+    reasoning = await serving.reasoning(body, prompt)
+    guide = await serving.guide_after(reasoning, guide, field)
+    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide, reasoning)
     answers = await serving.ask(asked)
     return answers, _Form(serving, body, asked, calls)
 
@@ -78,6 +81,9 @@ class _Form(Form):
             calls = self._new_calls()
             token_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
             message = forms.Reply(content=result.text) if calls is None else reply(calls, result.text)
+            if result.reasoning and self.body.shows_reasoning:
+                message.reasoning_content = message.reasoning = result.reasoning
+                message.content = message.content or None
             choices.append(
                 forms.ChatChoice(
                     index=place,
@@ -100,14 +106,16 @@ class _Form(Form):
         if delta.token_id is not None and delta.logprobs is not None:
             logprobs = self._logprobs([delta.token_id], [delta.logprobs])
         calls = self._calls_of(place)
-        told = [{"content": delta.text}] if calls is None and delta.text else []
+        reasoning = delta.reasoning if self.body.shows_reasoning else None
+        told: list[Mapping[str, Any]] = [_reasoned(reasoning)] if reasoning else []
+        told += [{"content": delta.text}] if calls is None and delta.text else []
         if calls is not None:
             told += deltas(calls.push(delta.text) + (calls.finish() if delta.result is not None else []))
         of_token = {} if logprobs is None else {"logprobs": logprobs.model_dump()}
         if self.body.return_token_ids and delta.token_id is not None:
             of_token["token_ids"] = [delta.token_id]
         if of_token and not told:
-            told = [{"content": ""}]
+            told = [{"content": ""} if reasoning is None else _reasoned("")]
         for one in told:
             yield _choice(place, one, of_token)
             of_token = {}  # which the first one has
@@ -150,6 +158,10 @@ def _reason(result: Result, calls: ToolCalls | None) -> str:
     """Why an answer ended, once all of it has been looked at."""
     reason = forms.finish_reason(result)
     return "tool_calls" if reason == "stop" and calls is not None and calls.num_calls else reason
+
+
+def _reasoned(reasoning: str) -> dict[str, str]:
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def _choice(

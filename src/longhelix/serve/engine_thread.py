@@ -195,7 +195,12 @@ class EngineThread:
             return
         try:
             request_id = self._llm.add(
-                asked.prompt, asked.sampling, asked.service, context=asked.context, arrival_s=asked.came_s
+                asked.prompt,
+                asked.sampling,
+                asked.service,
+                context=asked.context,
+                arrival_s=asked.came_s,
+                reasoning=asked.reasoning,
             )
         except EngineError as error:
             answer.failures += 1

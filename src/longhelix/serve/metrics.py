@@ -78,6 +78,7 @@ class Metrics:
         self._preemptions = self._counter("num_preemptions", "How often ended requests lost their room to others.")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that have been read.")
         self._new_tokens = self._counter("generation_tokens", "New tokens.")
+        self._reasoning_tokens = self._counter("reasoning_tokens", "Tokens of the reasoning of ended requests.")
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of a step.", _TOKENS)
         success = Counter(
             f"{prefix}:request_success",
@@ -280,6 +281,7 @@ class Metrics:
         if result is not None:
             self._queries.inc(result.prompt_tokens)
             self._hits.inc(result.cached_tokens)
+            self._reasoning_tokens.inc(result.reasoning_tokens or 0)
             self._preemptions.inc(result.preemptions)
             self._kv_ranks.observe(sum(tokens > 0 for tokens in result.kv_tokens_per_rank))
 

@@ -18,6 +18,9 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
 _PLAIN: dict[str, Any] = {"format": {"type": "text"}}
+# Of the kinds of items: what their ids begin with, and what the events of their texts are called.
+_PREFIXES = {"reasoning": "rs", "message": "msg"}
+_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -35,16 +38,19 @@ def routes(serving: Serving) -> APIRouter:
 
 async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
     before = await serving.context_tokens(body.context)
-    guide = await serving.guide(body.guide, body.guide_field)  # images take longer
+    field = body.guide_field or "input"
+    guide = await serving.guide(body.guide, field)  # images take longer
     messages = await asyncio.to_thread(body.take_messages)
     prompt = await serving.conversation(body, messages, body.rendering(serving.chat_template_kwargs))
-    asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide)
+    reasoning = await serving.reasoning(body, prompt)
+    guide = await serving.guide_after(reasoning, guide, field)
+    asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide, reasoning)
     answers = await serving.ask(asked)
     return answers, _Form(serving, body, asked)
 
 
 class _Form(Form):
-    """One message with one text."""
+    """One message with one text, after the reasoning if there is some."""
 
     prefix, kind, end = "resp_", "response", ""
 
@@ -52,17 +58,22 @@ class _Form(Form):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._item_id = f"msg_{secrets.token_hex(12)}"
-        self._text = ""
+        self._ids = {kind: f"{prefix}_{secrets.token_hex(12)}" for kind, prefix in _PREFIXES.items()}
+        self._texts: dict[str, str] = {}  # of the items that have begun, in order
         self._sent = 0
 
     def whole(self, results: list[Result]) -> forms.ResponseObject:
         (result,) = results
         cut = forms.finish_reason(result) == "length"
         status = "incomplete" if cut else "completed"
+        texts = {}
+        if result.reasoning and self.body.shows_reasoning:
+            texts["reasoning"] = result.reasoning
+        if result.text or not texts:
+            texts["message"] = result.text
         return self._response(
             status,
-            output=[self._item(status, result.text)],
+            output=self._items(texts, status),
             usage=forms.response_usage(result),
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
         )
@@ -71,23 +82,48 @@ class _Form(Form):
         response = self._response("in_progress").model_dump()
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
-        item = self._item("in_progress", None).model_dump()
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **self._place, part=_part("").model_dump())
+        if self.asked[0].reasoning is None:
+            yield from self._begin("message")
 
     def events(self, place: int, delta: Delta) -> Events:
-        self._text += delta.text
+        if delta.reasoning and self.body.shows_reasoning:
+            yield from self._more("reasoning", delta.reasoning)
         if delta.text:
-            yield self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+            yield from self._more("message", delta.text)
         if delta.result is not None:
             yield from self._ending(delta.result)
 
+    def _more(self, kind: str, text: str) -> Iterator[Mapping[str, Any]]:
+        """More of the text of an item, which begins with its first piece."""
+        if kind not in self._texts:
+            yield from self._end("completed")
+            yield from self._begin(kind)
+        self._texts[kind] += text
+        logprobs = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{_TEXTS[kind]}.delta", **self._place(kind), delta=text, **logprobs)
+
+    def _begin(self, kind: str) -> Iterator[Mapping[str, Any]]:
+        self._texts[kind] = ""
+        place, item = self._place(kind), self._item(kind, "in_progress", None).model_dump()
+        yield self._event("response.output_item.added", output_index=place["output_index"], item=item)
+        yield self._event("response.content_part.added", **place, part=_part(kind, "").model_dump())
+
+    def _end(self, status: str) -> Iterator[Mapping[str, Any]]:
+        """The end of the last item, if one has begun."""
+        if not self._texts:
+            return
+        kind, text = list(self._texts.items())[-1]
+        place, item = self._place(kind), self._item(kind, status, text).model_dump()
+        logprobs = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{_TEXTS[kind]}.done", **place, text=text, **logprobs)
+        yield self._event("response.content_part.done", **place, part=_part(kind, text).model_dump())
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
     def _ending(self, result: Result) -> Iterator[Mapping[str, Any]]:
         whole = self.whole([result])
-        (item,) = whole.output
-        yield self._event("response.output_text.done", **self._place, text=result.text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place, part=_part(result.text).model_dump())
-        yield self._event("response.output_item.done", output_index=0, item=item.model_dump())
+        if not self._texts:
+            yield from self._begin("message")
+        yield from self._end(whole.status)
         yield self._event(f"response.{whole.status}", response=whole.model_dump())
 
     def last(self) -> Events:
@@ -97,7 +133,7 @@ class _Form(Form):
         return f"event: {event['type']}\n{data_line(event)}"
 
     def error_line(self, error: Exception) -> str:
-        failed = self._response("failed", output=[self._item("incomplete", self._text)], error=reason(error))
+        failed = self._response("failed", output=self._items(self._texts, "incomplete"), error=reason(error))
         return self.line(self._event("response.failed", response=failed.model_dump()))
 
     def _event(self, kind: str, **fields: Any) -> Mapping[str, Any]:
@@ -105,13 +141,22 @@ class _Form(Form):
         self._sent += 1
         return {"type": kind, "sequence_number": number} | fields
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _place(self, kind: str) -> dict[str, Any]:
+        place = list(self._texts).index(kind)
+        return {"item_id": self._ids[kind], "output_index": place, "content_index": 0}
 
-    def _item(self, status: str, text: str | None) -> forms.OutputMessage:
-        content = [] if text is None else [_part(text)]
-        return forms.OutputMessage(id=self._item_id, status=status, content=content)
+    def _items(self, texts: Mapping[str, str], status: str) -> list[forms.OutputItem]:
+        """The items with these texts. status: of the last one, before which the others were completed."""
+        last = len(texts) - 1
+        return [
+            self._item(kind, status if place == last else "completed", text)
+            for place, (kind, text) in enumerate(texts.items())
+        ]
+
+    def _item(self, kind: str, status: str, text: str | None) -> forms.OutputItem:
+        content = [] if text is None else [_part(kind, text)]
+        made = forms.OutputReasoning if kind == "reasoning" else forms.OutputMessage
+        return made(id=self._ids[kind], status=status, content=content)
 
     def _response(self, status: str, **found: Any) -> forms.ResponseObject:
         body = self.body
@@ -130,5 +175,5 @@ class _Form(Form):
         )
 
 
-def _part(text: str) -> forms.OutputText:
-    return forms.OutputText(text=text)
+def _part(kind: str, text: str) -> forms.OutputText | forms.ReasoningText:
+    return forms.ReasoningText(text=text) if kind == "reasoning" else forms.OutputText(text=text)

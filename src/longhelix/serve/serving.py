@@ -3,17 +3,17 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
 from longhelix.errors import UserError
-from longhelix.guide import Guide
+from longhelix.guide import Guide, ReasoningTags
 from longhelix.request import SamplingParams
 from longhelix.serve.asked import Asked
-from longhelix.serve.bodies import ContextBody, Message, Sampled, TokenizeBody
+from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
 from longhelix.serve.driver import Answers, Driver
 from longhelix.serve.errors import ClientError
@@ -24,7 +24,9 @@ from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.room import Room
 from longhelix.serve.traces import Traces
+from longhelix.text.reasoning import PARSERS, ReasoningForm
 from longhelix.text.text_too_long import TextTooLongError
+from longhelix.values import one_of
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 _TEXT_THREADS = 4
@@ -39,8 +41,8 @@ _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, a
 @dataclass
 class Serving:
     """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
-    names of metrics. chat_template_kwargs: variables of the chat template that requests may replace. Raises UserError
-    for a prefix that is none."""
+    names of metrics. chat_template_kwargs: variables of the chat template that requests may replace. reasoning_parser:
+    one of `PARSERS`. Raises UserError for a prefix or a parser that is none."""
 
     llm: LLM
     driver: Driver
@@ -51,6 +53,7 @@ class Serving:
     journal: Journal = field(default_factory=Journal)
     traces: Traces | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_parser: str = "auto"
     metrics: Metrics = field(init=False)
     # Texts become tokens, and tokens texts, on threads that nothing else waits for.
     _texts: Line = field(init=False)
@@ -64,6 +67,7 @@ class Serving:
     _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
+        self.reasoning_parser = one_of("reasoning_parser", self.reasoning_parser, PARSERS)
         most_calls = self.driver.most_requests + _TEXT_THREADS
         self._texts = Line("texts", most_calls, _TEXT_THREADS)
         self._long_texts = Line("long texts", most_calls)
@@ -132,6 +136,25 @@ class Serving:
         except UserError as error:
             raise ClientError(str(error), field, error.code) from error
         return guide
+
+    @cached_property
+    def _reasoning_form(self) -> ReasoningForm | None:
+        return self.llm.tokenizer.reasoning_form(self.reasoning_parser)
+
+    async def reasoning(self, body: ChatBody | ResponseBody, prompt: "array[int] | ReadPrompt") -> ReasoningTags | None:
+        """The tags that the answer may have around its reasoning; None where that is not to be told apart."""
+        form = self._reasoning_form
+        if form is None or not body.separates:
+            return None
+        token_ids = prompt.token_ids if isinstance(prompt, ReadPrompt) else prompt
+        find = self.llm.tokenizer.reasoning_tags
+        return await asyncio.to_thread(find, form, token_ids, bool(body.continue_final_message))
+
+    async def guide_after(self, reasoning: ReasoningTags | None, guide: Guide | None, field: str) -> Guide | None:
+        """A guide for an answer that may begin with reasoning, which it does not describe. Raises as `guide` does."""
+        if guide is None or reasoning is None:
+            return guide
+        return await self.guide(lambda: replace(guide, reasoning=reasoning), field)
 
     def check_open(self) -> None:
         """Raise what whoever asks is told while not even a request of one token is taken: ShuttingDownError, or what
@@ -256,10 +279,11 @@ class Serving:
         logprobs: int | None,
         context_tokens: int = 0,
         guide: Guide | None = None,
+        reasoning: ReasoningTags | None = None,
     ) -> list[Asked]:
         """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
-        context_tokens: of the saved context before each prompt. guide: what each answer has to be. Raises UserError for
-        what can never run."""
+        context_tokens: of the saved context before each prompt. guide: what each answer has to be. reasoning: tags
+        whose text is kept apart. Raises UserError for what can never run."""
         if len(prompts) * body.choices > self.driver.most_requests:
             raise ClientError(
                 f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
@@ -290,7 +314,7 @@ class Serving:
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
                 ]
             asked += [
-                Asked(prompt, given, sampling, service, came_s, watched, body.context)
+                Asked(prompt, given, sampling, service, came_s, watched, body.context, reasoning)
                 for sampling in samplings[most_new]
             ]
         if entries > _MOST_LOGPROBS:

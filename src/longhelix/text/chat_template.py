@@ -39,17 +39,17 @@ class ChatTemplate:
     check_length: Callable[[int], None] = staticmethod(lambda num_characters: None)
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
         """How the model calls functions; None if the template does not take any, or shows a form that is not known."""
         try:
-            names = meta.find_undeclared_variables(self._environment.parse(self._source))
+            names = meta.find_undeclared_variables(self._environment.parse(self.source))
         except TemplateError:  # whoever renders it is told
             return None
-        return form_of(self._source) if "tools" in names else None
+        return form_of(self.source) if "tools" in names else None
 
     def render(
         self,
@@ -148,7 +148,7 @@ class ChatTemplate:
     # Compiled at first use, so that a broken template stops only the requests that need it.
     @cached_property
     def _template(self) -> Template:
-        return self._environment.from_string(self._source)
+        return self._environment.from_string(self.source)
 
     @cached_property
     def _environment(self) -> Environment:

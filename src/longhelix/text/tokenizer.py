@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from longhelix import values
 from longhelix.errors import UserError
+from longhelix.guide import ReasoningTags
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.gguf_tokenizer import end_ids, read_tokenizer
+from longhelix.text.reasoning import ReasoningForm, form_of
 from longhelix.text.text_stream import ByteStream, DecodedStream, TextStream
 from longhelix.text.text_too_long import TextTooLongError
 from longhelix.text.token_bytes import token_bytes
@@ -23,6 +26,7 @@ from longhelix.text.tool_calls import ToolForm
 
 _KNOWN_PIECES = 1 << 17
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TAIL_TOKENS = 64  # of a prompt: enough for a reasoning tag and the blanks behind it
 
 
 class Tokenizer:
@@ -104,6 +108,39 @@ class Tokenizer:
         form = None if self._chat_template is None else self._chat_template.tool_form
         hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}  # which texts do not show
         return None if form is None or {form.begin, form.end} & hidden else form
+
+    def reasoning_form(self, parser: str) -> ReasoningForm | None:
+        """Return how the model writes its reasoning, by the name of a parser or "auto"; None if it writes none."""
+        template = "" if self._chat_template is None else self._chat_template.source
+        return form_of(parser, template, self._backend.get_vocab())
+
+    def reasoning_tags(
+        self, form: ReasoningForm, prompt: Sequence[int], is_continued: bool = False
+    ) -> ReasoningTags | None:
+        """Return the tags that an answer to `prompt` may have around its reasoning.
+
+        is_continued: the prompt ends inside a message, with which the answer goes on.
+        Returns None if the prompt ends behind the reasoning, as that of a template that was told to leave it out.
+        """
+        begin_id, end_id = (
+            token_id if token_id in self.special_ids else None
+            for token_id in map(self._backend.token_to_id, (form.begin, form.end))
+        )
+        tags = ReasoningTags(form.begin, form.end, begin_id, end_id, form.is_implied)
+        if is_continued:
+            turn = self._last_turn(prompt, tags.special_ids)
+            is_open = turn.rfind(form.begin) > turn.rfind(form.end)
+            return replace(tags, is_open=True) if is_open else None
+        ending = self.spell(prompt[-_TAIL_TOKENS:]).rstrip()
+        if ending.endswith(form.end):
+            return None
+        return replace(tags, is_open=tags.is_open or ending.endswith(form.begin))
+
+    def _last_turn(self, prompt: Sequence[int], tag_ids: Collection[int]) -> str:
+        """The text behind the last special token, tags aside: chat templates begin each turn with some."""
+        marks = self.special_ids.difference(tag_ids)
+        start = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in marks), 0)
+        return self.spell(prompt[start:])
 
     def encode_chat(
         self,
@@ -202,9 +239,11 @@ class Tokenizer:
         # Decoders drop the blank that begins a text.
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
-    def stream(self, before: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for ids that come one by one, behind others."""
-        return self._stream(before, self.special_ids if skip_special_tokens else ())
+    def stream(
+        self, before: Sequence[int] = (), skip_special_tokens: bool = True, shown: Collection[int] = ()
+    ) -> TextStream:
+        """A decoder for ids that come one by one, behind others. shown: special tokens that are not skipped."""
+        return self._stream(before, self.special_ids.difference(shown) if skip_special_tokens else ())
 
     def _stream(self, before: Sequence[int], hidden: Collection[int]) -> TextStream:
         if self._bytes is not None:

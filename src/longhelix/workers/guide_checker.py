@@ -135,7 +135,7 @@ def _taken_s(found: Checked) -> float:
 
 
 def _digest(guide: Guide) -> bytes:
-    return hashlib.sha256(f"{guide.kind} {guide.text}".encode()).digest()
+    return hashlib.sha256(msgspec.msgpack.encode(guide)).digest()
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:

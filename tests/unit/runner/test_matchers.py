@@ -3,12 +3,13 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide, TokenTable
+from longhelix.guide import Guide, ReasoningTags, TokenTable
 from longhelix.runner import matchers as matchers_module
 from longhelix.runner.matchers import GuideError, Matcher, Matchers
 
@@ -262,3 +263,67 @@ def test_guides_that_texts_have_followed_count_with_all_states_they_may_have():
     assert matchers.steps == steps, "those of the last ones are kept"
     matchers.new(guides[-40])
     assert matchers.steps == steps + 1
+
+
+TAGGED = (*TABLE.tokens, b"<think>", b"</think>", b"</", b"think", b">\n\n")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
+def tagged(request):
+    """Matchers of a vocabulary whose tags are text, or special tokens; and the tags, closed and open."""
+    ids = (len(TABLE.tokens), len(TABLE.tokens) + 1) if request.param else ()
+    table = TokenTable(TAGGED, (*TABLE.special_ids, *ids), TABLE.eos_ids)
+    tags = [ReasoningTags("<think>", "</think>", *(ids or (None, None)), is_open=is_open) for is_open in (False, True)]
+    return Matchers(table), *tags
+
+
+def follows(matchers, guide, *pieces):
+    """Whether an answer of these tokens may come, and may end behind them, and nowhere before."""
+    matchers.check(guide)
+    matcher = matchers.new(guide)
+    for piece in pieces:
+        allowed_V = matcher.allowed()
+        token_id = TAGGED.index(piece)
+        if not allowed_V[token_id] or allowed_V[EOS]:
+            return False
+        matcher.add_one(token_id)
+    return bool(matcher.allowed()[EOS])
+
+
+@pytest.mark.parametrize(
+    ("guide", "answer"),
+    [
+        (Guide("json"), [b'{"', b"a", b'":', b"1", b"}"]),
+        (Guide.of_choices(["yes", "no"]), [b"ye", b"s"]),
+        (Guide("regex", "[ab]{2}/c"), [b"ab", b"/", b"c"]),
+        (Guide("grammar", 'root ::= "a" | "(" root ")"'), [b"(a", b")"]),
+        (Guide("grammar", 'start: text\ntext: "a" | "(" text ")"'), [b"(a", b")"]),
+    ],
+    ids=lambda each: each.kind + each.text[:4] if isinstance(each, Guide) else "",
+)
+def test_a_guide_is_of_what_comes_behind_the_reasoning(tagged, guide, answer):
+    matchers, closed, opened = tagged
+    free = [b"not", b" ", b"<", b"</", b"t", b"\n  ", b'{"']
+    after_open, begun = replace(guide, reasoning=opened), replace(guide, reasoning=closed)
+    for blank in ([], [b"\n"], [b"\n", b"\n"]):
+        assert follows(matchers, after_open, *free, b"</think>", *blank, *answer)
+        assert follows(matchers, begun, b"<think>", *free, b"</think>", *blank, *answer)
+    assert follows(matchers, after_open, *free, b"</", b"think", b">\n\n", *answer)
+    assert follows(matchers, after_open, b"</think>", *answer)
+    assert follows(matchers, begun, *answer)
+    assert not follows(matchers, after_open, *answer)
+    assert not follows(matchers, after_open, b"</think>", b"not")
+    assert not follows(matchers, begun, b"not")
+    assert not follows(matchers, after_open, b"</think>", b"</think>")
+    assert not follows(matchers, guide, b"<think>" if guide.kind != "json" else b"not")
+
+
+def test_guides_with_and_without_reasoning_are_different_ones(matchers):
+    guide = Guide.of_choices(["yes"])
+    tags = ReasoningTags("<think>", "</think>", is_open=True)
+    assert len({guide, replace(guide, reasoning=tags), replace(guide, reasoning=replace(tags, is_open=False))}) == 3
+    yes = TABLE.tokens.index(b"yes")
+    for _ in range(2):
+        assert matchers.new(guide).allowed()[yes]
+        assert not matchers.new(guide).allowed()[ord("q")]
+        assert matchers.new(replace(guide, reasoning=tags)).allowed()[ord("q")]

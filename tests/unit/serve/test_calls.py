@@ -67,7 +67,7 @@ class Counting:
     def watch(self):
         pass
 
-    def add(self, prompt, sampling, service, context, arrival_s):
+    def add(self, prompt, sampling, service, context, arrival_s, reasoning):
         if max(prompt) >= 100:
             raise UserError("token outside of the vocabulary")
         self._next_id += 1

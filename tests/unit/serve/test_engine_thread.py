@@ -29,7 +29,7 @@ class Engine:
     def watch(self):
         pass
 
-    def add(self, prompt, sampling, service, context, arrival_s):
+    def add(self, prompt, sampling, service, context, arrival_s, reasoning):
         (token,) = prompt
         if token == 0:
             self.holds.set()

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longhelix.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
+from longhelix.serve.bodies.reasoned import Reasoned
 from longhelix.serve.bodies.sampled import Scored
 from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 
@@ -46,7 +47,7 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(Scored, Ended):
+class ChatBody(Scored, Ended, Reasoned):
     prompt_field = "messages"
 
     messages: Messages

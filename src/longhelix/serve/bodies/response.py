@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from longhelix.guide import Guide
 from longhelix.request import MOST_TOKENS
@@ -20,6 +20,7 @@ from longhelix.serve.bodies.message import (
     TextOr,
     TextPart,
 )
+from longhelix.serve.bodies.reasoned import Reasoned
 from longhelix.serve.bodies.sampled import Sampled
 from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
@@ -60,6 +61,22 @@ class InputImage(Body):
 InputPart = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
 
 
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(Body):
+    """What a response had as its reasoning. It goes with the assistant's message that follows it."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ())
+
+
 class InputMessage(Body):
     """A message of before, or of now; what a response had as its output is one."""
 
@@ -67,11 +84,20 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOr[Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True)]]
 
-    def as_message(self) -> Message:
+    def as_message(self, reasoning: str = "") -> Message:
         """As chats have it."""
-        if isinstance(self.content, str):
-            return Message(role=self.role, content=self.content)
-        return Message(role=self.role, content=[_chat_part(part) for part in self.content])
+        content = self.content if isinstance(self.content, str) else [_chat_part(part) for part in self.content]
+        if reasoning and self.role == "assistant":
+            return Message(role=self.role, content=content, reasoning_content=reasoning)
+        return Message(role=self.role, content=content)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")] | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(
+        lambda given: "reasoning" if isinstance(given, dict) and given.get("type") == "reasoning" else "message"
+    ),
+]
 
 
 def _chat_part(part: InputText | InputImage | RefusalPart) -> TextPart | ImagePart | RefusalPart:
@@ -116,13 +142,13 @@ class Reasoning(Body):
     summary: Literal["auto"] | None = None
 
 
-class ResponseBody(Sampled, Ended):
+class ResponseBody(Sampled, Ended, Reasoned):
     prompt_field, limit_field = "input", "max_output_tokens"
     guide_fields = ("text", *Sampled.guide_fields)
     unserved = _UNSERVED
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
-    input: TextOr[Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
+    input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     instructions: Text | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -148,6 +174,12 @@ class ResponseBody(Sampled, Ended):
         told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*told, Message(role="user", content=self.input)]
-        messages = [each.as_message() for each in self.input]
+        reasoning = ""
+        for item in self.input:
+            if isinstance(item, InputReasoning):
+                reasoning += item.text
+            else:
+                told.append(item.as_message(reasoning))
+                reasoning = ""
         self.input.clear()
-        return told + messages
+        return told
