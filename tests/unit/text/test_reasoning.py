@@ -107,7 +107,7 @@ def tokenizer_of(template, special):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     for token in ("<assistant>", "<think>", "</think>"):
-        backend.add_tokens([AddedToken(token, special=special, normalized=False)])
+        backend.add_tokens([AddedToken(token, special=special or token == "<assistant>", normalized=False)])
     return Tokenizer(backend, ChatTemplate(template, {}))
 
 
