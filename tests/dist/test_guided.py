@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from longhelix import LLM, EngineError, Guide, Layout, SamplingParams, UserError
+from longhelix.guide import ReasoningTags
 from longhelix.runner.matchers import Matchers
 from oracle import FAMILIES, NATIVE_SIZES, VOCAB, greedy_of, make_oracle
 from tiers import few
@@ -53,6 +54,7 @@ GUIDES = [
     Guide("regex", "[a-f]{4,12}(true|null)?"),
     Guide("grammar", 'root ::= "a" | "[" root "]" | "{" root "}"'),
     Guide.of_choices(["yes", "no", "nothing at all"]),
+    Guide("regex", "[xy]{3}", ReasoningTags("<<", "]", is_open=True)),
 ]
 
 
@@ -68,6 +70,8 @@ def check_schema(text):
 
 
 def is_of(guide, text):
+    if guide.reasoning is not None:
+        text = text.split(guide.reasoning.end, 1)[1].lstrip("\n")
     match guide.kind:
         case "json_schema":
             check_schema(text)
@@ -202,9 +206,11 @@ def test_min_tokens_go_before_what_may_end_and_a_guide_before_min_tokens(exact, 
         assert (result.text, result.finish_reason) == ("abc", "stop")
 
 
-def test_a_guide_goes_on_after_a_preemption(oracle):
-    guide = Guide("regex", "([a-f]{2}-[0-9]{2} )*")
-    sampling = SamplingParams(40, 1.0, seed=5, min_tokens=40, guide=guide)
+@pytest.mark.parametrize("reasoning", [None, ReasoningTags("<<", "]", is_open=True)], ids=["answer", "reasoning"])
+def test_a_guide_goes_on_after_a_preemption(oracle, reasoning):
+    guide = Guide("regex", "([a-f]{2}-[0-9]{2} )*", reasoning)
+    closes = {} if reasoning is None else {TEXTS.index("]"): 4}
+    sampling = SamplingParams(40, 1.0, seed=5, min_tokens=40, guide=guide, logit_bias=closes)
     found = []
     for tokens in (1024, 128):
         with LLM(str(oracle.path), Layout(kvp=2), kv_cache_tokens=tokens, dtype="float32", prefix_cache=False) as llm:
@@ -214,7 +220,8 @@ def test_a_guide_goes_on_after_a_preemption(oracle):
     assert [result.token_ids for result in found[0]] == [result.token_ids for result in found[1]]
     for result in found[1]:
         whole = "([a-f]{2}-[0-9]{2} )*"
-        assert re.fullmatch(whole + "([a-f]{0,2}|[a-f]{2}-[0-9]{0,2})", result.text)
+        answer = result.text if reasoning is None else result.text.split("]", 1)[1].lstrip("\n")
+        assert re.fullmatch(whole + "([a-f]{0,2}|[a-f]{2}-[0-9]{0,2})", answer)
 
 
 def test_what_no_text_can_follow_is_refused_and_others_go_on(exact, native):

@@ -51,7 +51,7 @@ class Counting:
             kv_dtype="int8",
             weight_dtype="int8",
         )
-        self.tokenizer = types.SimpleNamespace(encode=list)
+        self.tokenizer = types.SimpleNamespace(encode=list, reasoning_form=lambda parser: None)
         self.contexts_folder, self.is_saving = None, False
         self.still_s, self.failure = 0.0, None
         self._left, self._asked, self._ran, self._next_id, self.arrivals_s = {}, {}, [], 0, []
