@@ -18,7 +18,9 @@ from longhelix.cli.options import ChatSamplingOptions
 from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError, UserError
+from longhelix.guide import ReasoningTags
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.text.reasoning import Reasoning
 
 pytestmark = pytest.mark.unit
 
@@ -29,7 +31,7 @@ class CountingEngine:
     """Answers "1 2 3 ..." up to `answer_tokens`, if it may. A message has a token for each word, and one more."""
 
     def __init__(self, answer_tokens=3, error=None):
-        self.tokenizer = SimpleNamespace(encode_chat=self.encode_chat)
+        self.tokenizer = SimpleNamespace(encode_chat=self.encode_chat, reasoning_tags=lambda form, prompt: form)
         self.config = SimpleNamespace(scheduler=SchedulerConfig(1, CONTEXT, CONTEXT, 1, CHUNK))
         self.answer_tokens = answer_tokens
         self.error = error
@@ -40,12 +42,14 @@ class CountingEngine:
         self.has_work = False
 
     def encode_chat(self, messages):
+        self.reasoned = [message.get("reasoning_content") for message in messages]
         if messages[0]["content"] == "refused":
             raise UserError("the model's chat template failed")
         self._messages = " / ".join(f"{message['role']}: {message['content']}" for message in messages)
         return [1] * sum(1 + len(message["content"].split()) for message in messages)
 
-    def add(self, prompt_ids, params):
+    def add(self, prompt_ids, params, reasoning):
+        self.reasoning = Reasoning(reasoning) if reasoning else None
         assert len(prompt_ids) + params.max_new_tokens <= CONTEXT
         self.asked.append(self._messages)
         self._prompt, self._params, self._words, self._steps = len(prompt_ids), params, [], 0
@@ -68,7 +72,9 @@ class CountingEngine:
             return [Delta(0, "", self._result("error"))]
         stopped = count == self.answer_tokens
         ended = stopped or count == self._params.max_new_tokens
-        return [Delta(0, self._words[-1], self._result("stop" if stopped else "length") if ended else None)]
+        reasoning, text = self.reasoning.push(self._words[-1]) if self.reasoning else (None, self._words[-1])
+        result = self._result("stop" if stopped else "length") if ended else None
+        return [Delta(0, text, result, reasoning=reasoning)]
 
     def abort(self, request_id):
         return self._result("abort") if self.has_work else None
@@ -76,8 +82,24 @@ class CountingEngine:
     def _result(self, reason):
         self.has_work = False
         text, ids = "".join(self._words), list(range(len(self._words)))
+        reasoning = None
+        if self.reasoning:
+            reasoning, text = self.reasoning.text, text.partition(self.reasoning._end)[2]
         return Result(
-            text, ids, self._prompt, reason, None, [], {}, [], *[0] * 7, 0.0, HopB(1, 0, None), None, self.error
+            text,
+            ids,
+            self._prompt,
+            reason,
+            None,
+            [],
+            {},
+            [],
+            *[0] * 7,
+            0.0,
+            HopB(1, 0, None),
+            None,
+            self.error,
+            reasoning=reasoning,
         )
 
 
@@ -358,3 +380,15 @@ def test_tab_completes_commands_and_paths(tmp_path):
     assert completed("/s") == ["/system", "/stats"]
     assert completed("say /s") == []
     assert completed(f"/file {tmp_path}/no") == [f"/file {tmp_path}/notes.txt"]
+
+
+def test_reasoning_is_no_part_of_the_answer(capsys):
+    """Counting is reasoning up to 2: it goes to the notes, and back into the conversation beside the answer."""
+    engine = CountingEngine(answer_tokens=4)
+    talk = Talk(capsys, engine)
+    talk.dialogue._reasoning_form = ReasoningTags("<", "2 ", is_open=True)
+    assert talk.say("hello") == ("3 4 \n", "1 \n\n")
+    engine.answer_tokens = 1
+    assert talk.say("more") == ("\n", "1 \n\n")
+    assert engine.reasoned == [None, "1 ", None]
+    assert engine.asked[-1] == "user: hello / assistant: 3 4  / user: more"

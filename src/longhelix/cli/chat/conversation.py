@@ -89,9 +89,11 @@ class Conversation:
             )
         return token_ids
 
-    def add(self, text: str, answer: str, num_tokens: int) -> None:
-        """Keep a message, what was attached to it, and its answer. `num_tokens`: of all messages so far."""
-        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer}]
+    def add(self, text: str, answer: str, num_tokens: int, reasoning: str = "") -> None:
+        """Keep a message, what was attached to it, its answer, and the reasoning before that, which the chat template
+        may leave out. `num_tokens`: of all messages so far."""
+        told = {"reasoning_content": reasoning} if reasoning else {}
+        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer} | told]
         self._message_tokens = num_tokens
         self.detach()
 

@@ -12,6 +12,7 @@ from longhelix.engine.llm import LLM
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
 from longhelix.request import SamplingParams
+from longhelix.text.reasoning import ReasoningForm
 
 _LONG_TOKENS = 512  # a shorter prompt is read before a bar is seen
 
@@ -19,16 +20,19 @@ _LONG_TOKENS = 512  # a shorter prompt is read before a bar is seen
 class Dialogue:
     """What a chat knows: its engine, its conversation, the last result, and whether it is over.
 
-    Answers go to standard output, what is said about them to `notes`.
+    Answers go to standard output, what is said about them to `notes`, and so does their reasoning.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, notes: Console) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, notes: Console, reasoning_form: ReasoningForm | None = None
+    ) -> None:
         self.llm = llm
         self.notes = notes
         self.conversation = Conversation(llm.tokenizer.encode_chat, llm.config.scheduler.longest_request_tokens)
         self.last: Result | None = None
         self.over = False
         self._params = params
+        self._reasoning_form = reasoning_form
 
     def answer(self, text: str, interrupts: Sequence[int]) -> None:
         """Answer a message, until an interrupt is noted. A message that got no answer is not kept.
@@ -46,7 +50,8 @@ class Dialogue:
         if result.finish_reason == "abort" and not result.token_ids:
             self.notes.print("[You stopped before the answer began: the message is not part of the conversation.]")
             return
-        self.conversation.add(text, result.text, len(prompt_ids) + len(result.token_ids))
+        num_tokens = len(prompt_ids) + len(result.token_ids)
+        self.conversation.add(text, result.text, num_tokens, result.reasoning or "")
         if result.finish_reason == "abort":
             self.notes.print(f"[You stopped the answer after {len(result.token_ids)} tokens.]")
         elif result.finish_reason == "length" and params.max_new_tokens == room:
@@ -58,10 +63,18 @@ class Dialogue:
             self.notes.print(f"[The answer was cut at --max-new-tokens {params.max_new_tokens}.]")
 
     def _run(self, prompt_ids: list[int], params: SamplingParams, interrupts: Sequence[int]) -> Result:
-        request_id = self.llm.add(prompt_ids, params)
+        form = self._reasoning_form
+        tags = None if form is None else self.llm.tokenizer.reasoning_tags(form, prompt_ids)
+        request_id = self.llm.add(prompt_ids, params, reasoning=tags)
         steps = self._steps(request_id, interrupts)
-        result = None
+        result, has_reasoned = None, False
         for delta in chain(self._after_prompt(request_id, len(prompt_ids), steps), chain.from_iterable(steps)):
+            if delta.reasoning:
+                self.notes.print(delta.reasoning, end="", style="dim")
+                has_reasoned = True
+            if has_reasoned and (delta.text or delta.result is not None):
+                self.notes.print("\n")
+                has_reasoned = False
             print(delta.text, end="", flush=True)
             result = delta.result
         print()

@@ -19,12 +19,16 @@ export class Answer {
   constructor(announce, grown, again) {
     this.grown = grown;
     this.text = "";
+    this.reasoning = "";
     this.ended = false;
     /** @type {Usage | null} */
     this.usage = null;
     this.sentMs = this.firstMs = this.lastMs = 0;
     this.body = element("div", { class: "text" });
     this.rendering = new Rendering(this.body, announce);
+    this.thought = element("div", { class: "thought" });
+    this.summary = element("summary", {}, "Reasoning");
+    this.reasons = element("details", { class: "reasoning", hidden: "" }, this.summary, this.thought);
     this.bar = element("progress", { "aria-label": "The prompt" });
     this.barWords = element("span", { class: "quiet" });
     this.progress = element("div", { class: "progress" }, this.bar, this.barWords);
@@ -34,7 +38,7 @@ export class Answer {
     this.again = button("Regenerate", again, { class: "plain small again" });
     this.actions = element("div", { class: "after", hidden: "" }, this.figures, this.copying, this.again);
     this.node = element("article", { class: "turn answer", "aria-label": "Answer" },
-      this.progress, this.body, this.problem, this.actions);
+      this.progress, this.reasons, this.body, this.problem, this.actions);
     this.frame = 0;
   }
 
@@ -73,16 +77,17 @@ export class Answer {
       return;
     }
     if (event.usage) this.usage = event.usage;
-    const choice = event.choices[0], piece = choice?.delta?.content;
+    const choice = event.choices[0], piece = choice?.delta?.content, thought = choice?.delta?.reasoning_content;
     if (choice?.finish_reason) this.reason = choice.finish_reason;
-    if (!piece) return;
+    if (!piece && !thought) return;
     this.lastMs = performance.now();
-    if (this.text === "") {
+    if (!this.firstMs) {
       this.firstMs = this.lastMs;
       this.firstTokens = this.usage?.completion_tokens ?? 1;
       this.progress.hidden = true;
     }
-    this.text += piece;
+    this.reasoning += thought ?? "";
+    this.text += piece ?? "";
     this.frame ||= requestAnimationFrame(() => this.draw());
   }
 
@@ -103,16 +108,19 @@ export class Answer {
   draw() {
     this.frame = 0;
     this.rendering.update(this.text);
+    this.reasons.hidden = this.reasoning === "";
+    write(this.thought, this.reasoning);
+    write(this.summary, this.text === "" && this.actions.hidden ? "Reasoning…" : "Reasoning");
     this.grown();
   }
 
   /** @param {string} before what is said first @param {Problem | null} problem */
   finish(before, problem) {
     cancelAnimationFrame(this.frame);
+    this.actions.hidden = false;
     this.draw();
     this.rendering.finish();
     this.progress.hidden = true;
-    this.actions.hidden = false;
     this.copying.hidden = this.text === "";
     if (problem !== null) {
       write(this.problem, problem.message);
@@ -123,9 +131,15 @@ export class Answer {
     this.grown();
   }
 
+  /** The answer as a message of the conversation. */
+  message() {
+    const reasoned = this.reasoning ? { reasoning_content: this.reasoning } : {};
+    return { role: "assistant", content: this.text, ...reasoned };
+  }
+
   measured() {
     const said = [];
-    if (this.text === "" && this.ended) said.push("The model ended at once");
+    if (this.text === "" && this.reasoning === "" && this.ended) said.push("The model ended at once");
     if (this.firstMs) {
       said.push(`${time((this.firstMs - this.sentMs) / 1000)} to the first token`);
       const count = this.usage?.completion_tokens ?? 0, seconds = (this.lastMs - this.firstMs) / 1000;

@@ -124,7 +124,7 @@ export class Chat {
     return this.turns.flatMap(({ content, answer }, place) => {
       if (place === this.turns.length - 1) return [{ role: "user", content }];
       if (!answer?.text) return [];
-      return [{ role: "user", content }, { role: "assistant", content: answer.text }];
+      return [{ role: "user", content }, answer.message()];
     });
   }
 
