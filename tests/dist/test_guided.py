@@ -355,3 +355,32 @@ def test_what_ranks_cannot_take_for_a_guide_ends_its_request_alone(oracle, tmp_p
                 llm.restart()
     assert failures == [{good}] * 2
     assert (results[bad].finish_reason, len(results[good].token_ids)) == ("error", 60)
+
+
+def test_reasoning_before_a_guided_text_goes_on_after_a_restart(oracle):
+    """Which comes inside of it: nothing comes twice, and the guide begins where it would have."""
+    tags = ReasoningTags("<<", "]", is_open=True)
+    bias = {TEXTS.index("]"): 3}
+    sampling = SamplingParams(60, 1.0, seed=5, guide=Guide("regex", "[a-f]{20}", tags), logit_bias=bias)
+
+    def run(kill_after):
+        deltas = []
+        with LLM(str(oracle.path), Layout(kvp=2), kv_cache_tokens=1024, dtype="float32") as llm:
+            llm.add(oracle.prompts[2], sampling, reasoning=tags)
+            while llm.has_work:
+                if len(deltas) == kill_after:
+                    kill_after = None
+                    os.kill(llm.process_ids[1], signal.SIGKILL)
+                try:
+                    deltas += llm.step()
+                except EngineError:
+                    llm.restart()
+        result = deltas[-1].result
+        assert "".join(delta.reasoning or "" for delta in deltas) == result.reasoning
+        assert "".join(delta.text for delta in deltas) == result.text
+        return result.token_ids, result.reasoning, result.text, result.reasoning_tokens
+
+    expected = run(None)
+    assert expected[3] > 3
+    assert re.fullmatch("[a-f]{20}", expected[2])
+    assert run(2) == expected
