@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed; it comes with tor
 from block_extents import side_by_side
 from launches import Launches
 from longhelix.kernels import reference
-from longhelix.kernels.triton import attention, merge_states, partial_attention, write_kv
+from longhelix.kernels.triton import attention, latent_attention, merge_states, partial_attention, write_kv
 from longhelix.kv import splits
 from tiers import few
 from triton_interpreter import interpret
@@ -238,6 +238,27 @@ def test_mla_equals_softmax_where_values_are_the_first_channels_of_keys(pool_dty
     for few_rows in (1, 16):
         with split_at(128, few_rows):
             assert_equals_softmax(case, device)
+
+
+LATENTS = [
+    Case([[length] for length in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500)], 1, 128, 576, 512),
+    Case([[0], [5], [0]], 1, 64, 576, 512),
+    Case([[3, 4, 5], [60, 61], [130]], 1, 128, 576, 512, block_tokens=32),
+    Case([[*range(1, 40)], [7]], 1, 192, 576, 512, block_tokens=64),
+]
+
+
+@on_cuda_alone
+@pytest.mark.parametrize("split_tokens", [128, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LATENTS, ids=str)
+def test_hoppers_kernel_of_latents_equals_softmax(case, dtype, split_tokens, device):
+    case = replace(case, dtype=dtype, pool_dtype=dtype)
+    call = case.call()
+    taken = latent_attention.takes(call.q_TqC.to(device), call.kv_PADkC.to(device), 512)
+    assert taken == (torch.cuda.get_device_capability()[0] == 9)
+    with split_at(split_tokens):
+        assert_equals_softmax(case, device)
 
 
 @pytest.mark.slow

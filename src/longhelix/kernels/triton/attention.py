@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhelix.kernels.triton import latent_attention
 from longhelix.kernels.triton.merge import merge_splits
 from longhelix.kv import splits
 from longhelix.kv.splits import FEW_ROWS, SPLIT_TOKENS
@@ -90,33 +91,34 @@ def partial_attention(
         shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
+    takes_latents = latent_attention.takes(q_TqC, kv_PADkC, value_size)
+    latents = latent_attention.descriptor(kv_PADkC) if takes_latents else None
 
     def attend(out: Tensor, lse: Tensor, rows: range) -> None:
         """Of `rows`, into results for each split."""
         sequences = rows if one_row_each else range(num_sequences)
+        numbers = q_TqC.stride(0), q_TqC.stride(1), rows.start, len(rows), sequences.start, scale * math.log2(math.e)
+        given = blocks_X, extents_B2, row_starts_B, limits_T, out, lse, *numbers
         for tile, counts in shapes:
             tiles = triton.cdiv(min(max_rows, counts[-1], len(rows)) * group, tile.row_heads)
-            _attend[tiles * num_kv_heads, max(num_splits, 1), len(sequences)](
+            grid = tiles * num_kv_heads, max(num_splits, 1), len(sequences)
+            common = {
+                "LEAST_ROWS": counts[0],
+                "MOST_ROWS": counts[-1],
+                "SPLIT": SPLIT_TOKENS if num_splits > 1 else 0,
+                "D": block_tokens,
+                "enable_fp_fusion": False,
+            }
+            if latents is not None:
+                assert tile.row_heads == latent_attention.HEADS
+                latent_attention.attend[grid](q_TqC, latents, *given, Q=num_query_heads, num_warps=4, **common)
+                continue
+            _attend[grid](
                 q_TqC,
                 kv_PADkC,
                 scales_PADk,
-                blocks_X,
-                extents_B2,
-                row_starts_B,
-                limits_T,
-                out,
-                lse,
-                q_TqC.stride(0),
-                q_TqC.stride(1),
-                rows.start,
-                len(rows),
-                sequences.start,
-                scale * math.log2(math.e),
-                LEAST_ROWS=counts[0],
-                MOST_ROWS=counts[-1],
-                SPLIT=SPLIT_TOKENS if num_splits > 1 else 0,
+                *given,
                 A=num_arrays,
-                D=block_tokens,
                 K=num_kv_heads,
                 G=group,
                 C=key_size,
@@ -128,7 +130,7 @@ def partial_attention(
                 DOT=_DOT_DTYPES[dot_dtype],
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                enable_fp_fusion=False,
+                **common,
             )
 
     def attend_splits(rows: range) -> None:
