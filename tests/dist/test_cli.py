@@ -71,13 +71,14 @@ def test_json_has_the_documented_fields_and_nothing_else_on_stdout(capfd, oracle
     assert set(result) == {
         "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tbt_s", "layout", "kv_tokens_per_rank",
         "cached_tokens", "preemptions", "recomputed_tokens", "swapped_tokens", "moved_tokens", "moved_bytes", "moved_s",
-        "exchanged_bytes_per_token", "logprobs", "hop_b",
+        "exchanged_bytes_per_token", "logprobs", "token_texts", "hop_b",
     }  # fmt: skip
     assert result["hop_b"] == {"parts": 1, "exchanges": 8, "exposed_s": None}  # ranks share memory
     assert result["layout"] == {"kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "pp": 1}
     assert (result["prompt_tokens"], len(result["token_ids"]), len(result["tbt_s"])) == (37, 8, 7)
     assert sum(result["kv_tokens_per_rank"]) == 37 + 8 - 1
     assert all(str(token) in logprobs for token, logprobs in zip(result["token_ids"], result["logprobs"], strict=True))
+    assert "".join(result["token_texts"]) == result["text"]
     assert "KV cache holds" in err
 
 

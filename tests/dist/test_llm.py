@@ -389,7 +389,7 @@ def test_a_request_that_is_aborted_by_its_id_ends_its_stream(llm):
 class BrokenText:
     """Text that cannot be made of the fourth token."""
 
-    def __init__(self, before):
+    def __init__(self, *given):
         self.pushed = 0
 
     def push(self, token_id):

@@ -104,7 +104,15 @@ def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> R
 
 
 def _as_json(result: Result) -> dict:
-    """The result's fields; log-probabilities and reasoning only where they were asked for, an error only where
-    there was one."""
-    optional = ("logprobs", "prompt_logprobs", "error", "reasoning", "reasoning_tokens")
+    """The result's fields, without those of `optional` that are None."""
+    optional = (
+        "logprobs",
+        "token_texts",
+        "prompt_logprobs",
+        "ending_token_id",
+        "ending_logprobs",
+        "error",
+        "reasoning",
+        "reasoning_tokens",
+    )
     return {name: value for name, value in asdict(result).items() if name not in optional or value is not None}
