@@ -74,9 +74,9 @@ def weight(name: str, value: object) -> float:
     return real(name, value, lambda number: 1e-6 <= number <= 1e6, "a number from 1e-6 to 1e6")
 
 
-def flag(name: str, value: object) -> bool:
+def flag(name: str, value: object, code: str = "invalid_argument") -> bool:
     if not isinstance(value, bool):
-        raise refused(name, value, "True or False")
+        raise refused(name, value, "True or False", code)
     return value
 
 
@@ -112,13 +112,15 @@ def items(name: str, value: object, most: int, of: str, code: str = "invalid_arg
     raise UserError(f"{name} has {len(value)} {of}: give at most {most}", code)
 
 
-def entries(name: str, value: object, most: int, of: str) -> tuple[tuple[object, object], ...]:
+def entries(
+    name: str, value: object, most: int, of: str, code: str = "invalid_argument"
+) -> tuple[tuple[object, object], ...]:
     """The keys and values of a mapping, `most` at the most; `of` says what maps to what."""
     if not isinstance(value, Mapping):
-        raise refused(name, value, f"a mapping of {of}")
+        raise refused(name, value, f"a mapping of {of}", code)
     try:
         if len(value) <= most:
             return tuple(value.items())
     except Exception as error:  # of whatever users make
-        raise refused(name, value, f"a mapping of {of}") from error
-    raise UserError(f"{name} has {len(value)} entries: give at most {most}", "invalid_argument")
+        raise refused(name, value, f"a mapping of {of}", code) from error
+    raise UserError(f"{name} has {len(value)} entries: give at most {most}", code)

@@ -29,7 +29,10 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 class ChatTemplate:
     """A Jinja template from a checkpoint, rendered in a sandbox: it is foreign code.
 
-    `special_tokens` are the variables it may name, such as `bos_token` and `eos_token`.
+    Args:
+        source: The template.
+        special_tokens: Variables it may name, such as `bos_token` and `eos_token`.
+        tool_source: The template of conversations that offer tools, where the checkpoint has one for them.
 
     Attributes:
         check_length: Is called with the number of characters that have been rendered so far. What it raises ends the
@@ -38,18 +41,19 @@ class ChatTemplate:
 
     check_length: Callable[[int], None] = staticmethod(lambda num_characters: None)
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         self.source = source
+        self._tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
         """How the model calls functions; None if the template does not take any, or shows a form that is not known."""
         try:
-            names = meta.find_undeclared_variables(self._environment.parse(self.source))
+            names = meta.find_undeclared_variables(self._environment.parse(self._tool_source))
         except TemplateError:  # whoever renders it is told
             return None
-        return form_of(self.source) if "tools" in names else None
+        return form_of(self._tool_source) if "tools" in names else None
 
     def render(
         self,
@@ -73,7 +77,8 @@ class ChatTemplate:
         if continue_final_message:
             return self._open_ended(messages, tools, variables)
         try:
-            pieces = self._template.generate(
+            template = self._template if tools is None else self._tool_template
+            pieces = template.generate(
                 # Templates compare these with none, and an undefined name is not none.
                 {"documents": None}
                 | self._special_tokens
@@ -149,6 +154,10 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> Template:
         return self._environment.from_string(self.source)
+
+    @cached_property
+    def _tool_template(self) -> Template:
+        return self._environment.from_string(self._tool_source)
 
     @cached_property
     def _environment(self) -> Environment:

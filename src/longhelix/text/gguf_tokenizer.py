@@ -8,12 +8,12 @@ from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from longhelix.errors import UserError
+from longhelix.text.chat_template import ChatTemplate
 from longhelix.values import refused, shown, text, whole
 
 
-def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, str | None, dict[str, str]]:
-    """The tokenizer, its chat template if it has one, and the special tokens that this may name. Raises UserError for
-    one that is not known."""
+def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, ChatTemplate | None]:
+    """Return the tokenizer and, if it has one, its chat template. Raises UserError for one that is not known."""
     model = metadata.get("tokenizer.ggml.model")
     if not isinstance(model, str) or model not in _GGUF_MODELS:
         raise UserError(
@@ -33,10 +33,11 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer
         # Under a name of its own: in a template, "$A" and "a:1" would not stand for themselves.
         spelled = {"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}
         backend.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[spelled])
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        template = text("tokenizer.chat_template in the GGUF file", template, "invalid_checkpoint")
-    return backend, template, special_tokens
+    template, for_tools = (
+        None if metadata.get(key) is None else text(f"{key} in the GGUF file", metadata[key], "invalid_checkpoint")
+        for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+    )
+    return backend, ChatTemplate(template, special_tokens, for_tools) if template else None
 
 
 def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:

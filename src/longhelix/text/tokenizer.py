@@ -1,6 +1,5 @@
 """Text to token ids and back: from a checkpoint folder or a GGUF file's metadata, whole or token by token."""
 
-import json
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from longhelix import values
 from longhelix.errors import UserError
 from longhelix.guide import ReasoningTags
 from longhelix.text.chat_template import ChatTemplate
@@ -22,10 +20,10 @@ from longhelix.text.reasoning import ReasoningForm, form_of
 from longhelix.text.text_stream import ByteStream, DecodedStream, TextStream
 from longhelix.text.text_too_long import TextTooLongError
 from longhelix.text.token_bytes import token_bytes
+from longhelix.text.tokenizer_folder import TokenizerFolder
 from longhelix.text.tool_calls import ToolForm
 
 _KNOWN_PIECES = 1 << 17
-_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TAIL_TOKENS = 64  # of a prompt: enough for a reasoning tag and the blanks behind it
 
 
@@ -56,25 +54,17 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; UserError if one is broken."""
-        backend = _read_backend(folder / "tokenizer.json")
-        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = _read_config(config_file)
-        special_tokens = {
-            name: _string(f"{name} in {config_file}", token["content"] if _has(token, "content") else token)
-            for name in _SPECIAL_TOKENS
-            if (token := config.get(name))
-        }
-        template = _read_text(template_file) if template_file.is_file() else _config_template(config_file, config)
-        eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
-        ends = () if eos_id is None else (eos_id,)
-        return cls(backend, ChatTemplate(template, special_tokens) if template else None, ends)
+        """Reads the tokenizer's files, see `TokenizerFolder`; UserError if one is broken."""
+        files = TokenizerFolder(folder)
+        backend = files.backend()
+        eos_id = backend.token_to_id(files.special_tokens.get("eos_token", ""))
+        return cls(backend, files.chat_template(), () if eos_id is None else (eos_id,))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
-        backend, template, special_tokens = read_tokenizer(metadata)
-        return cls(backend, ChatTemplate(template, special_tokens) if template else None, end_ids(metadata))
+        backend, template = read_tokenizer(metadata)
+        return cls(backend, template, end_ids(metadata))
 
     @property
     def vocab_size(self) -> int:
@@ -262,47 +252,3 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; put the model's tokenizer.json in its folder", code="invalid_checkpoint")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(f"{path} cannot be read ({error}); download it again", code="invalid_checkpoint") from error
-
-
-def _read_config(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again", code="invalid_checkpoint") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON object; download it again", code="invalid_checkpoint")
-    return config
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text; download it again", code="invalid_checkpoint") from error
-
-
-def _config_template(path: Path, config: Mapping) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = (entry for entry in template if _has(entry, "template") and entry.get("name") == "default")
-        template = next(named, {"template": None})["template"]
-    return None if template is None else _string(f"chat_template in {path}", template)
-
-
-def _has(value: object, key: str) -> bool:
-    return isinstance(value, dict) and key in value
-
-
-def _string(name: str, value: object) -> str:
-    return values.text(name, value, "invalid_checkpoint")
