@@ -70,7 +70,7 @@ flags = st.fixed_dictionaries({}, optional={
 })  # fmt: skip
 named = st.fixed_dictionaries({}, optional={
     "pad_token": st.sampled_from(NAMES), "unk_token": st.sampled_from(["<s>", *NAMES]),
-    "eos_token": st.sampled_from(["</s>", {"content": "</s>", "lstrip": False}, "<|a|>"]),
+    "eos_token": st.sampled_from(["</s>", {"__type": "AddedToken", "content": "</s>", "lstrip": False}, "<|a|>"]),
 })  # fmt: skip
 lists = st.lists(st.sampled_from(NAMES), unique=True, max_size=4)
 
