@@ -125,9 +125,11 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 
 class KeptGuides(Generic[_Made]):
-    """What was made of the guides that were wanted last: of at most 256, whose texts have at most 2 Mi characters, and
-    whose automata can grow to 0.5 GiB at most; but always of the last one. More are kept until `trim`, so that none of
-    a step takes another's place.
+    """Cache of compiled guides, least recently used first.
+
+    `trim` drops guides until at most 256 are left, with at most 2 Mi characters and automata that can grow to at most
+    0.5 GiB. The last guide always stays. Between two calls of `trim` the cache only grows, so guides of one step never
+    evict each other.
 
     Whoever is told the same guides in the same order keeps the same: so the scheduler knows what ranks have compiled.
     """

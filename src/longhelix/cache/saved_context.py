@@ -26,7 +26,7 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What the KV of a prompt depends on beside its tokens."""
+    """Everything but the tokens that the KV of a prompt depends on."""
 
     model: str  # a fingerprint of its configuration, except for rope settings, and of its weights
     rope: str  # a checksum of its rope settings

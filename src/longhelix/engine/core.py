@@ -247,12 +247,12 @@ class TokenCore:
         return self._scheduler.prefilled_tokens(request_id)
 
     def has_begun(self, request_id: int) -> bool:
-        """Whether the ranks have heard of a request that has not ended: it may be why they fail."""
+        """Whether a step with this unfinished request was sent to the ranks, so that it may be why they fail."""
         return self._scheduler.has_begun(request_id)
 
     @property
     def image_bytes(self) -> int:
-        """That the images of requests that wait take here. From any thread."""
+        """Bytes that images of waiting requests take in this process. Any thread may ask."""
         return self._images.num_bytes
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
@@ -349,8 +349,10 @@ class TokenCore:
 
 
 class _Ranks:
-    """The ranks as the loop's runner: before a step they get what it needs beside its `Step`. So whatever that costs a
-    rank is part of the step, and a request that a rank cannot bear is one that was running."""
+    """The loop's runner. It sends the image rows and the token table that a step needs just before the step.
+
+    If a rank fails on them, it fails during that step, so the request to blame is a running one.
+    """
 
     def __init__(self, pool: WorkerPool, config: EngineConfig, images: ShownImages, guides: Guides | None) -> None:
         self._pool, self._config, self._images, self._guides = pool, config, images, guides
@@ -371,7 +373,7 @@ class _Ranks:
         return self._pool.collect(timeout_s)
 
     def _image_ranks(self, step: Step) -> list[int]:
-        """Of the ranks that take the step those that need images."""
+        """Return the ranks that take part in the step and need images."""
         layout = self._config.layout
         taken = step.instances or range(layout.kvp)
         return [rank for rank in self._config.image_ranks if layout.kvp_rank(rank) in taken]

@@ -43,8 +43,8 @@ class Live:
     ending: SampledToken | None = None  # the stop token that ended it
 
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, str | None, FinishReason | None]:
-        """The text that a token completes, that which is reasoning (see `Delta`), and why the request ends, if it
-        does."""
+        """Return the text that a token completes, the part of it that is reasoning (see `Delta`), and the finish reason
+        if the request ends."""
         text, stopped = "", False
         if event.sampled is not None:
             self.new_tokens += 1

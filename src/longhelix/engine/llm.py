@@ -207,7 +207,7 @@ class LLM:
 
     @property
     def image_bytes(self) -> int:
-        """That the images of requests that wait take in this process. Any thread may ask."""
+        """Bytes that images of waiting requests take in this process. Any thread may ask."""
         return self._core.image_bytes
 
     def check_guide(self, guide: Guide) -> None:

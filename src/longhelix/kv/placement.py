@@ -255,8 +255,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Behind:
-    """Where the placement `base` puts what comes after blocks that are there already, of which it knows no more than
-    their numbers.
+    """Placement that continues `base` behind existing blocks when only their number on each rank is known.
 
     blocks_by_owner: how many of the blocks each KVP rank has. last: the rank that has the last one.
     """

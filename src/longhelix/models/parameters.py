@@ -166,9 +166,11 @@ def _is_tied_head(name: str, spec: ModelSpec) -> bool:
 
 
 def _changes_nothing(name: str, spec: ModelSpec) -> bool:
-    """Whether the model's answers are the same without this tensor: what is derived from the config, heads beside that
-    of the vocabulary, heads that look further ahead (MTP, which DeepSeek stores as layers after the last), and what
-    looks at images, of a model whose config reads text alone."""
+    """Whether the model's answers are the same without this tensor.
+
+    That holds for tensors derived from the config, for extra heads, for multi-token prediction (which DeepSeek stores
+    as layers after the last one), and for the vision tower of a model whose config is a text model's.
+    """
     later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
         return True

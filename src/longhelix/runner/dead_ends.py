@@ -60,9 +60,9 @@ class DeadEnds:
         for patterns, names in _closed_objects(schema):
             if not self._has_more_names(patterns, names):
                 raise UserError(
-                    f"the JSON schema cannot be used: patternProperties {', '.join(patterns)[:_QUOTED]} allow no key "
-                    f"beside {', '.join(names)[:_QUOTED] or 'none'}, which properties name, and other keys are not "
-                    "allowed: leave these patterns out",
+                    f"the JSON schema cannot be used: patternProperties {', '.join(patterns)[:_QUOTED]} match only "
+                    f"keys that properties names already ({', '.join(names)[:_QUOTED] or 'none'}), and other keys are "
+                    "not allowed: leave these patterns out",
                     "invalid_guide",
                 )
 
@@ -126,7 +126,7 @@ def _is_limit(matcher: "LLMatcher") -> bool:
 
 
 def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
-    """Whether anything but blanks may come after some of them, of which there is a line's end with its indentation."""
+    """Whether a token other than a blank may follow after some blanks, such as a line's end with its indentation."""
     for blank in allowed & _BLANKS:
         after = matcher.deep_copy()
         after.consume_token(blank)
@@ -175,7 +175,7 @@ def _resolved(root: Any, reference: object) -> Any:
 
 
 def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas that a value, or a part of it, may have to satisfy beside this one."""
+    """Schemas nested in this one, which the value or a part of it may also have to satisfy."""
     for name in ("properties", "patternProperties"):
         if isinstance(node.get(name), dict):
             yield from node[name].values()
@@ -223,7 +223,7 @@ def _endless(root: Any) -> str | None:
 
 
 def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
-    """Schemas of which a value has to have parts. Of alternatives, one that is finite already, if there is one."""
+    """Schemas of parts that every value must have. Of alternatives, one that is known to be finite, if there is one."""
     if "$ref" in node:
         yield _resolved(root, node["$ref"])
     if isinstance(node.get("allOf"), list):

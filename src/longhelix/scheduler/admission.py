@@ -170,7 +170,7 @@ class Admission:
         return self._fits_by_number(job, placement, shared, unheld, alone=alone)
 
     def _behind(self, request: Request, owners: Counter[int], last: int) -> Behind:
-        """See `_placement_behind`, for blocks of which only the numbers are known."""
+        """As `_placement_behind`, when only the number of blocks on each rank is known."""
         return Behind(self._placement(request, last, owners), owners, last)
 
     def _fits_by_number(
@@ -305,8 +305,9 @@ class Admission:
         return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
     def _placement(self, request: Request, last: int | None = None, held: Collection[int] = ()) -> Placement:
-        """A request's own placement, behind blocks on the ranks `held`, of which `last` has the last one. It begins on
-        the rank with the most free blocks, so that short requests and the ends of long ones spread over the ranks.
+        """Return a request's own placement behind blocks on the ranks `held`; `last` is the rank of the last block.
+
+        It begins on the rank with the most free blocks, which spreads short requests and the ends of long ones.
         """
         limit_tokens = request.service.growth_limit_tokens
         name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)

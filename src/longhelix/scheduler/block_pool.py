@@ -62,10 +62,12 @@ class BlockPool:
         return Counter(block.owner for block in blocks if self.allocators[block.owner].is_cached(block.id))
 
     def fits(self, room: list[int], promised: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
-        """Whether a sequence can begin now: with `promised` blocks of each rank, and those that are there, of which
-        nobody holds `revived`, by rank.
+        """Whether a sequence can begin now.
 
-        `room` is what it may come to have of each rank. `alone`: no other runs, which might need blocks to grow.
+        room: most blocks that it may ever have, by rank.
+        promised: new blocks that it needs at once, by rank.
+        revived: cached blocks that it shares and nobody holds, by rank. They no longer count as available.
+        alone: no other sequence runs that might need blocks to grow.
         """
         listed = (count + more for count, more in zip(self._listed, room, strict=True))
         if max(listed) > self._most_listed:

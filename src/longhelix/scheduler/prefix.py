@@ -74,9 +74,10 @@ class PrefixCache:
     before it, the digests of the images that begin in it, and its tokens; a request's first one is that of its root and
     its salt.
 
-    index: blocks by hash, as the allocators have them; swapped: slots by hash. matches: of requests that wait. root:
-    of all that a request's KV depends on beside its tokens, which may differ between requests; its hash begins the
-    chain.
+    index: blocks by hash, as the allocators have them.
+    swapped: slots by hash.
+    matches: cached prefixes of waiting requests.
+    root: gives everything but the tokens that a request's KV depends on. Its hash begins the chain.
     """
 
     def __init__(

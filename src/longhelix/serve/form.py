@@ -35,9 +35,13 @@ def data_line(event: Mapping[str, Any]) -> str:
 
 
 class Form:
-    """kind: of its events. end: what a stream of them ends with. is_long: whether an answer may be long, such as one
-    that begins with its prompt; it is made on a thread that short ones do not wait for. keeps_prompts: an answer may
-    take long, and prompts are, so that they are kept where it has them alone."""
+    """How an endpoint writes its answers, whole and streamed.
+
+    kind: type of its events.
+    end: last text of a stream.
+    is_long: an answer may be long, such as one that echoes its prompt. It is written on a thread of its own.
+    keeps_prompts: an answer shows the prompt's token ids, so they are kept until it ends.
+    """
 
     prefix: str
     kind: str

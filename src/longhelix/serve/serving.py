@@ -32,7 +32,7 @@ _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 _TEXT_THREADS = 4
 _LONG = 1 << 18  # characters or tokens. Longer texts are made into tokens one at a time, which takes 150 bytes for each
 _ANSWERS_BYTES = 64 << 20  # of texts and tokens that answers give back
-_FEW = 1 << 10  # tokens, whose text is short
+_FEW = 1 << 10  # tokens or fewer have a short text
 _PART = 1 << 16  # of a list, which other threads wait for
 _MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
 _MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
@@ -71,7 +71,7 @@ class Serving:
         most_calls = self.driver.most_requests + _TEXT_THREADS
         self._texts = Line("texts", most_calls, _TEXT_THREADS)
         self._long_texts = Line("long texts", most_calls)
-        self.long_answers = Line("long answers", 2**31)  # each of which has been let in before
+        self.long_answers = Line("long answers", 2**31)  # each was already admitted by `room`
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
         self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
 
@@ -188,9 +188,13 @@ class Serving:
         field: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
-        """What a tokenizer or a chat template makes of text, as int32, off the event loop. field: that has it; tools:
-        functions that are told of beside it. Raises ClientError for text that is too long, UserError for what is no
-        conversation, OverloadedError."""
+        """Return the ids of a text or a conversation as int32, tokenized off the event loop.
+
+        field: the request field that holds it.
+        tools: functions that the conversation offers.
+
+        Raises ClientError for text that is too long, UserError for an invalid conversation, OverloadedError.
+        """
         length = len(given) if isinstance(given, str) else sum(message.num_characters for message in given)
         return await self._line(length).run(self._encoded, encode, given, field, tools)
 

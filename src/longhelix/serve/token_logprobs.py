@@ -43,8 +43,12 @@ def completion_logprobs(
     logprobs: Sequence[dict[int, float] | None],
     offset: int,
 ) -> CompletionLogprobs:
-    """texts: what each token adds to the text. logprobs: of each token the likeliest ones and itself, all of which are
-    told; None for the first token of a prompt. offset: where the text of the first token begins."""
+    """Return the logprobs object of a completion.
+
+    texts: what each token adds to the text.
+    logprobs: for each token, log-probabilities of the likeliest tokens and of itself; None for the first prompt token.
+    offset: where the text of the first token begins.
+    """
     return CompletionLogprobs(
         tokens=list(texts),
         token_logprobs=[

@@ -171,7 +171,7 @@ class _Reader:
         )
 
     def _turn(self, record: Record) -> tuple[float, str, float]:
-        """When a request of a session arrives, whose it is, and its delay after the one before."""
+        """Return a request's arrival, its session, and its delay after the session's previous request."""
         session, delay_s = _name("session_id", record), self._seconds(record, "delay")
         before_s = self.arrived_s.get(session)
         if record.get(self.format.arrival) is not None:

@@ -55,8 +55,10 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One mapping from the two forms in use, `rope_scaling` beside `rope_theta`, and `rope_parameters`. As in
-    transformers, `rope_scaling` goes first, and what it has goes before what stands beside it."""
+    """Merge the two forms in use: `rope_scaling` with a separate `rope_theta`, and `rope_parameters`.
+
+    As in transformers, `rope_scaling` wins over `rope_parameters`, and its entries win over separate fields.
+    """
     forms = [_mapping(config, key) for key in ("rope_scaling", "rope_parameters")]
     rope = forms[0] or forms[1]
     rope.setdefault("rope_theta", config.get("rope_theta"))

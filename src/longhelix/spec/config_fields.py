@@ -1,5 +1,7 @@
-"""The fields of config.json: those that must be there, those that longhelix reads, those of which it runs one value
-only, and those that cannot change results. `unread_fields` reports a field that is in none of these groups."""
+"""The fields of config.json: required, read, supported with one value only, and unable to change results.
+
+`unread_fields` reports a field that is in none of these groups.
+"""
 
 from collections.abc import Mapping
 from typing import Any

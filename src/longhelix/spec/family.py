@@ -38,7 +38,7 @@ class Family:
     nullable: frozenset[str] = frozenset()
     # Second names of fields. Where a config has both, transformers takes this one.
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # Fields of which longhelix runs one meaning only. It refuses other values.
+    # Fields that longhelix supports with one meaning only; it refuses other values.
     neutral: Mapping[str, Neutral] = field(default_factory=dict)
     # Fields that other families read and this one's models do not.
     ignored: frozenset[str] = frozenset()

@@ -213,7 +213,7 @@ class ModelSpec:
         """Read config.json (and the end-of-sequence ids of generation_config.json, if there is one).
 
         Args:
-            planned: it is only planned for, so that it may be of a family that does not run.
+            planned: accept families that can be planned but not run.
             rope_scaling: settings that replace the config's own rope settings, all but theta.
         """
         architecture, families = config.get("model_type"), FAMILIES | (PLANNED_FAMILIES if planned else {})

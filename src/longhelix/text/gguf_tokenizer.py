@@ -88,7 +88,7 @@ _GGUF_ALIASES = {
     "deepseek-r1-qwen": "qwen2",
 }
 
-# Tokens that end an answer whatever else a file says, by their names: llama.cpp's list.
+# Names of tokens that always end an answer: llama.cpp's list.
 _ENDS = frozenset(
     {
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",

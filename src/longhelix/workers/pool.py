@@ -175,7 +175,7 @@ class WorkerPool:
         return next((UserError(answer.refusal, answer.code) for answer in answers if answer.refusal), None)
 
     def show(self, ranks: Collection[int], message: TakeImageRows | TakeTokens) -> None:
-        """Give ranks what the next step needs beside its `Step`."""
+        """Send ranks data for the next step: image rows, or the token table of guides."""
         self._check_open()
         self._socket.send(ranks, message)
         self._watchdog.given(ranks)

@@ -23,8 +23,15 @@ HEADS = 64
 KEY_SIZE = 576
 VALUE_SIZE = 512
 PAGE_TOKENS = 16  # that one TMA copy loads, of 64 channels
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = (torch.bfloat16, torch.float16)
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Of tiles in registers: scores, sums over half of the channels, weights as operands, and numbers by row of each.
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]), 2))
+_SCORES_X = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
+_SUMS_X = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])))
+_ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of copies: a warp takes 4 rows of 64 channels
 
 
 def takes(q_TqC: Tensor, kv_PADkC: Tensor, value_size: int) -> bool:
@@ -73,7 +80,6 @@ def attend(
     gl.static_assert(SPLIT % 64 == 0)
     TILE: gl.constexpr = latents.layout
     DTYPE: gl.constexpr = latents.dtype
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sequence = first_sequence + gl.program_id(2)
     first = gl.load(row_starts_ptr + sequence)
     last = gl.load(row_starts_ptr + sequence + 1)
@@ -98,8 +104,8 @@ def attend(
 
     q_head = gl.allocate_shared_memory(DTYPE, [64, 512], TILE)
     q_tail = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
-    x_X = gl.arange(0, 64, gl.SliceLayout(1, ROW))
-    c_C = gl.arange(0, 64, gl.SliceLayout(0, ROW))
+    x_X = gl.arange(0, 64, gl.SliceLayout(1, _ROW))
+    c_C = gl.arange(0, 64, gl.SliceLayout(0, _ROW))
     q_ptrs_XC = q_ptr + row * stride_T + (head + x_X)[:, None] * stride_q + c_C[None, :]
     for part in gl.static_range(8):
         q_head.slice(64 * part, 64, 1).store(gl.load(q_ptrs_XC + 64 * part))
@@ -169,21 +175,19 @@ def _load(latents, blocks_ptr, head_pages, tail_pages, loaded, read, begin, end,
 @gluon.jit
 def _scores(q_head, q_tail, heads, tails, SIDE: gl.constexpr, begin_tile, end, scale_log2):
     """Base-2 scores of a tile; tokens from `end` on have -inf, and their values become 0 in shared memory."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    ROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head, tail = heads.index(SIDE), tails.index(SIDE)
-    scores_XN = gl.zeros([64, 64], gl.float32, SCORES)
+    scores_XN = gl.zeros([64, 64], gl.float32, _SCORES)
     scores_XN = warpgroup_mma(q_head, head.permute([1, 0]), scores_XN, use_acc=False, is_async=True)
     scores_XN = warpgroup_mma(q_tail, tail.permute([1, 0]), scores_XN, is_async=True)
     scores_XN = warpgroup_mma_wait(0, [scores_XN])
     scores_XN *= scale_log2
     if begin_tile + 64 > end:
-        s_N = begin_tile + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        s_N = begin_tile + gl.arange(0, 64, gl.SliceLayout(0, _SCORES))
         scores_XN = gl.where((s_N < end)[None, :], scores_XN, float("-inf"))
-        real_N = begin_tile + gl.arange(0, 64, gl.SliceLayout(1, ROW)) < end
+        real_N = begin_tile + gl.arange(0, 64, gl.SliceLayout(1, _ROW)) < end
         for part in gl.static_range(8):
             panel = head.slice(64 * part, 64, 1)
-            values_NC = panel.load(ROW)
+            values_NC = panel.load(_ROW)
             panel.store(gl.where(real_N[:, None], values_NC, gl.zeros_like(values_NC)))
     return scores_XN
 
@@ -203,16 +207,11 @@ def _left(shared, own):
     begin, end, scale_log2, out_ptr, lse_ptr = own
     DTYPE: gl.constexpr = head_pages.dtype
     TILE: gl.constexpr = q_head.layout
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    X: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUMS_X: gl.constexpr = gl.SliceLayout(1, SUMS)
     heads = head_pages._reinterpret(DTYPE, [2, 64, 512], TILE)
     tails = tail_pages._reinterpret(DTYPE, [2, 64, 64], TILE)
-    largest_X = gl.full([64], float("-inf"), gl.float32, X)
-    total_X = gl.zeros([64], gl.float32, X)
-    sum_XC = gl.zeros([64, 256], gl.float32, SUMS)
+    largest_X = gl.full([64], float("-inf"), gl.float32, _SCORES_X)
+    total_X = gl.zeros([64], gl.float32, _SCORES_X)
+    sum_XC = gl.zeros([64, 256], gl.float32, _SUMS)
     for turn in range(gl.cdiv(end - begin, 128)):
         phase = turn & 1
         mbarrier.wait(loaded.index(0), phase)
@@ -226,27 +225,27 @@ def _left(shared, own):
         largest.index(0).store(largest0_X)
         fence_async_shared()
         mbarrier.arrive(weighed.index(0), count=1)
-        sum_XC *= gl.convert_layout(shrink_X, SUMS_X)[:, None]
-        operand_XN = gl.convert_layout(narrow_XN, WEIGHTS)
+        sum_XC *= gl.convert_layout(shrink_X, _SUMS_X)[:, None]
+        operand_XN = gl.convert_layout(narrow_XN, _WEIGHTS)
         sum_XC = warpgroup_mma(operand_XN, heads.index(0).slice(0, 256, 1), sum_XC, is_async=True)
         sum_XC, operand_XN = warpgroup_mma_wait(0, [sum_XC, operand_XN])
         mbarrier.arrive(read.index(0), count=1)
         mbarrier.wait(weighed.index(1), phase)
-        largest_X = largest.index(1).load(X)
+        largest_X = largest.index(1).load(_SCORES_X)
         base_X = gl.where(largest_X == float("-inf"), 0.0, largest_X)
         shrink_X = gl.exp2(largest0_X - base_X)
         total_X *= shrink_X
-        sum_XC *= gl.convert_layout(shrink_X, SUMS_X)[:, None]
+        sum_XC *= gl.convert_layout(shrink_X, _SUMS_X)[:, None]
         sum_XC = warpgroup_mma(tails.index(1), heads.index(1).slice(0, 256, 1), sum_XC, is_async=True)
         sum_XC = warpgroup_mma_wait(0, [sum_XC])
         mbarrier.arrive(read.index(1), count=1)
     totals.index(0).store(total_X)
     mbarrier.arrive(summed.index(0), count=1)
     mbarrier.wait(summed.index(1), 0)
-    total_X += totals.index(1).load(X)
-    x_X = gl.arange(0, 64, X)
+    total_X += totals.index(1).load(_SCORES_X)
+    x_X = gl.arange(0, 64, _SCORES_X)
     gl.store(lse_ptr + x_X, (largest_X + gl.log2(total_X)) * 0.6931471805599453)
-    _store(sum_XC, total_X, out_ptr, SUMS)
+    _store(sum_XC, total_X, out_ptr)
 
 
 @gluon.jit
@@ -256,24 +255,19 @@ def _right(shared, own):
     begin, end, scale_log2, out_ptr, _ = own
     DTYPE: gl.constexpr = head_pages.dtype
     TILE: gl.constexpr = q_head.layout
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    X: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUMS_X: gl.constexpr = gl.SliceLayout(1, SUMS)
     heads = head_pages._reinterpret(DTYPE, [2, 64, 512], TILE)
     tails = tail_pages._reinterpret(DTYPE, [2, 64, 64], TILE)
-    largest_X = gl.full([64], float("-inf"), gl.float32, X)
-    total_X = gl.zeros([64], gl.float32, X)
-    sum_XC = gl.zeros([64, 256], gl.float32, SUMS)
+    largest_X = gl.full([64], float("-inf"), gl.float32, _SCORES_X)
+    total_X = gl.zeros([64], gl.float32, _SCORES_X)
+    sum_XC = gl.zeros([64, 256], gl.float32, _SUMS)
     for turn in range(gl.cdiv(end - begin, 128)):
         phase = turn & 1
         mbarrier.wait(loaded.index(1), phase)
         scores_XN = _scores(q_head, q_tail, heads, tails, 1, begin + 128 * turn + 64, end, scale_log2)
         mbarrier.wait(weighed.index(0), phase)
-        largest0_X = largest.index(0).load(X)
+        largest0_X = largest.index(0).load(_SCORES_X)
         base0_X = gl.where(largest0_X == float("-inf"), 0.0, largest0_X)
-        sum_XC *= gl.convert_layout(gl.exp2(largest_X - base0_X), SUMS_X)[:, None]
+        sum_XC *= gl.convert_layout(gl.exp2(largest_X - base0_X), _SUMS_X)[:, None]
         sum_XC = warpgroup_mma(tails.index(0), heads.index(0).slice(256, 256, 1), sum_XC, is_async=True)
         new_largest_X, base_X, weights_XN = _weigh(scores_XN, largest0_X)
         total_X = total_X * gl.exp2(largest_X - base_X) + gl.sum(weights_XN, 1)
@@ -284,8 +278,8 @@ def _right(shared, own):
         mbarrier.arrive(weighed.index(1), count=1)
         sum_XC = warpgroup_mma_wait(0, [sum_XC])
         mbarrier.arrive(read.index(0), count=1)
-        sum_XC *= gl.convert_layout(gl.exp2(largest0_X - base_X), SUMS_X)[:, None]
-        operand_XN = gl.convert_layout(narrow_XN, WEIGHTS)
+        sum_XC *= gl.convert_layout(gl.exp2(largest0_X - base_X), _SUMS_X)[:, None]
+        operand_XN = gl.convert_layout(narrow_XN, _WEIGHTS)
         sum_XC = warpgroup_mma(operand_XN, heads.index(1).slice(256, 256, 1), sum_XC, is_async=True)
         sum_XC, operand_XN = warpgroup_mma_wait(0, [sum_XC, operand_XN])
         mbarrier.arrive(read.index(1), count=1)
@@ -293,12 +287,12 @@ def _right(shared, own):
     totals.index(1).store(total_X)
     mbarrier.arrive(summed.index(1), count=1)
     mbarrier.wait(summed.index(0), 0)
-    _store(sum_XC, total_X + totals.index(0).load(X), out_ptr + 256, SUMS)
+    _store(sum_XC, total_X + totals.index(0).load(_SCORES_X), out_ptr + 256)
 
 
 @gluon.jit
-def _store(sum_XC, total_X, out_ptr, SUMS: gl.constexpr):
-    total_X = gl.convert_layout(total_X, gl.SliceLayout(1, SUMS))
+def _store(sum_XC, total_X, out_ptr):
+    total_X = gl.convert_layout(total_X, _SUMS_X)
     out_XC = gl.where((total_X == 0)[:, None], 0.0, sum_XC / total_X[:, None])
-    x_X, c_C = gl.arange(0, 64, gl.SliceLayout(1, SUMS)), gl.arange(0, 256, gl.SliceLayout(0, SUMS))
+    x_X, c_C = gl.arange(0, 64, _SUMS_X), gl.arange(0, 256, gl.SliceLayout(0, _SUMS))
     gl.store(out_ptr + x_X[:, None] * 512 + c_C[None, :], out_XC.to(out_ptr.dtype.element_ty))
