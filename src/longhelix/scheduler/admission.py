@@ -99,7 +99,7 @@ class Admission:
         room = self._config.max_running - num_running
         if not room or not self._waiting:
             return begun
-        chances = self._chances + self._pool.releases
+        chances = self._chances + self._pool.chances
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(begun) == 0
             one = self._try(job, alone=alone) if alone or job.tried_at != chances else None
@@ -117,8 +117,7 @@ class Admission:
         return begun
 
     def try_again(self) -> None:
-        """Blocks of a prompt can be found, which a request that did not fit may now share; or the step has begun that
-        one with a guide was not to be in."""
+        """The step has begun that a request with a guide was not to be in."""
         self._chances += 1
 
     def hold(self, request: Request) -> HeldPrefix | None:
@@ -148,12 +147,14 @@ class Admission:
         if not match.num_blocks:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()
-        behind = self._behind(request, owners, match.last.owner)
+        behind, own = self._behind(request, owners, match.last.owner), self._placement(request)
         is_used = max(blocks_needed(behind, request.capacity_tokens - 1)) <= self._config.most_blocks
-        # With batch_invariant, it depends on each of the blocks whether the prefix is used.
-        if (not is_used or self._config.batch_invariant) and self._fits_by_number(
-            job, self._placement(request), Counter(), Counter(), alone=alone
-        ):
+        depends = False  # on where each of the blocks is, whether the prefix is used
+        if self._config.batch_invariant and isinstance(own, Local):
+            is_used = is_used and len(owners) == 1
+        elif self._config.batch_invariant:
+            depends = True
+        if (not is_used or depends) and self._fits_by_number(job, own, Counter(), Counter(), alone=alone):
             return True
         if not is_used:
             return False

@@ -31,7 +31,7 @@ class BlockPool:
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
-        self.releases = 0  # how often blocks came to be free, or promised to nobody
+        self._changes = 0  # how often blocks came to be found, or sequences to list others
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays)
         evicted = self.swaps.evicted if config.swap_blocks else None
@@ -42,6 +42,11 @@ class BlockPool:
         self.swaps.watcher = self.matches
         for allocator in self.allocators:
             allocator.watcher = self.matches
+
+    @property
+    def chances(self) -> int:
+        """How often something changed after which a request that did not fit may fit."""
+        return self._changes + self.matches.num_cuts + sum(allocator.releases for allocator in self.allocators)
 
     @property
     def available(self) -> int:
@@ -83,6 +88,7 @@ class BlockPool:
         if max(listed) > self._most_listed:
             return False
         self._listed, seq.room = listed, room
+        self._changes += 1
         return True
 
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
@@ -169,7 +175,6 @@ class BlockPool:
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
-        self.releases += 1
         for rank, allocator in enumerate(self.allocators):
             self._listed[rank] -= seq.room[rank]
             allocator.release(seq.block_ids[rank], seq.promised[rank])
@@ -177,6 +182,9 @@ class BlockPool:
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
         """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
+        if not blocks:
+            return
+        self._changes += 1
         set_hashes(self.allocators, blocks, hashes)
         if self.swaps.num_slots:
             for index, content_hash in enumerate(hashes):
@@ -192,7 +200,6 @@ class BlockPool:
 
     def unshare(self, blocks: Items[Block]) -> None:
         """Take a holder from blocks, each once, in position order."""
-        self.releases += 1
         ids = [array("q") for _ in self.allocators]
         for block in blocks:
             ids[block.owner].append(block.id)

@@ -80,7 +80,7 @@ class Matches:
     """The tree of all matches. Allocators and swaps report each block that is taken up, let go of or evicted.
 
     A change costs as much as the blocks that it concerns, however long the prompts are and however many wait.
-    `num_visits` counts the blocks that were looked at, for tests.
+    `num_visits` counts the blocks that were looked at, for tests. `num_cuts` counts how often matches became shorter.
 
     Args:
         allocators: those of all KVP ranks.
@@ -98,6 +98,7 @@ class Matches:
         self._run_of_block: list[dict[int, Run]] = [{} for _ in allocators]  # by rank and id
         self._run_of_slot: list[dict[int, Run]] = [{} for _ in allocators]
         self.num_visits = 0
+        self.num_cuts = 0
 
     def new(self) -> Match:
         """A match that has found nothing yet."""
@@ -124,9 +125,7 @@ class Matches:
                     run = self._append(run, match, *found)
                 break
             same = self._num_same(following, most_blocks, hash_of)
-            if same < len(following.blocks):
-                self._split(following, same)
-            run = following
+            run = following if same == len(following.blocks) else self._split(following, same)
         self._move(match, run)
 
     def _find(
@@ -146,8 +145,9 @@ class Matches:
     def _num_same(self, run: Run, most_blocks: int, hash_of: Callable[[int], bytes]) -> int:
         """How many blocks of a run a prompt has."""
         indices = range(run.start, min(run.stop, most_blocks))
-        self.num_visits += len(indices)
-        return next((at for at, index in enumerate(indices) if hash_of(index) != run.hashes[at]), len(indices))
+        same = next((at for at, index in enumerate(indices) if hash_of(index) != run.hashes[at]), len(indices))
+        self.num_visits += same
+        return same
 
     def _append(self, run: Run, match: Match, blocks: list[Block | Slot], hashes: list[bytes]) -> Run:
         """Add blocks behind a run: to it, or to a new one, if anything else ends or goes on there."""
@@ -163,6 +163,10 @@ class Matches:
     def _fill(self, run: Run, blocks: Items[Block | Slot], hashes: Items[bytes]) -> None:
         run.blocks += blocks
         run.hashes += hashes
+        self._point_to(run, blocks)
+
+    def _point_to(self, run: Run, blocks: Items[Block | Slot]) -> None:
+        """Blocks are a run's from now on."""
         self._count(run, blocks, 1)
         for block in blocks:
             self._runs_of(block)[block.id] = run
@@ -179,8 +183,11 @@ class Matches:
     def _runs_of(self, block: Block | Slot) -> dict[int, Run]:
         return (self._run_of_slot if isinstance(block, Slot) else self._run_of_block)[block.owner]
 
-    def _split(self, run: Run, at: int) -> None:
-        """Let a run end before its block `at`, and a new one begin there."""
+    def _split(self, run: Run, at: int) -> Run:
+        """Let a run end before its block `at`, and another one begin there. Returns the first. The shorter part is the
+        new one, because each of its blocks has to be looked at."""
+        if 2 * at < len(run.blocks):
+            return self._split_front(run, at)
         rest = self._new_run(run, run.start + at)
         blocks, hashes = run.blocks[at:], run.hashes[at:]
         del run.blocks[at:], run.hashes[at:]
@@ -191,6 +198,18 @@ class Matches:
         for match in list(run.matches):
             self._move_to(match, rest)
         self._fill(rest, blocks, hashes)
+        return run
+
+    def _split_front(self, run: Run, at: int) -> Run:
+        before = run.before
+        assert before is not None
+        front = before.after[run.hashes[0]] = self._new_run(before, run.start)
+        blocks, hashes = run.blocks[:at], run.hashes[:at]
+        del run.blocks[:at], run.hashes[:at]
+        self._count(run, blocks, -1)
+        run.before, run.start, front.after = front, run.start + at, {run.hashes[0]: run}
+        self._fill(front, blocks, hashes)
+        return front
 
     def _move(self, match: Match, run: Run) -> None:
         before = match.run
@@ -217,12 +236,23 @@ class Matches:
             run = before
 
     def _join(self, run: Run, following: Run) -> None:
+        """Make one run of two, the first of which has no matches. The blocks of the shorter one move."""
+        if len(run.blocks) < len(following.blocks):
+            self._join_front(run, following)
+            return
         self._fill(run, following.blocks, following.hashes)
         run.after = following.after
         for one in run.after.values():
             one.before = run
         for match in list(following.matches):
             self._move_to(match, run)
+
+    def _join_front(self, run: Run, following: Run) -> None:
+        assert run.before is not None
+        run.before.after[run.hashes[0]] = following
+        following.before, following.start = run.before, run.start
+        following.blocks[:0], following.hashes[:0] = run.blocks, run.hashes
+        self._point_to(following, run.blocks)
 
     def _forget(self, blocks: Items[Block | Slot]) -> None:
         self.num_visits += len(blocks)
@@ -248,6 +278,7 @@ class Matches:
         """A block's content is no longer found, or is found elsewhere."""
         run = self._runs_of(block).get(block.id)
         if run is not None:
+            self.num_cuts += 1
             at = len(run.blocks) - 1
             while run.blocks[at] != block:  # mostly the last ones go first
                 at -= 1

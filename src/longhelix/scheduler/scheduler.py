@@ -370,7 +370,6 @@ class Scheduler:
         new_blocks = self.pool.take_needed(seq)
         if self._cache is not None:
             self.pool.name(*self._cache.named(seq))
-            self._waiting.try_again()
         return Chunk(seq.id, token_ids, new_blocks, sample=ends, scored=scored)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:

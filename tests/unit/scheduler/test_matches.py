@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from test_pressure import Pressed, Traffic, config, request
+from hypothesis.stateful import invariant
+from test_pressure import LONG, Pressed, Traffic, config, request
+from test_scheduler import expected_output
 
 from longhelix.kv.blocks import Block
 from longhelix.scheduler.admission import Admission
@@ -41,6 +43,63 @@ def test_waiting_with_a_long_cached_prefix_takes_no_look_at_its_blocks(monkeypat
     assert len(engine.scheduler._waiting) == 32
     assert set(looked) == set(range(100, 130))
     assert engine.scheduler.pool.matches.num_visits - visits < 500
+
+
+def test_a_prompt_that_leaves_a_long_one_early_takes_no_look_at_the_rest_of_it():
+    """It waits as well, and gives up: the others begin with the same few blocks."""
+    engine = Pressed(config(kvp=1, num_blocks=1400, max_model_len=5600, policy="lars"))
+    document = [index % 50 for index in range(2000)]
+    engine.add(request(0, document, 1))
+    while engine.loop.has_work:
+        engine.step()
+    engine.add(request(1, [1, 2, 3] * 1000, 60))
+    engine.step()
+    engine.add(request(2, [*document, *[2] * 2500], 5))
+    for _ in range(8):
+        engine.step()
+    visits = engine.scheduler.pool.matches.num_visits
+    for id in range(100, 105):
+        engine.add(request(id, [*document[:40], *[id] * 3000], 3))
+        for _ in range(8):  # until a block of the first one's answer is full
+            engine.step()
+        engine.abort(id)
+    assert len(engine.scheduler._waiting) == 1
+    assert 0 < engine.scheduler.pool.matches.num_visits - visits < 500
+
+
+def test_a_request_begins_when_an_answer_has_the_blocks_that_it_has_no_room_for():
+    """Its prompt has the other's answer so far, and fills rank 0 but for a block that the other one has there."""
+    engine = Pressed(config())
+    first = request(0, LONG[:8], 8)
+    engine.add(first)
+    for _ in range(3):
+        engine.step()
+    engine.add(request(1, [*LONG[:8], *expected_output(first)[:4], *LONG[:78]], 1))
+    while len(engine.outcomes[0].token_ids) < 5:
+        engine.step()
+        assert 1 not in engine.runner.new
+    engine.step()
+    assert 1 in engine.runner.new
+    assert engine.runner.new[1].cached_tokens == 12
+    engine.drain()
+
+
+def test_a_request_begins_elsewhere_when_its_prefix_is_gone():
+    """It waited for room on the rank that had the prefix, whose blocks an answer has needed since."""
+    engine = Pressed(config(placement="local", max_model_len=48))
+    engine.add(request(0, LONG[:8], 1))
+    while engine.loop.has_work:
+        engine.step()
+    engine.add(request(1, LONG[50:86], 12))
+    engine.step()
+    engine.add(request(2, LONG[:30], 1))
+    while engine.scheduler.pool.index.keys() & engine.scheduler._cache.hashes(request(-1, LONG[:8], 1)):
+        engine.step()
+        assert 2 not in engine.runner.new
+    engine.step()
+    assert 2 in engine.runner.new
+    assert engine.outcomes[1].finish_reason is None
+    engine.drain()
 
 
 def has_room(admission, job, alone):
@@ -100,6 +159,15 @@ class Compared(Traffic):
     def __init__(self):
         super().__init__()
         self.may_fit, Admission._may_fit = self.begin_comparing()
+
+    @invariant()
+    def none_waits_beside_room(self):
+        """A request that is not tried again before anything changes does not fit."""
+        if hasattr(self, "engine") and self.engine.scheduler.running:
+            admission = self.engine.scheduler._waiting
+            for job in admission._waiting._jobs.values():
+                if job.tried_at == admission._chances + admission._pool.chances:
+                    assert not has_room(admission, job, alone=False)
 
     def teardown(self):
         try:
