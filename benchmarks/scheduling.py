@@ -144,6 +144,28 @@ def waiting(count: int, cached_tokens: int) -> tuple[list[float], list[float], l
     return times
 
 
+def arriving(cached_tokens: int) -> tuple[int, float, float]:
+    """Steps of one request that decodes until another begins with `cached_tokens`, all of them cached, and milliseconds
+    of the longest `schedule` before the step that it begins in, and of that step."""
+    config = SchedulerConfig(4, cached_tokens // 16 + 100, 2 * cached_tokens, chunk_tokens=4096, prefix_cache=True)
+    scheduler, chance = Scheduler(config), random.Random(0)
+    document = array("i", (chance.randrange(100_000) for _ in range(cached_tokens)))
+    scheduler.add(Request(-1, document, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+    while scheduler.has_work and (step := scheduler.schedule(0.0)) is not None:
+        scheduler.complete(_result(scheduler, step, 1))
+    sampling = SamplingParams(max_new_tokens=STEPS)
+    scheduler.add(Request(0, array("i", [1] * 50), sampling, frozenset(), 0, 0.0))
+    scheduler.complete(_result(scheduler, scheduler.schedule(0.0), 1))
+    scheduler.add(Request(1, document + array("i", [1]), sampling, frozenset(), 0, 0.0))
+    spent_ms = list[float]()
+    while not scheduler.has_begun(1):
+        start = time.process_time_ns()
+        step = scheduler.schedule(0.0)
+        spent_ms.append((time.process_time_ns() - start) / 1e6)
+        scheduler.complete(_result(scheduler, step, 1))
+    return len(spent_ms), max(spent_ms[:-1]), spent_ms[-1]
+
+
 def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResult:
     """joined: the requests that decode, some of them in steps after this one."""
     ends = {chunk.id for chunk in step.chunks if chunk.sample}
@@ -231,6 +253,11 @@ def main() -> None:
     for count in (0, 64):
         name = f"64, chunks of 512, {count} waiting for room with a cached prefix of 1,000,000"
         print(_row(name, *waiting(count, 1_000_000)), flush=True)
+    steps, longest_ms, begins_ms = arriving(1_000_000)
+    print(
+        f"\nA prompt of which 1,000,000 tokens are cached begins in step {steps}: `schedule` of that step takes "
+        f"{begins_ms:.1f} ms, of those before it up to {longest_ms:.1f} ms."
+    )
     prices = ", ".join(f"{price_us(model):.2f} us for {model}" for model in MODELS)
     print(f"\nOne price of a mixed step: {prices}.")
     print(f"The choice of a chunk: {chunk_us(1):.0f} us for one prompt, {chunk_us(10):.0f} us for ten.")

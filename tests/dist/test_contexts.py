@@ -5,12 +5,13 @@ import os
 import resource
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from longhelix import LLM, Layout, SamplingParams, UserError
+from longhelix import LLM, Layout, SamplingParams, ServiceLevel, UserError
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.kernels import native
 from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, make_oracle, save_tokenizer_files
@@ -141,6 +142,27 @@ def test_a_context_is_built_and_taken_up_beside_other_requests(oracles, tmp_path
         tokens = [[*stream][-1].result.token_ids for stream in streams]
     assert firsts
     assert tokens == [*oracle.tokens, oracle.tokens[3]]
+
+
+def test_a_context_that_another_thread_has_read_answers_alike(oracles, tmp_path):
+    """Loaded and from the cache, each with the salt that it was read with."""
+    oracle = oracles("gqa-packed")
+    context, question = split(oracle)
+    with engine(oracle, tmp_path, Layout(kvp=2)) as llm:
+        llm.save_context("document", context)
+    with engine(oracle, tmp_path, Layout(kvp=2)) as llm, ThreadPoolExecutor(1) as thread:
+        for salt in ("", "other"):
+            service = ServiceLevel(cache_salt=salt)
+            read = thread.submit(llm.read_context, "document", salt).result()
+            for _ in range(2):
+                llm.add(question, GREEDY, service, context=read)
+                deltas = []
+                while llm.has_work:
+                    deltas += llm.step()
+                assert deltas[-1].result.token_ids == oracle.tokens[3]
+                assert deltas[-1].result.cached_tokens == 32
+        with pytest.raises(UserError, match="another cache_salt"):
+            llm.add(question, GREEDY, context=read)
 
 
 def test_a_name_is_given_once_unless_it_is_replaced(oracles, tmp_path):

@@ -55,6 +55,21 @@ class LoadedContext:
     loaded_blocks: int
 
 
+@dataclass(frozen=True)
+class ReadContext:
+    """A saved context that has been read from disk, except for its KV: `LLM.read_context` makes it.
+
+    token_ids: int32.
+    cache_salt: that of the requests that may begin with it.
+    chain: the hashes of its KV blocks, as the prefix cache has them with that salt.
+    """
+
+    saved: SavedContext
+    token_ids: "array[int]"
+    cache_salt: str
+    chain: Sequence[bytes]
+
+
 class Contexts:
     """The saved contexts in a folder, as one engine may use them. Raises UserError for what cannot be.
 
@@ -88,7 +103,8 @@ class Contexts:
     def writing(self, new: NewContext) -> Generator[None, None, SavedContext | None]:
         """Keep the KV of a prompt that was just computed, a part each time that it is asked: steps may run between two
         of them. Returns None if some of the KV is gone already. Where it is closed early, nothing stays on the disk."""
-        held = self._core.hold(new.token_ids, new.capacity_tokens, new.cache_salt)
+        prompt = new.token_ids, new.capacity_tokens, new.cache_salt
+        held = self._core.hold(*prompt, self._core.chain(*prompt))
         if held is None:
             return None
         with self._core.releasing(held):
@@ -111,39 +127,51 @@ class Contexts:
 
     def load(self, name: str, cache_salt: str = "") -> LoadedContext:
         """Have the ranks take up what they do not have of a context."""
-        saved, prompt_ids = self._found(name)
-        loaded_blocks = self._take_up(saved, prompt_ids, cache_salt)
+        context = self.read(name, cache_salt)
+        saved = context.saved
+        loaded_blocks = self._take_up(context)
         if loaded_blocks is None:
             raise UserError(
                 f"context {name!r} of {saved.num_tokens} tokens does not fit into what is free of the KV cache: set "
                 "--kv-cache-tokens to more, or wait until other requests have ended",
                 "kv_cache_exceeded",
             )
-        return LoadedContext(saved, prompt_ids, loaded_blocks)
+        return LoadedContext(saved, context.token_ids, loaded_blocks)
 
-    def before(self, name: str, prompt: Sequence[int], sampling: SamplingParams, service: ServiceLevel) -> "array[int]":
-        """The ids of a context and of a prompt behind it.
+    def before(
+        self, context: ReadContext, prompt: Sequence[int], sampling: SamplingParams
+    ) -> tuple["array[int]", Sequence[bytes]]:
+        """The ids of a context and of a prompt behind it, and the hashes that are known of them.
 
         The ranks take the context up if there is room for it now and its keys are rotated by the request's angles. If
         not, the request computes it when its turn comes.
         """
-        saved, context_ids = self._found(name)
         most = self._config.scheduler.max_model_len
-        given = context_ids + token_ids(prompt, self._config.spec.vocab_size, most)
-        if self._origin(len(given) + sampling.most_sampled).frequencies == saved.origin.frequencies:
-            self._take_up(saved, context_ids, service.cache_salt)
-        return given
+        given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
+        if self._origin(len(given) + sampling.most_sampled).frequencies != context.saved.origin.frequencies:
+            return given, ()
+        self._take_up(context)
+        return given, context.chain
 
-    def _found(self, name: str) -> tuple[SavedContext, "array[int]"]:
-        """A context that this engine can use, and its token ids."""
+    def read(self, name: str, cache_salt: str) -> ReadContext:
+        """Read a context that this engine can use, except for its KV. Any thread may ask."""
         self._check_cache()
         saved = self._folder.manifest(name)
         saved.check(self._origin(saved.capacity_tokens))
-        return saved, self._folder.token_ids(saved)
+        ids = self._folder.token_ids(saved)
+        return ReadContext(saved, ids, cache_salt, self._core.chain(ids, saved.capacity_tokens, cache_salt))
 
-    def _take_up(self, saved: SavedContext, prompt_ids: "array[int]", cache_salt: str) -> int | None:
+    def _take_up(self, context: ReadContext) -> int | None:
         """Have the ranks read the KV blocks that they do not have. Returns how many; None: there is no room now."""
-        held = self._core.hold(prompt_ids, saved.capacity_tokens, cache_salt)
+        if self._core.has_cached(context.chain):
+            return 0
+        saved = context.saved
+        if self._folder.manifest(saved.name) != saved:
+            raise UserError(
+                f"context {saved.name!r} was replaced while a request for it was on its way: ask again",
+                "context_mismatch",
+            )
+        held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.chain)
         if held is None:
             return None
         with self._core.releasing(held):

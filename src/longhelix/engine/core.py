@@ -169,13 +169,14 @@ class TokenCore:
         self._next_id += 1
         return request
 
-    def queue(self, request: Request, images: Sequence[ShownImage]) -> None:
-        """Queue a request: a new one, or the rest of one that the core before had. The ranks hear of it with a step."""
+    def queue(self, request: Request, images: Sequence[ShownImage], chain: Sequence[bytes] = ()) -> None:
+        """Queue a request: a new one, or the rest of one that the core before had. The ranks hear of it with a step.
+        chain: see `Scheduler.add`."""
         self.check_running()
         if images:
             self._images.add(request.id, images)
         try:
-            self._loop.add(request)
+            self._loop.add(request, chain)
         except BaseException:
             self._images.forget(request.id)
             raise
@@ -283,12 +284,25 @@ class TokenCore:
             self.fail(error)
             raise
 
-    def hold(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> HeldPrefix | None:
+    def chain(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> list[bytes]:
+        """The hashes of a prompt: see `PrefixCache.chain`. Any thread may ask."""
+        return self._scheduler.chain(_prefilled(prompt_ids, capacity_tokens, cache_salt))
+
+    def has_cached(self, chain: Sequence[bytes]) -> bool:
+        """Whether the KV of all blocks of a prompt is cached, which is then the last to be evicted."""
+        hashes, pool = chain[1:], self._scheduler.pool
+        blocks = pool.cached(hashes)
+        if len(blocks) < len(hashes):
+            return False
+        pool.refresh(blocks)
+        return True
+
+    def hold(
+        self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, chain: Sequence[bytes]
+    ) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see
-        `Scheduler.hold`."""
-        sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
-        service = ServiceLevel(cache_salt=cache_salt)
-        return self._scheduler.hold(Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, service))
+        `Scheduler.hold`. chain: what `chain` gives for them."""
+        return self._scheduler.hold(_prefilled(prompt_ids, capacity_tokens, cache_salt), chain[1:])
 
     @contextmanager
     def releasing(self, held: HeldPrefix) -> Iterator[None]:
@@ -385,6 +399,12 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
     if rope.kind not in ("dynamic", "longrope"):
         return lambda request: b""
     return lambda request: repr(inverse_frequencies(rope, size, request.capacity_tokens)).encode()
+
+
+def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:
+    """A request that has the KV of a prompt. It is never queued."""
+    sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
+    return Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, ServiceLevel(cache_salt=cache_salt))
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from longhelix.cache.context_folder import ContextFolder
 from longhelix.cache.saved_context import SavedContext
-from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext
+from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.images import Images
@@ -186,7 +186,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         service: ServiceLevel = ANY_SERVICE,
         *,
-        context: str | None = None,
+        context: str | ReadContext | None = None,
         arrival_s: float | None = None,
         reasoning: ReasoningTags | None = None,
     ) -> int:
@@ -204,6 +204,11 @@ class LLM:
         else it may run on another thread, one call at a time, while the engine steps. Raises UserError as they do."""
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
+
+    def read_context(self, name: str, cache_salt: str = "") -> ReadContext:
+        """Read a saved context for `add`, whose requests have this salt. As `read`, it may run on another thread while
+        the engine steps: for a million tokens it takes some 0.1 s. Raises UserError as `add` does."""
+        return self._contexts.read(name, cache_salt)
 
     @property
     def image_bytes(self) -> int:
@@ -312,7 +317,7 @@ class LLM:
         sampling: SamplingParams | None,
         service: ServiceLevel,
         deltas: deque[Delta],
-        context: str | None,
+        context: str | ReadContext | None,
         arrival_s: float | None = None,
         reasoning: ReasoningTags | None = None,
     ) -> int:
@@ -321,27 +326,30 @@ class LLM:
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
         images: Sequence[ShownImage] = ()
+        chain: Sequence[bytes] = ()
         if isinstance(prompt, ImagePrompt | ReadPrompt):
             read = self._shown(prompt, context)
             given, images = read.token_ids, read.images
         elif context is None:
             given = self._token_ids(prompt)
         else:
-            given = self._after(context, prompt, sampling, service)
+            context = self._read(context, service)
+            given, chain = self._after(context, prompt, sampling)
         before = self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
         tags = frozenset() if reasoning is None else reasoning.special_ids
         stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens, tags)
         unseen = [image.unseen() for image in images]
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-        live = Live(request, stream, stops, deltas, before, context, unseen)
+        name = None if context is None else context.saved.name
+        live = Live(request, stream, stops, deltas, before, name, unseen)
         live.reasoning = None if reasoning is None else Reasoning(reasoning)
         if not self._lost.take(live, self._live):
-            self._core.queue(request, images)
+            self._core.queue(request, images, chain)
             self._live[request.id] = live
         return request.id
 
-    def _shown(self, prompt: ImagePrompt | ReadPrompt, context: str | None) -> ReadPrompt:
+    def _shown(self, prompt: ImagePrompt | ReadPrompt, context: object) -> ReadPrompt:
         if context is not None:
             raise UserError("a saved context has tokens alone, and no images go with it: leave out one of them")
         return prompt if isinstance(prompt, ReadPrompt) else self._images.read(prompt, self._token_ids)
@@ -353,10 +361,19 @@ class LLM:
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt
 
-    def _after(self, context: str, prompt: Prompt, sampling: SamplingParams, service: ServiceLevel) -> Sequence[int]:
-        """The tokens of a context, which the ranks take up, and of a prompt behind it."""
+    def _read(self, context: str | ReadContext, service: ServiceLevel) -> ReadContext:
+        if not isinstance(context, ReadContext):
+            return self._contexts.read(context, service.cache_salt)
+        if context.cache_salt != service.cache_salt:
+            raise UserError("the context was read with another cache_salt than its request has: give both the same one")
+        return context
+
+    def _after(
+        self, context: ReadContext, prompt: Prompt, sampling: SamplingParams
+    ) -> tuple[Sequence[int], Sequence[bytes]]:
+        """The tokens of a context, which the ranks take up, and of a prompt behind it; and the hashes of the first."""
         more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
-        return self._contexts.before(context, more, sampling, service)
+        return self._contexts.before(context, more, sampling)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
         """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued

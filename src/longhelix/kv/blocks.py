@@ -30,8 +30,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class CacheWatcher(Protocol):
     """Is told what happens to blocks that can be found by their content."""
 
-    def taken_up(self, rank: int, block_id: int) -> None:
-        """A block that nobody held is held now."""
+    def taken_up(self, rank: int, ids: Iterable[int]) -> None:
+        """Blocks that nobody held are held now."""
         ...
 
     def let_go(self, rank: int, ids: Iterable[int]) -> None:
@@ -175,6 +175,16 @@ class BlockAllocator:
         """Whether nobody holds it, and it keeps its content."""
         return block_id in self._cached
 
+    def refresh(self, ids: Sequence[int]) -> None:
+        """Let those of these blocks that nobody holds be the last to be evicted, as if they were released now."""
+        for block_id in reversed(ids):
+            if block_id in self._cached:
+                self._cached.move_to_end(block_id)
+
+    def num_cached_of(self, ids: Iterable[int]) -> int:
+        """How many of these blocks nobody holds, and keep their content."""
+        return sum(map(self._cached.__contains__, ids))
+
     def is_shared(self, block_id: int) -> bool:
         """Whether it has more than one holder."""
         return block_id in self._more_holders
@@ -185,13 +195,15 @@ class BlockAllocator:
 
     def share(self, ids: Iterable[int]) -> None:
         """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
+        cached, more_holders, taken_up = self._cached, self._more_holders, list[int]()
         for block_id in ids:
-            if block_id in self._cached:
-                del self._cached[block_id]
-                if self.watcher is not None:
-                    self.watcher.taken_up(self.rank, block_id)
+            if block_id in cached:
+                del cached[block_id]
+                taken_up.append(block_id)
             else:
-                self._more_holders[block_id] = self._more_holders.get(block_id, 0) + 1
+                more_holders[block_id] = more_holders.get(block_id, 0) + 1
+        if self.watcher is not None:
+            self.watcher.taken_up(self.rank, taken_up)
         assert self.available >= 0
 
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
@@ -249,6 +261,20 @@ class BlockAllocator:
         """Before other ids go on top of them: drop the taken ids, where these are more than the free ones."""
         if self._free and 2 * (free := self._free[-1]).taken > len(free.ids):
             free.ids, free.taken = free.ids[free.taken :], 0
+
+
+def kept(blocks: Sequence[Block | Slot]) -> tuple[Block, ...]:
+    """Those that are not swapped."""
+    return tuple([block for block in blocks if isinstance(block, Block)])
+
+
+def by_rank(blocks: Iterable[Block], num_ranks: int) -> "list[array[int]]":
+    """The ids of the blocks that each KVP rank has, in order."""
+    ids = [array("q") for _ in range(num_ranks)]
+    append = [of_rank.append for of_rank in ids]
+    for block in blocks:
+        append[block.owner](block.id)
+    return ids
 
 
 def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Sequence[bytes]) -> None:

@@ -3,6 +3,8 @@
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Items
+from operator import attrgetter
 
 from longhelix.errors import UserError
 from longhelix.kv.blocks import Block, Slot
@@ -25,6 +27,8 @@ from longhelix.step import NewSequence
 MOST_PREEMPTIONS = 2
 _MOST_OVERTAKEN = 32
 _LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
+# Blocks of waiting prompts that are hashed for one step, which takes about 3 ms, and of each prompt at least.
+_HASHED_A_STEP, _HASHED_OF_EACH = 4096, 64
 
 
 class Admission:
@@ -49,6 +53,7 @@ class Admission:
         self._cache = cache
         self._guides = guides
         self._chances = 0
+        self._hashes_left = _HASHED_A_STEP  # for the next step
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
 
     def __len__(self) -> int:
@@ -78,8 +83,10 @@ class Admission:
                 "kv_cache_exceeded",
             )
 
-    def push(self, job: Job, now_s: float) -> None:
-        """A request waits from now on."""
+    def push(self, job: Job, now_s: float, chain: Items[bytes] = ()) -> None:
+        """A request waits from now on. chain: the first ones of its `chain`, where they are known."""
+        if chain and self._cache is not None:
+            self._cache.know(job.request.id, chain)
         self._order.shares.add(job.request.service.client)
         self._waiting.push(job, now_s)
 
@@ -100,10 +107,13 @@ class Admission:
         if not room or not self._waiting:
             return begun
         chances = self._chances + self._pool.chances
+        self._hashes_left = _HASHED_A_STEP
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(begun) == 0
-            one = self._try(job, alone=alone) if alone or job.tried_at != chances else None
-            job.tried_at = chances
+            one = None
+            if alone or (job.tried_at != chances and self._is_hashed(job)):
+                one = self._try(job, alone=alone)
+                job.tried_at = chances
             if one is not None:
                 begun.append(one)
                 for other in passed:
@@ -120,11 +130,24 @@ class Admission:
         """The step has begun that a request with a guide was not to be in."""
         self._chances += 1
 
-    def hold(self, request: Request) -> HeldPrefix | None:
-        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
-        where the prompt would have them new ones. None if these are not free now."""
+    def chain(self, request: Request) -> list[bytes]:
+        """See `PrefixCache.chain`."""
         assert self._cache is not None
-        return HeldPrefix.take(self._pool, self._cache.hashes(request), self._placement(request))
+        return self._cache.chain(request)
+
+    def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
+        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
+        where the prompt would have them new ones. None if these are not free now. hashes: those of its blocks."""
+        return HeldPrefix.take(self._pool, hashes, self._placement(request))
+
+    def _is_hashed(self, job: Job) -> bool:
+        """Whether the cached part of a prompt has been hashed. That of a long prompt takes several steps, so that the
+        tokens of others do not wait for it."""
+        if self._cache is None:
+            return True
+        count, is_all = self._cache.hash_ahead(job.request, max(self._hashes_left, _HASHED_OF_EACH))
+        self._hashes_left = max(self._hashes_left - count, 0)
+        return is_all
 
     def _try(self, job: Job, *, alone: bool) -> Begun | None:
         """See `_begin`, which looks at every block of a prefix: a request that did not fit before is asked only if it
@@ -229,7 +252,7 @@ class Admission:
     def _shared(self, prefix: Prefix) -> Counter[int]:
         """How many full blocks of a prefix each rank has in its pool."""
         full_blocks = prefix.full_blocks(self._config.block_tokens)
-        return Counter(block.owner for block in full_blocks if isinstance(block, Block))
+        return Counter([block.owner for block in full_blocks if isinstance(block, Block)])
 
     def _room(self, job: Job, placement: Placement | Behind, shared: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """The blocks that a request may come to have of each rank, and those that it is promised when it begins.
@@ -249,7 +272,7 @@ class Admission:
 
     def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
         """The request's own placement, which goes on after the blocks of a prefix."""
-        owners = tuple(block.owner for block in prefix.blocks)
+        owners = tuple(map(attrgetter("owner"), prefix.blocks))
         if not owners:
             return self._placement(request)
         return Continued(self._placement(request, owners[-1], set(owners)), owners)

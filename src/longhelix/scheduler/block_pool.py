@@ -1,12 +1,11 @@
 """The KV blocks of all KVP ranks, as sequences take them, share them and give them back."""
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, set_hashes
+from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.matches import Matches
@@ -64,7 +63,23 @@ class BlockPool:
 
     def unheld(self, blocks: Iterable[Block]) -> Counter[int]:
         """How many of these blocks on each rank nobody holds."""
-        return Counter(block.owner for block in blocks if self.allocators[block.owner].is_cached(block.id))
+        ids = by_rank(blocks, len(self.allocators))
+        return Counter({rank: allocator.num_cached_of(ids[rank]) for rank, allocator in enumerate(self.allocators)})
+
+    def cached(self, hashes: Iterable[bytes]) -> list[Block]:
+        """The blocks of a prompt, by their hashes, up to the first one that is not cached."""
+        blocks, found, awaited = list[Block](), self.index.get, self.swaps.awaited
+        for content_hash in hashes:
+            block = found(content_hash)
+            if block is None or block in awaited:
+                break
+            blocks.append(block)
+        return blocks
+
+    def refresh(self, blocks: Iterable[Block]) -> None:
+        """Let cached blocks, in position order, be the last ones to be evicted."""
+        for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
+            allocator.refresh(ids)
 
     def fits(self, room: list[int], promised: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
         """Whether a sequence can begin now.
@@ -94,13 +109,14 @@ class BlockPool:
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
         """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
         that are swapped in."""
-        self.share(block for block in full_blocks if isinstance(block, Block))
+        shared = kept(full_blocks)
+        self.share(shared)
         for rank, allocator in enumerate(self.allocators):
             allocator.reserve(seq.promised[rank])
             self._listed[rank] += seq.room[rank]
-        blocks = self._swapped_in(seq, full_blocks)
-        for block in blocks:
-            seq.block_ids[block.owner].append(block.id)
+        blocks = shared if len(shared) == len(full_blocks) else self._swapped_in(seq, full_blocks)
+        for of_rank, ids in zip(seq.block_ids, by_rank(blocks, len(self.allocators)), strict=True):
+            of_rank.extend(ids)
         seq.num_blocks, seq.most_blocks = len(blocks), max(map(len, seq.block_ids))
         seq.last_owner = blocks[-1].owner if blocks else 0
         return blocks
@@ -192,19 +208,13 @@ class BlockPool:
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder, who calls `unshare`, to blocks that have one or are cached."""
-        ids: list[list[int]] = [[] for _ in self.allocators]
-        for block in blocks:
-            ids[block.owner].append(block.id)
-        for rank, allocator in enumerate(self.allocators):
-            allocator.share(ids[rank])
+        for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
+            allocator.share(ids)
 
     def unshare(self, blocks: Items[Block]) -> None:
         """Take a holder from blocks, each once, in position order."""
-        ids = [array("q") for _ in self.allocators]
-        for block in blocks:
-            ids[block.owner].append(block.id)
-        for rank, allocator in enumerate(self.allocators):
-            allocator.release(ids[rank], 0)
+        for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
+            allocator.release(ids, 0)
 
     def borrow(self, block: Block) -> None:
         """Keep a block, which is copied in the next step, until that is made."""

@@ -25,12 +25,7 @@ class HeldPrefix:
     @classmethod
     def take(cls, pool: BlockPool, hashes: Sequence[bytes], placement: Placement) -> Self | None:
         """Those that are cached, and new ones behind them, where `placement` has them. None if they are not free."""
-        cached, awaited = list[Block](), pool.swaps.awaited
-        for digest in hashes:
-            block = pool.index.get(digest)
-            if block is None or block in awaited:
-                break
-            cached.append(block)
+        cached = pool.cached(hashes)
         owners = tuple(block.owner for block in cached)
         continued = Continued(placement, owners) if owners else placement
         wanted = [continued.owner(index * placement.block_tokens) for index in range(len(cached), len(hashes))]

@@ -2,7 +2,7 @@
 runner."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,10 +77,10 @@ class Loop:
     def has_work(self) -> bool:
         return bool(self._of_step) or self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if it could never run."""
-        self.scheduler.add(request)
-        self.hear(Added(request))
+    def add(self, request: Request, chain: Sequence[bytes] = ()) -> None:
+        """Queue a request. chain: see `Scheduler.add`. Raises UserError if it could never run."""
+        self.scheduler.add(request, chain)
+        self.hear(Added(request, chain))
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.

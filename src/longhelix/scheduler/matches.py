@@ -259,20 +259,21 @@ class Matches:
         for block in blocks:
             del self._runs_of(block)[block.id]
 
-    def taken_up(self, rank: int, block_id: int) -> None:
-        """A block that nobody held is held now."""
-        run = self._run_of_block[rank].get(block_id)
-        if run is not None:
-            run.unheld[rank] -= 1
+    def taken_up(self, rank: int, ids: Iterable[int]) -> None:
+        """Blocks that nobody held are held now."""
+        self._count_unheld(rank, ids, -1)
 
     def let_go(self, rank: int, ids: Iterable[int]) -> None:
         """Nobody holds these blocks any longer. They keep their content."""
+        self._count_unheld(rank, ids, 1)
+
+    def _count_unheld(self, rank: int, ids: Iterable[int], sign: int) -> None:
         runs = self._run_of_block[rank]
         if runs:
             for block_id in ids:
                 run = runs.get(block_id)
                 if run is not None:
-                    run.unheld[rank] += 1
+                    run.unheld[rank] += sign
 
     def lost(self, block: Block | Slot) -> None:
         """A block's content is no longer found, or is found elsewhere."""

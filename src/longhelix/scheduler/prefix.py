@@ -4,10 +4,11 @@ from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Protocol
 
-from longhelix.kv.blocks import Block, Slot
+from longhelix.kv.blocks import Block, Slot, kept
 from longhelix.request import ImageSpan, Request
 from longhelix.scheduler.matches import Match, Matches
 from longhelix.scheduler.sequence import Sequence
@@ -32,13 +33,15 @@ class Prefix:
         """The blocks that the prefix fills: all of them, or all but the last."""
         return self.blocks[: self.num_tokens // block_tokens]
 
-    @property
+    @cached_property
     def kept(self) -> tuple[Block, ...]:
         """Those of its blocks that are not swapped."""
-        return tuple(block for block in self.blocks if isinstance(block, Block))
+        return kept(self.blocks)
 
     def swapped_tokens(self, block_tokens: int) -> int:
         """Those of its tokens whose KV is swapped."""
+        if len(self.kept) == len(self.blocks):
+            return 0
         return sum(
             min(block_tokens, self.num_tokens - index * block_tokens)
             for index, block in enumerate(self.blocks)
@@ -98,13 +101,38 @@ class PrefixCache:
 
     def find(self, request: Request) -> Prefix:
         blocks, hash_of = list[Block | Slot](), self._hashing(request)
+        chain, found, swapped = self._chains[request.id], self._index.get, self._swapped.get
         for index in range(self._num_full(request)):
-            digest = hash_of(index)
-            block = self._index.get(digest) or self._swapped.get(digest)
+            digest = chain[index + 1] if len(chain) > index + 1 else hash_of(index)
+            block = found(digest) or swapped(digest)
             if block is None:
                 break
             blocks.append(block)
         return Prefix(len(blocks) * self._block_tokens, tuple(blocks))
+
+    def hash_ahead(self, request: Request, most_blocks: int) -> tuple[int, bool]:
+        """Hash a prompt as far as it is cached, about `most_blocks` further than before.
+
+        `find` and `match` then hash at most `_HASHED_AT_ONCE` blocks themselves.
+
+        Returns:
+            How many blocks were hashed, and whether that was all.
+        """
+        hash_of, chain = self._hashing(request), self._chains[request.id]
+        before, num_full = len(chain), self._num_full(request)
+        while len(chain) <= num_full and self._is_found(chain):
+            if len(chain) - before >= most_blocks:
+                return len(chain) - before, False
+            hash_of(len(chain) - 1)
+        return len(chain) - before, True
+
+    def _is_found(self, chain: list[bytes]) -> bool:
+        """Whether the last block that was hashed is cached. The first hash of a chain is that of no block."""
+        return len(chain) == 1 or chain[-1] in self._index or chain[-1] in self._swapped
+
+    def know(self, request_id: int, chain: Items[bytes]) -> None:
+        """Take the first hashes of a waiting request, which `chain` gave before."""
+        self._chains[request_id] = list(chain)
 
     def match(self, request: Request, most_blocks: int) -> Match:
         """The blocks that `find` would give, at most so many. Looks at none of them again that it has seen before."""
@@ -134,13 +162,13 @@ class PrefixCache:
 
         return hash_of
 
-    def hashes(self, request: Request) -> list[bytes]:
-        """Those of the blocks that a request's prompt fills, in position order."""
-        num_full = self._num_full(request)
+    def chain(self, request: Request) -> list[bytes]:
+        """The hash of what comes before a prompt, and those of all blocks that it fills. Any thread may ask."""
+        first, num_full = self._first(request), self._num_full(request)
         if not num_full:
-            return []
+            return [first]
         token_bytes = request.prompt_token_ids[: num_full * self._block_tokens].tobytes()
-        return _chain(self._first(request), token_bytes, num_full, 0, request.images)
+        return [first, *_chain(first, token_bytes, num_full, 0, request.images)]
 
     def forget(self, request_id: int) -> None:
         """It waits no longer."""

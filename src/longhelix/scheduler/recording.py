@@ -1,5 +1,6 @@
 """What a loop and its scheduler told each other: enough to go through all of it again."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from longhelix.request import Request
@@ -7,9 +8,10 @@ from longhelix.step import Step, StepResult
 
 
 class Added(NamedTuple):
-    """A request was queued."""
+    """A request was queued. chain: see `Scheduler.add`."""
 
     request: Request
+    chain: Sequence[bytes] = ()
 
 
 class Aborted(NamedTuple):

@@ -113,10 +113,11 @@ class Scheduler:
         """Raise UserError if a request could never run."""
         self._waiting.check(request)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if it could never run."""
+    def add(self, request: Request, chain: Items[bytes] = ()) -> None:
+        """Queue a request. chain: the first ones of its `chain`, where they are known. Raises UserError if it could
+        never run."""
         self.check(request)
-        self._waiting.push(self._job(request), request.arrival_s)
+        self._waiting.push(self._job(request), request.arrival_s, chain)
 
     def _job(self, request: Request) -> Job:
         prefill_s = self._prefill_s(request)
@@ -128,9 +129,13 @@ class Scheduler:
     def _prefill_s(self, request: Request) -> float:
         return self._times.until(len(request.prompt_token_ids), self._waiting.place(request).alone_tokens)
 
-    def hold(self, request: Request) -> HeldPrefix | None:
+    def chain(self, request: Request) -> list[bytes]:
+        """See `PrefixCache.chain`."""
+        return self._waiting.chain(request)
+
+    def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
         """See `Admission.hold`."""
-        return self._waiting.hold(request)
+        return self._waiting.hold(request, hashes)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from longhelix.engine.contexts import ReadContext
 from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
 from longhelix.guide import ReasoningTags
@@ -38,7 +39,7 @@ class Asked:
     service: ServiceLevel
     came_s: float
     watched: bool = False
-    context: str | None = None
+    context: str | ReadContext | None = None
     reasoning: ReasoningTags | None = None
 
 

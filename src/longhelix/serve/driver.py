@@ -231,7 +231,7 @@ class Driver:
     def accepted(self, answer: Answer, request_id: int) -> None:
         if answer in self._asked:  # or all have been ended
             self._asked.remove(answer)
-            answer.asked = replace(answer.asked, prompt=())  # which the engine has
+            answer.asked = replace(answer.asked, prompt=(), context=None)  # which the engine has
             self._answers[request_id] = answer
             settle(answer.taken, None)
 

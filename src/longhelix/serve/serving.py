@@ -169,10 +169,20 @@ class Serving:
         if self.is_draining:
             raise ShuttingDownError
         call = self.call
+        self.driver.check_room([one.num_tokens for one in asked])
+        if asked[0].context is not None:
+            asked = await asyncio.to_thread(self._with_context, asked)
         answers = Answers(self.driver, call)
         call.ends.append(answers.end)  # one that is called off may leave them before anybody waits for them
         await answers.ask(asked)
         return answers
+
+    def _with_context(self, asked: Sequence[Asked]) -> Sequence[Asked]:
+        """Read the saved context of the requests of one call, which all have the same one."""
+        name = asked[0].context
+        assert isinstance(name, str)
+        context = self.llm.read_context(name, asked[0].service.cache_salt)
+        return [replace(one, context=context) for one in asked]
 
     async def prompts(
         self, given: "Sequence[str | array[int]]", encode: Callable[[str], list[int]]

@@ -11,7 +11,6 @@ from longhelix import SamplingParams, UserError
 from longhelix.cache.saved_context import Origin, SavedContext
 from longhelix.engine.contexts import Contexts
 from longhelix.kv.blocks import Block
-from longhelix.request import ANY_SERVICE
 from longhelix.scheduler.held_prefix import HeldPrefix
 
 pytestmark = pytest.mark.unit
@@ -31,9 +30,16 @@ class Core:
             layout=types.SimpleNamespace(kvp=1),
             kv_bytes_per_token=lambda rank: 2**20,  # so that ranks read a part at a time
         )
-        self.has_room, self.carried, self.published = has_room, [], 0
+        self.has_room, self.carried, self.published, self.is_cached = has_room, [], 0, False
 
-    def hold(self, prompt_ids, capacity_tokens, cache_salt):
+    def chain(self, prompt_ids, capacity_tokens, cache_salt):
+        return [b"before", b"first", b"second"]
+
+    def has_cached(self, chain):
+        return self.is_cached
+
+    def hold(self, prompt_ids, capacity_tokens, cache_salt, chain):
+        assert not self.is_cached
         return HeldPrefix((Block(0, 5), Block(0, 6)), 1, (b"first", b"second")) if self.has_room else None
 
     def releasing(self, held):
@@ -70,10 +76,15 @@ def contexts_with(monkeypatch):
     return lambda core: Contexts(core, "small", None, Folder())
 
 
+def asked(contexts, question, sampling=NEW):
+    given, _ = contexts.before(contexts.read("papers", ""), question, sampling)
+    return given
+
+
 def test_what_is_not_there_is_read_before_a_prompt(contexts_with):
     core = Core(has_room=True)
     contexts = contexts_with(core)
-    assert contexts.before("papers", [7, 8], NEW, ANY_SERVICE) == TOKENS + array("i", [7, 8])
+    assert asked(contexts, [7, 8]) == TOKENS + array("i", [7, 8])
     assert (core.carried, core.published) == ([1], 1)
     assert contexts.load("papers").loaded_blocks == 1
 
@@ -82,7 +93,7 @@ def test_a_prompt_waits_for_its_turn_where_the_context_finds_no_room_now(context
     """The request has its tokens, and computes it, as it does where others have displaced it."""
     core = Core(has_room=False)
     contexts = contexts_with(core)
-    assert contexts.before("papers", [7, 8], NEW, ANY_SERVICE) == TOKENS + array("i", [7, 8])
+    assert asked(contexts, [7, 8]) == TOKENS + array("i", [7, 8])
     assert (core.carried, core.published) == ([], 0)
     with pytest.raises(UserError, match="does not fit into what is free") as refused:
         contexts.load("papers")
@@ -92,12 +103,35 @@ def test_a_prompt_waits_for_its_turn_where_the_context_finds_no_room_now(context
 def test_nothing_is_read_for_what_is_refused(contexts_with):
     core = Core(has_room=True)
     with pytest.raises(UserError, match="prompt token 100"):
-        contexts_with(core).before("papers", [100], NEW, ANY_SERVICE)
+        asked(contexts_with(core), [100])
     assert core.carried == []
 
 
 def test_a_request_whose_keys_are_rotated_otherwise_computes_the_context(contexts_with):
     core = Core(has_room=True)
     longer = SamplingParams(max_new_tokens=30)
-    assert contexts_with(core).before("papers", [7], longer, ANY_SERVICE) == TOKENS + array("i", [7])
+    assert asked(contexts_with(core), [7], longer) == TOKENS + array("i", [7])
     assert (core.carried, core.published) == ([], 0)
+
+
+def test_what_is_cached_is_not_held(contexts_with):
+    """That would take time between two steps: the request holds it when it begins. It has the hashes."""
+    core = Core(has_room=True)
+    core.is_cached = True
+    contexts = contexts_with(core)
+    context = contexts.read("papers", "")
+    assert contexts.before(context, [7, 8], NEW) == (TOKENS + array("i", [7, 8]), context.chain)
+    assert (core.carried, core.published) == ([], 0)
+    assert contexts.load("papers").loaded_blocks == 0
+
+
+def test_a_context_that_was_replaced_after_it_was_read_is_not_loaded(contexts_with, monkeypatch):
+    """Its blocks would have the KV of other tokens."""
+    core = Core(has_room=True)
+    contexts = contexts_with(core)
+    context = contexts.read("papers", "")
+    other = SavedContext("papers", origin(41), "small", "", len(TOKENS), 41, "other", ())
+    monkeypatch.setattr(Folder, "manifest", lambda self, name: other)
+    with pytest.raises(UserError, match="was replaced while a request"):
+        contexts.before(context, [7, 8], NEW)
+    assert core.carried == []

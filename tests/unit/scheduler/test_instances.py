@@ -322,8 +322,12 @@ def swapping():
     return run
 
 
+def hold(run, request):
+    return run.scheduler.hold(request, run.scheduler.chain(request)[1:])
+
+
 def test_kv_that_is_yet_to_be_swapped_in_is_not_saved(swapping):
-    held = swapping.scheduler.hold(request(-1, LONG[:8], 1))
+    held = hold(swapping, request(-1, LONG[:8], 1))
     assert held is not None
     assert held.num_cached == 0
     held.release(swapping.scheduler.pool)
@@ -332,7 +336,7 @@ def test_kv_that_is_yet_to_be_swapped_in_is_not_saved(swapping):
 
 def test_what_was_to_be_swapped_in_for_an_aborted_request_does_not_overwrite_what_is_loaded(swapping):
     swapping.abort(2)
-    held = swapping.scheduler.hold(request(-1, LONG[50:66], 1))
+    held = hold(swapping, request(-1, LONG[50:66], 1))
     assert {block.owner for block in held.blocks} == {0}
     for position in range(16):
         block = held.blocks[position // 4]

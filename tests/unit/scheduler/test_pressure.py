@@ -12,6 +12,7 @@ from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expecte
 
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import Request, SamplingParams, ServiceLevel
+from longhelix.scheduler import admission, prefix
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
@@ -21,6 +22,7 @@ from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 
+_HASHED = prefix._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH
 LONG = [(7 * index + index // 9) % VOCAB for index in range(100)]
 
 
@@ -163,10 +165,16 @@ class Traffic(RuleBasedStateMachine):
         )
         least = -(-made.longest_local_tokens // block_tokens)
         made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(self.more_blocks)})
+        self.hash_no_more_than(draw(st.booleans()))
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
         self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s)
         self.asked = []
+
+    @staticmethod
+    def hash_no_more_than(few):
+        """Of a prompt in a step: `few` blocks, or as many as always, which is more than any prompt here has."""
+        prefix._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH = (1, 2, 1) if few else _HASHED
 
     def limits(self, capacity_tokens):
         """Those that a request may name: it has room on all ranks, and no rank has to hold more than it may."""
@@ -208,7 +216,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(1, 40))
     def load(self, num_tokens):
         """Fill blocks from elsewhere between two steps, as a saved context does."""
-        held = self.engine.scheduler.hold(request(-1, LONG[:num_tokens], 1))
+        held = self.engine.hold(request(-1, LONG[:num_tokens], 1))
         if held is not None:
             self.engine.runner.load(held.blocks, held.num_cached, LONG)
             held.publish(self.engine.scheduler.pool)
@@ -227,6 +235,12 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
+        try:
+            self.end()
+        finally:
+            self.hash_no_more_than(False)
+
+    def end(self):
         outcomes = self.engine.drain()
         for one in self.asked:
             outcome, expected = outcomes[one.id], expected_output(one)

@@ -16,6 +16,7 @@ from longhelix.kv.blocks import Block
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
 from longhelix.scheduler.scheduler import Scheduler
@@ -388,6 +389,9 @@ class Engine:
         for new in requests:
             self.loop.add(new)
             self.outcomes[new.id] = Outcome()
+
+    def hold(self, request: Request) -> HeldPrefix | None:
+        return self.scheduler.hold(request, self.scheduler.chain(request)[1:])
 
     def step(self) -> None:
         stepped = self.loop.step()
