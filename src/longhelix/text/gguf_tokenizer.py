@@ -9,11 +9,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
+from longhelix.text.encoder import BackendEncoder, Encoder
+from longhelix.text.piece_encoder import SPACE, PieceEncoder
 from longhelix.values import refused, shown, text, whole
 
 
-def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, ChatTemplate | None]:
-    """Return the tokenizer and, if it has one, its chat template. Raises UserError for one that is not known."""
+def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Encoder, ChatTemplate | None]:
+    """Return the tokenizer, its encoder and, if it has one, its chat template. Raises UserError for one that is not
+    known."""
     model = metadata.get("tokenizer.ggml.model")
     if not isinstance(model, str) or model not in _GGUF_MODELS:
         raise UserError(
@@ -21,23 +24,46 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer
             f"{', '.join(_GGUF_MODELS)}",
             code="unsupported_model",
         )
-    backend = _GGUF_MODELS[model](metadata)
+    backend, encoder = _GGUF_MODELS[model](metadata)
     tokens = _gguf_list(metadata, "tokens", str)
-    special_tokens = {
-        f"{name}_token": tokens[whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint")]
-        for name in ("bos", "eos")
-        if (key := f"tokenizer.ggml.{name}_token_id") in metadata
-    }
-    bos = special_tokens.get("bos_token")
-    if bos and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata)):
-        # Under a name of its own: in a template, "$A" and "a:1" would not stand for themselves.
-        spelled = {"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}
-        backend.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[spelled])
+    special_tokens = {f"{name}_token": tokens[token_id] for name, token_id in _special_ids(metadata).items()}
     template, for_tools = (
         None if metadata.get(key) is None else text(f"{key} in the GGUF file", metadata[key], "invalid_checkpoint")
         for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
     )
-    return backend, ChatTemplate(template, special_tokens, for_tools) if template else None
+    return backend, encoder, ChatTemplate(template, special_tokens, for_tools) if template else None
+
+
+# What GGUF calls the special tokens that templates name.
+_SPECIAL = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",
+    "pad": "padding_token_id",
+    "mask": "mask_token_id",
+}
+# What llama.cpp takes in a SentencePiece vocabulary that does not say.
+_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
+
+
+def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
+    last = len(_gguf_list(metadata, "tokens", str)) - 1
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    found = {name: i for name, i in _SENTENCEPIECE_IDS.items() if i <= last} if is_sentencepiece else {}
+    for name, key in _SPECIAL.items():
+        key = f"tokenizer.ggml.{key}"
+        if key in metadata:
+            found[name] = whole(key, metadata[key], 0, last, code="invalid_checkpoint")
+    return found
+
+
+def _around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
+    """The ids that come before and behind a prompt."""
+    ids = _special_ids(metadata)
+    begins = "bos" in ids and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata))
+    ends = "eos" in ids and _gguf_flag(metadata, "add_eos_token", False)
+    return [ids["bos"]] if begins else [], [ids["eos"]] if ends else []
 
 
 def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -101,8 +127,8 @@ _ENDS = frozenset(
 def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
     """The tokens that end an answer: those that the file says, and those that llama.cpp knows by their names."""
     tokens = _gguf_list(metadata, "tokens", str)
-    found = set()
-    for name in ("eos", "eot", "eom"):
+    found = {token_id for name, token_id in _special_ids(metadata).items() if name == "eos"}
+    for name in ("eot", "eom"):
         key = f"tokenizer.ggml.{name}_token_id"
         if key in metadata:
             found.add(whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint"))
@@ -116,7 +142,7 @@ def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
+def _gguf_byte_level(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
     said = metadata.get("tokenizer.ggml.pre", "default")
     split = _split(said)
     if split is None:
@@ -131,25 +157,44 @@ def _gguf_byte_level(metadata: Mapping) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = _GGUF_SPLITS[split]
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(_gguf_added_tokens(metadata))
-    return backend
+    begin, end = _around(metadata)
+    if begin or end:
+        # Under names of their own: in a template, "$A" and "a:1" would not stand for themselves.
+        spelled = [
+            {"id": name, "ids": ids, "tokens": [backend.id_to_token(token_id) for token_id in ids]}
+            for name, ids in (("begin", begin), ("end", end))
+            if ids
+        ]
+        single = " ".join([*(["begin"] if begin else []), "$A", *(["end"] if end else [])])
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=spelled)
+    return backend, BackendEncoder(backend)
 
 
-def _gguf_sentencepiece(metadata: Mapping) -> tokenizers.Tokenizer:
-    backend = _gguf_bpe(metadata, _merges_by_score(metadata), byte_fallback=True)
-    space, prefix = "▁", _gguf_flag(metadata, "add_space_prefix", True)
-    backend.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(space)] if prefix else []), normalizers.Replace(" ", space)]
-    )
+def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
+    backend = _gguf_bpe(metadata, [])
+    prefix = _gguf_flag(metadata, "add_space_prefix", True)
     backend.decoder = decoders.Sequence(
         [
-            decoders.Replace(space, " "),
+            decoders.Replace(SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", 1, 0)] if prefix else []),
         ]
     )
-    backend.add_tokens(_gguf_added_tokens(metadata))
-    return backend
+    added = _gguf_added_tokens(metadata)
+    backend.add_tokens(added)
+    begin, end = _around(metadata)
+    encoder = PieceEncoder(
+        backend.get_vocab(),
+        # llama.cpp joins whatever is a token then. Texts that spell a byte's token, as SentencePiece, are texts.
+        {token: score for token, kind, score in _gguf_rows(metadata) if kind != TokenType.BYTE},
+        [token.content for token in added],
+        unknown=[token_id for name, token_id in _special_ids(metadata).items() if name == "unk"],
+        starts_with_space=prefix,
+        begin=begin,
+        end=end,
+    )
+    return backend, encoder
 
 
 def _split(said: object) -> str | None:
@@ -194,16 +239,20 @@ def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Se
     return values
 
 
-def _gguf_rows(metadata: Mapping, **kinds: type | tuple[type, ...]) -> list[tuple]:
-    """Lists with an item for each token, side by side."""
-    lists = [_gguf_list(metadata, key, kind) for key, kind in kinds.items()]
-    lengths = {len(values) for values in lists}
-    if len(lengths) > 1:
+def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
+    """Each token with its kind and its score; as llama.cpp has it, they are normal ones if the file does not say."""
+    tokens = _gguf_list(metadata, "tokens", str)
+    kinds, scores = (
+        _gguf_list(metadata, key, kind) if f"tokenizer.ggml.{key}" in metadata else [unsaid] * len(tokens)
+        for key, kind, unsaid in (("token_type", int, TokenType.NORMAL), ("scores", (int, float), 0.0))
+    )
+    if not len(tokens) == len(kinds) == len(scores):
         raise UserError(
-            f"the GGUF file's {', '.join(kinds)} are not of one length; convert the model again",
+            f"the GGUF file has {len(tokens)} tokens, but {len(kinds)} in token_type and {len(scores)} in scores; "
+            "convert the model again",
             code="invalid_checkpoint",
         )
-    return list(zip(*lists, strict=True))
+    return list(zip(tokens, kinds, scores, strict=True))
 
 
 def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
@@ -211,18 +260,6 @@ def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     return [
         AddedToken(token, special=kind in special, normalized=False)
-        for token, kind in _gguf_rows(metadata, tokens=str, token_type=int)
-        if kind in special or kind == TokenType.USER_DEFINED
-    ]
-
-
-def _merges_by_score(metadata: Mapping) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose union scores best; as BPE ranks: every pair, best union first."""
-    rows = _gguf_rows(metadata, tokens=str, token_type=int, scores=(int, float))
-    scores = {token: score for token, kind, score in rows if kind == TokenType.NORMAL}
-    return [
-        (token[:cut], token[cut:])
-        for token in sorted(scores, key=scores.__getitem__, reverse=True)
-        for cut in reversed(range(1, len(token)))
-        if token[:cut] in scores and token[cut:] in scores
+        for token, kind, _ in _gguf_rows(metadata)
+        if token and (kind in special or kind == TokenType.USER_DEFINED)
     ]

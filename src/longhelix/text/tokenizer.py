@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from longhelix.errors import UserError
 from longhelix.guide import ReasoningTags
 from longhelix.text.chat_template import ChatTemplate
+from longhelix.text.encoder import BackendEncoder, Encoder
 from longhelix.text.gguf_tokenizer import end_ids, read_tokenizer
 from longhelix.text.reasoning import ReasoningForm, form_of
 from longhelix.text.text_stream import ByteStream, DecodedStream, TextStream
@@ -39,13 +39,18 @@ class Tokenizer:
     max_model_len: int | None = None
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None, end_ids: Sequence[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        end_ids: Sequence[int] = (),
+        encoder: Encoder | None = None,
     ) -> None:
         # A tokenizer.json may carry its training's truncation and padding; a prompt is never cut.
         backend.no_truncation()
         backend.no_padding()
         self.end_ids = tuple(end_ids)
         self._backend = backend
+        self._encoder = encoder or BackendEncoder(backend)
         self._chat_template = chat_template
         if chat_template is not None:
             chat_template.check_length = self._check_length
@@ -63,8 +68,8 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
-        backend, template = read_tokenizer(metadata)
-        return cls(backend, template, end_ids(metadata))
+        backend, encoder, template = read_tokenizer(metadata)
+        return cls(backend, template, end_ids(metadata), encoder)
 
     @property
     def vocab_size(self) -> int:
@@ -76,17 +81,9 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def parts(self, text: str) -> list[str]:
-        """The part of a plain prompt that each of its tokens stands for; together they are the text. "" for tokens that
-        the tokenizer adds, such as a BOS, and for all but one of a character's tokens."""
+        """The part of a plain prompt that each of its tokens stands for, see `Encoder.parts`."""
         _check_unicode(text)
-        encoding = self._backend.encode_batch([text])[0]
-        offsets = encoding.offsets
-        own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        found, at = [""] * len(offsets), 0
-        for place, following in zip_longest(own, own[1:]):
-            end = len(text) if following is None else max(at, min(offsets[place][1], offsets[following][0]))
-            found[place], at = text[at:end], end
-        return found
+        return self._encoder.parts(text)
 
     def encode_more(self, text: str) -> list[int]:
         """The ids of text that comes behind other tokens."""
@@ -243,8 +240,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         self._check_length(len(text))
         _check_unicode(text)
-        # Of a batch, for that lets other threads run, and without offsets into the text.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encoder.ids(text, add_special_tokens)
 
 
 def _check_unicode(text: str) -> None:

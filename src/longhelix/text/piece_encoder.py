@@ -1,0 +1,144 @@
+"""SentencePiece's way from texts to ids, as llama.cpp goes it."""
+
+import re
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import pairwise
+
+SPACE = "▁"
+_KNOWN_WORDS = 1 << 16
+_LONGEST_KNOWN_WORD = 32  # characters
+_PLACE_BITS = 30
+_PLACE = (1 << _PLACE_BITS) - 1
+
+
+class PieceEncoder:
+    """Joins neighbours whose union is a piece: the piece with the best score first, and of equal scores the leftmost.
+
+    The library `tokenizers` joins pairs by rank, and no two pairs have the same rank.
+
+    Args:
+        vocabulary: All tokens with their ids.
+        scores: The score of each piece that texts are made of.
+        added: Tokens that are found in a text before it is split.
+        unknown: What a character becomes that has neither a piece nor tokens for its bytes.
+        starts_with_space: A text, and what comes behind an added token, starts with a blank more.
+        begin, end: Ids that are put before and behind a prompt.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        scores: Mapping[str, float],
+        added: Collection[str],
+        *,
+        unknown: Sequence[int] = (),
+        starts_with_space: bool = True,
+        begin: Sequence[int] = (),
+        end: Sequence[int] = (),
+    ) -> None:
+        self._vocabulary, self._unknown = vocabulary, unknown
+        order = {score: rank for rank, score in enumerate(sorted(set(scores.values()), reverse=True))}
+        self._ranks = {piece: order[score] for piece, score in scores.items()}
+        self._added = frozenset(added)
+        self._added_lengths = sorted({len(token) for token in added}, reverse=True)
+        initials = "".join({token[:1] for token in added})
+        self._initial = re.compile(f"[{re.escape(initials)}]" if initials else r"(?!)")
+        self._prefix = SPACE if starts_with_space else ""
+        self._begin, self._end = begin, end
+        self._inside_pieces = {pair for piece in scores for pair in pairwise(piece)}
+        self._known_word = lru_cache(_KNOWN_WORDS)(self._word_ids)
+
+    def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text, see `Encoder`."""
+        found = list(self._begin) if add_special_tokens else []
+        for segment, is_added in self._segments(text):
+            if is_added:
+                found.append(self._vocabulary[segment])
+                continue
+            for word in self._words(self._prefix + segment.replace(" ", SPACE)):
+                found += self._known_word(word) if len(word) <= _LONGEST_KNOWN_WORD else self._word_ids(word)
+        return found + list(self._end) if add_special_tokens else found
+
+    def parts(self, text: str) -> list[str]:
+        """The parts of a text, see `Encoder`."""
+        found = [""] * len(self._begin)
+        for segment, is_added in self._segments(text):
+            if is_added:
+                found.append(segment)
+                continue
+            at = -len(self._prefix)
+            for word in self._words(self._prefix + segment.replace(" ", SPACE)):
+                for piece in self._pieces(word):
+                    end = at + len(piece)
+                    found += [""] * (len(self._piece_ids(piece)) - 1) + [segment[max(at, 0) : end]]
+                    at = end
+        return found + [""] * len(self._end)
+
+    def _segments(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The text between added tokens, and those tokens, the longest that begins at a place; whether it is one."""
+        start = at = 0
+        while mark := self._initial.search(text, at):
+            at = mark.start()
+            token = next((text[at : at + n] for n in self._added_lengths if text[at : at + n] in self._added), None)
+            if token is None:
+                at += 1
+                continue
+            if start < at:
+                yield text[start:at], False
+            yield token, True
+            start = at = at + len(token)
+        if start < len(text):
+            yield text[start:], False
+
+    def _words(self, text: str) -> Iterator[str]:
+        """The text, cut between two characters that no piece has side by side: nothing is joined across."""
+        start = 0
+        for at, pair in enumerate(pairwise(text), 1):
+            if pair not in self._inside_pieces:
+                yield text[start:at]
+                start = at
+        yield text[start:]
+
+    def _word_ids(self, word: str) -> list[int]:
+        return [token_id for piece in self._pieces(word) for token_id in self._piece_ids(piece)]
+
+    def _piece_ids(self, piece: str) -> Sequence[int]:
+        if piece in self._ranks:
+            return (self._vocabulary[piece],)
+        found = [self._vocabulary.get(f"<0x{byte:02X}>") for byte in piece.encode()]
+        return self._unknown if None in found else found
+
+    def _pieces(self, word: str) -> Iterator[str]:
+        ranks, length = self._ranks, len(word)
+        # Of each piece that begins at a place, where it ends; of each that ends at a place, where it begins.
+        ends, begins = array("i"), array("i", [-1])
+        unions: list[int] = []  # of two neighbours: rank, start and end in one number, for millions of them
+
+        def offer(start: int, end: int) -> None:
+            rank = ranks.get(word[start:end])
+            if rank is not None:
+                heappush(unions, (rank << 2 * _PLACE_BITS) + (start << _PLACE_BITS) + end)
+
+        for at in range(length):
+            ends.append(at + 1)
+            begins.append(at)
+            if at:
+                offer(at - 1, at + 1)
+        while unions:
+            union = heappop(unions)
+            start, end = (union >> _PLACE_BITS) & _PLACE, union & _PLACE
+            middle = ends[start]
+            if not start < middle < end or ends[middle] != end:
+                continue  # one of the two has been joined to another
+            ends[start], ends[middle], begins[end] = end, 0, start
+            if start:
+                offer(begins[start], end)
+            if end < length:
+                offer(start, ends[end])
+        at = 0
+        while at < length:
+            yield word[at : ends[at]]
+            at = ends[at]
