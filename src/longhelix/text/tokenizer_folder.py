@@ -17,6 +17,7 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST_TOKENS = 1 << 20  # that a file adds
 _INVALID = "invalid_checkpoint"
+_MAP = "special_tokens_map.json"
 
 
 class TokenizerFolder:
@@ -33,22 +34,38 @@ class TokenizerFolder:
         self._config_file = folder / "tokenizer_config.json"
 
     @cached_property
+    def _own_config(self) -> dict[str, Any]:
+        return _read_object(self._config_file)
+
+    @cached_property
+    def _map(self) -> dict[str, Any]:
+        return {} if "added_tokens_decoder" in self._own_config else _read_object(self._folder / _MAP)
+
+    @cached_property
     def _config(self) -> dict[str, Any]:
-        config = _read_object(self._config_file)
-        if "added_tokens_decoder" in config:
-            return config
-        return config | _read_object(self._folder / "special_tokens_map.json")
+        return self._own_config | self._map
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by name, such as bos_token; those that only this model has included."""
-        extra = self._extra
-        named = {name: self._config.get(name) for name in _NAMED} | (extra if isinstance(extra, dict) else {})
-        return {
-            name: _string(f"{name} in {self._config_file}", token["content"] if _has(token, "content") else token)
-            for name, token in named.items()
-            if token
-        }
+        return {name: token.content for name, token in self._named.items()}
+
+    @cached_property
+    def _named(self) -> dict[str, AddedToken]:
+        """Special tokens by name, in the order in which transformers adds them."""
+        own = {name: token for name, token in _of_model(self._own_config).items() if isinstance(token, str)}
+        others = {name: token for name, token in self._own_config.items() if name not in own} | self._map
+        extra = self._extra if isinstance(self._extra, dict) else {}
+        named = {name: self._config.get(name) for name in _NAMED} | _of_model(others) | own | extra
+        return {name: self._special(name, token) for name, token in named.items() if token}
+
+    def _special(self, name: str, token: object) -> AddedToken:
+        if not isinstance(token, dict):
+            return AddedToken(_string(self._where(name), token), special=True)
+        return _token(self._where(name), {**token, "special": True} if name in self._map else token)
+
+    def _where(self, name: str) -> str:
+        return f"{name} in {self._folder / _MAP if name in self._map else self._config_file}"
 
     def backend(self) -> tokenizers.Tokenizer:
         """Return the tokenizer with all added tokens."""
@@ -57,7 +74,8 @@ class TokenizerFolder:
         listed = self._listed()
         added = [listed[token_id] for token_id in sorted(listed) if repr(listed[token_id]) != repr(known.get(token_id))]
         names = {token.content for token in (*known.values(), *added)}
-        added += [token for token in self._unlisted() if token.content not in names]
+        # Of tokens with the same content and other flags, the last one counts.
+        added += {repr(token): token for token in self._unlisted() if token.content not in names}.values()
         special = set(self.special_tokens.values())
         for token in added:
             token.special = token.special or token.content in special
@@ -67,12 +85,17 @@ class TokenizerFolder:
     def chat_template(self) -> ChatTemplate | None:
         """Return the template, with the one for conversations that offer tools where the folder has two."""
         sources = self._template_files() or self._config_templates()
-        default = sources.get("default")
+        default = sources.get("default") or sources.get("tool_use")
         return None if not default else ChatTemplate(default, self.special_tokens, sources.get("tool_use"))
 
     @property
+    def _extra_name(self) -> str:
+        """How the files call special tokens that have no name of their own."""
+        return "extra_special_tokens" if self._config.get("extra_special_tokens") else "additional_special_tokens"
+
+    @property
     def _extra(self) -> object:
-        return self._config.get("extra_special_tokens") or self._config.get("additional_special_tokens") or ()
+        return self._config.get(self._extra_name) or ()
 
     def _listed(self) -> dict[int, AddedToken]:
         """Added tokens by the id that a file gives them."""
@@ -88,10 +111,10 @@ class TokenizerFolder:
 
     def _unlisted(self) -> Iterator[AddedToken]:
         """Special tokens, which may be among the listed ones or not."""
-        name, extra = f"extra_special_tokens in {self._config_file}", self._extra
-        for token in self.special_tokens.values():
-            yield AddedToken(token, normalized=False, special=True)
+        yield from self._named.values()
+        extra = self._extra
         if not isinstance(extra, dict):
+            name = self._where(self._extra_name)
             for token in values.items(name, extra, _MOST_TOKENS, "tokens", _INVALID):
                 read = token if isinstance(token, dict) else {"content": token}
                 yield _token(name, {"normalized": False, **read, "special": True})
@@ -153,6 +176,15 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text; download it again", code=_INVALID) from error
+
+
+def _of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens such as image_token, which only some models have."""
+    return {
+        name: token
+        for name, token in config.items()
+        if name.endswith("_token") and name not in _NAMED and (isinstance(token, str) or _has(token, "content"))
+    }
 
 
 def _has(value: object, key: str) -> bool:

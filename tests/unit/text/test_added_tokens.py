@@ -68,9 +68,18 @@ flags = st.fixed_dictionaries({}, optional={
     "lstrip": st.booleans(), "rstrip": st.booleans(), "single_word": st.booleans(), "normalized": st.booleans(),
     "special": st.booleans(),
 })  # fmt: skip
+
+
+def object_of(name):
+    """No two objects of a file have the same content: transformers then chooses by rules that no file needs."""
+    return flags.map(lambda of_it: {"__type": "AddedToken", "content": name, **of_it})
+
+
 named = st.fixed_dictionaries({}, optional={
-    "pad_token": st.sampled_from(NAMES), "unk_token": st.sampled_from(["<s>", *NAMES]),
+    "pad_token": st.sampled_from(NAMES) | object_of("[PAD]"), "unk_token": st.sampled_from(["<s>", *NAMES]),
     "eos_token": st.sampled_from(["</s>", {"__type": "AddedToken", "content": "</s>", "lstrip": False}, "<|a|>"]),
+    "image_token": st.sampled_from(["<img>", "word"]) | object_of("<img>"),
+    "call_token": st.sampled_from(["<tool_call>", "<s>"]),
 })  # fmt: skip
 lists = st.lists(st.sampled_from(NAMES), unique=True, max_size=4)
 
@@ -81,7 +90,8 @@ def folders(draw):
     config, more = draw(named), draw(lists)
     first, listed = 300, draw(lists)
     if draw(st.booleans()):
-        tokens = {str(first + at): {"content": name, **draw(flags)} for at, name in enumerate(listed)}
+        gap = draw(st.sampled_from([1, 1, 3]))
+        tokens = {str(first + gap * at): {"content": name, **draw(flags)} for at, name in enumerate(listed)}
         if draw(st.booleans()):
             tokens["1"] = {"content": "</s>", "special": True, "rstrip": draw(st.booleans())}
         config["added_tokens_decoder"] = tokens
@@ -119,9 +129,12 @@ def test_drawn_texts_have_transformers_ids(count, backend_json, tmp_path):
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, {}, "a token id of added_tokens_decoder"),
         ({"added_tokens_decoder": {"300": "a"}}, {}, "not an object with content"),
         ({"added_tokens_decoder": {"300": {"content": "a", "lstrip": 1}}}, {}, "lstrip of added_tokens_decoder"),
-        ({"additional_special_tokens": [3]}, {}, "content of extra_special_tokens"),
+        ({"additional_special_tokens": [3]}, {}, "additional_special_tokens in .*tokenizer_config.json"),
         ({}, {"added_tokens": {"a": "b"}}, "a token id of"),
         ({}, {"special_tokens_map": [1]}, "special_tokens_map.json is not a JSON object"),
+        ({}, {"special_tokens_map": {"pad_token": 5}}, "pad_token in .*special_tokens_map.json"),
+        ({"pad_token": 5}, {}, "pad_token in .*tokenizer_config.json"),
+        ({"image_token": {"content": 5}}, {}, "content of image_token in .*tokenizer_config.json"),
     ],
 )
 def test_broken_files_are_refused_by_name(config, others, words, backend_json, tmp_path):
@@ -150,6 +163,22 @@ def test_conversations_that_offer_tools_have_the_template_for_tools(kind, tools,
     if kind != "processor":
         oracle = PreTrainedTokenizerFast.from_pretrained(folder)
         assert text == oracle.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+
+
+def test_a_template_for_tools_alone_serves_all_conversations(backend_json, tmp_path):
+    config = {"chat_template": [{"name": "tool_use", "template": "{{ tools | length if tools else 'no' }} tools"}]}
+    ours = Tokenizer.from_folder(write(tmp_path / "folder", backend_json, config))
+    assert ours.spell(ours.encode_chat(MESSAGES)) == "no tools"
+    assert ours.spell(ours.encode_chat(MESSAGES, TOOLS)) == "1 tools"
+
+
+def test_tokens_that_only_one_model_has_are_known_to_its_template(backend_json, tmp_path):
+    config = {"image_token": "<img>", "chat_template": "{{ image_token }} here"}
+    folder = write(tmp_path / "folder", backend_json, config)
+    ours, oracle = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = ours.encode_chat(MESSAGES)
+    assert ids == oracle.apply_chat_template(MESSAGES, return_dict=False)
+    assert ids[0] == 300
 
 
 def test_a_template_for_tools_says_how_calls_are_written(backend_json, tmp_path):
