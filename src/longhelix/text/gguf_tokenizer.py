@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import tokenizers
 from gguf import TokenType
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from longhelix.errors import UserError
 from longhelix.text.chat_template import ChatTemplate
 from longhelix.text.encoder import BackendEncoder, Encoder
+from longhelix.text.gguf_splits import SPLITS, Split
 from longhelix.text.piece_encoder import SPACE, PieceEncoder
 from longhelix.values import refused, shown, text, whole
 
@@ -66,54 +67,6 @@ def _around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
     return [ids["bos"]] if begins else [], [ids["eos"]] if ends else []
 
 
-def _byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-# The words that the byte-level models were trained on, by the name GGUF gives each way of splitting.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# What llama.cpp does with files that do not say how their texts were split.
-_UNSAID = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated"),
-        pre_tokenizers.Split(
-            Regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"), "isolated"
-        ),
-        pre_tokenizers.Split(Regex(r"\p{N}+"), "isolated"),
-        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
-_GGUF_SPLITS = {
-    "default": _UNSAID,
-    "gpt-2": _GPT2,
-    "llama-bpe": _byte_level(_WORDS % "1,3"),
-    "qwen2": _byte_level(_WORDS % "1"),
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
-}
-# Other names that llama.cpp has for these.
-_GGUF_ALIASES = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "falcon3": "llama-bpe",
-    "falcon-h1": "llama-bpe",
-    "pixtral": "llama-bpe",
-    "midm-2.0": "llama-bpe",
-    "lfm2": "llama-bpe",
-    "jina-v5-nano": "llama-bpe",
-    "phi-2": "gpt-2",
-    "deepseek-r1-qwen": "qwen2",
-}
-
 # Names of tokens that always end an answer: llama.cpp's list.
 _ENDS = frozenset(
     {
@@ -143,18 +96,12 @@ def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
 
 
 def _gguf_byte_level(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
-    said = metadata.get("tokenizer.ggml.pre", "default")
-    split = _split(said)
-    if split is None:
-        raise UserError(
-            f"the GGUF file's pre-tokenizer is {shown(said)}; use a model with one of: {', '.join(_GGUF_SPLITS)}",
-            code="unsupported_model",
-        )
+    split = _split(metadata)
     merges = [pair.partition(" ")[::2] for pair in _gguf_list(metadata, "merges", str)]
-    backend = _gguf_bpe(metadata, merges, ignore_merges=split == "llama-bpe")
-    if split == "qwen2":
+    backend = _gguf_bpe(metadata, merges, ignore_merges=split.takes_whole_words)
+    if split.composes:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _GGUF_SPLITS[split]
+    backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(_gguf_added_tokens(metadata))
     begin, end = _around(metadata)
@@ -197,8 +144,15 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
     return backend, encoder
 
 
-def _split(said: object) -> str | None:
-    return _GGUF_ALIASES.get(said, said if said in _GGUF_SPLITS else None) if isinstance(said, str) else None
+def _split(metadata: Mapping) -> Split:
+    said = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(said, str) or said not in SPLITS:
+        raise UserError(
+            f"the GGUF file's pre-tokenizer is {shown(said)}; use a model with one of llama.cpp's that are byte-level, "
+            "such as llama-bpe, qwen2, smollm or tekken",
+            code="unsupported_model",
+        )
+    return SPLITS[said]
 
 
 _GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
@@ -206,7 +160,7 @@ _GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
 
 def _adds_bos_by_default(metadata: Mapping) -> bool:
     """What llama.cpp does for files that do not say."""
-    return metadata["tokenizer.ggml.model"] == "llama" or _split(metadata.get("tokenizer.ggml.pre")) == "llama-bpe"
+    return metadata["tokenizer.ggml.model"] == "llama" or _split(metadata).begins_with_bos
 
 
 def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool) -> tokenizers.Tokenizer:

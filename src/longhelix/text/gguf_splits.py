@@ -1,0 +1,123 @@
+"""How byte-level models split texts into words, by the names that GGUF files give the ways: llama.cpp's list."""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way of splitting texts.
+
+    Attributes:
+        patterns: The words of each are cut out of what those before left or cut.
+        takes_whole_words: A word that is a token becomes that token, whatever the merges say.
+        begins_with_bos: Prompts begin with a BOS if a file does not say.
+        composes: Letters and their accents become one character first.
+    """
+
+    patterns: tuple[str, ...]
+    takes_whole_words: bool = False
+    begins_with_bos: bool = False
+    composes: bool = False
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """Return the library's form of it."""
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
+_ANY_CASE = f"(?i:{_ENDINGS})"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+|{_SIGNS}|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_BLANKS}"
+_QWEN2 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}"
+_DIGIT, _NUMBER, _UP_TO_THREE = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
+_THREE_DIGITS = "[0-9][0-9][0-9]"
+# Capitals before small letters; what is neither is both.
+_UPPER, _LOWER, _BEFORE = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]", r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
+_GPT4O = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ANY_CASE}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ANY_CASE}?"
+    rf"|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
+)
+_DEEPSEEK3_SIGN = r"[\p{P}\p{S}&&[^~]]"  # llama.cpp takes ~ for none
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    rf"|[^\r\n\p{{L}}{_DEEPSEEK3_SIGN}]?[\p{{L}}\p{{M}}]+| ?{_DEEPSEEK3_SIGN}+[\r\n]*|{_BLANKS}"
+)
+_CHINESE_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
+_CHINESE_AND_KOREAN = r"[一-龥[ࠀ-一&&\S]가-퟿]+"
+_LETTERS_OF_DEEPSEEK = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼ"
+    "ℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+
+_WAYS = {
+    ("default",): Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _NUMBER, _THREE_DIGITS)),
+    ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais",
+     "trillion", "granite-docling"): Split((_GPT2,)),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"):
+        Split((_LLAMA3,), takes_whole_words=True, begins_with_bos=True),
+    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): Split((_LLAMA3,)),
+    ("qwen2", "deepseek-r1-qwen"): Split((_QWEN2,), composes=True),
+    ("stablelm2", "kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2", "bailingmoe", "bailingmoe2",
+     "llada-moe"): Split((_QWEN2,)),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"):
+        Split((_DIGIT, _GPT2)),
+    ("falcon",): Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    ("tekken",): Split((_TEKKEN,), takes_whole_words=True, begins_with_bos=True),
+    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): Split((_GPT4O,)),
+    ("deepseek-llm",): Split(
+        (
+            r"[\r\n]",
+            rf"\s?[{_LETTERS_OF_DEEPSEEK}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
+            r"(?<!\s)\s+\z",
+            _CHINESE_AND_KOREAN,
+            _NUMBER,
+        )
+    ),
+    ("deepseek-coder",): Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, _DIGIT)),
+    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): Split(
+        (_UP_TO_THREE, _CHINESE_AND_KANA, _DEEPSEEK3)
+    ),
+    ("poro-chat", "bloom", "gpt3-finnish"): Split((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    ("viking",): Split((r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT)),
+    ("chameleon",): Split(
+        ("<sentinel:[0-9]+>", "(?:IMGIMG)[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+        begins_with_bos=True,
+    ),
+    ("seed-coder",): Split(
+        (rf"{_ANY_CASE}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
+    ),
+    ("ufakzeka",): Split((rf"{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}",)),
+    ("qwen35",): Split(
+        (
+            rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+        ),
+        composes=True,
+    ),
+    ("exaone-moe",): Split(
+        (
+            rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+            rf"|{_SIGNS}[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
+    ("minicpm5",): Split(
+        (_UP_TO_THREE, rf"{_ANY_CASE}|{_WORD}|\p{{N}}+|{_SIGNS}[\r\n]*|{_BLANKS}"), takes_whole_words=True
+    ),
+    ("youtu",): Split(
+        (
+            "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_ANY_CASE}?|\p{{N}}|{_SIGNS}[\r\n/]*|{_BLANKS}",
+        ),
+        takes_whole_words=True,
+    ),
+}  # fmt: skip
+
+SPLITS = {name: way for names, way in _WAYS.items() for name in names}
