@@ -30,7 +30,7 @@ from longhelix.values import one_of
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
 _TEXT_THREADS = 4
-_LONG = 1 << 18  # characters or tokens. Longer texts are made into tokens one at a time, which takes 150 bytes for each
+_LONG = 1 << 18  # characters or tokens. Longer texts are made into tokens one at a time, which takes much memory
 _ANSWERS_BYTES = 64 << 20  # of texts and tokens that answers give back
 _FEW = 1 << 10  # tokens or fewer have a short text
 _PART = 1 << 16  # of a list, which other threads wait for

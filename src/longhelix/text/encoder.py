@@ -5,6 +5,8 @@ from typing import Protocol
 
 import tokenizers
 
+from longhelix.text.cuts import Cuts
+
 
 class Encoder(Protocol):
     """A tokenizer's way from texts to ids."""
@@ -24,10 +26,27 @@ class BackendEncoder:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
+        self._cuts = Cuts(backend)
 
     def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        first, *others = self._cuts.parts(text)
+        if not others:
+            return self._ids(text, add_special_tokens)
+        begin, end = self._ends(first) if add_special_tokens else ([], [])
+        found = begin + self._ids(first, False)
+        for part in others:
+            found += self._ids(part, False)
+        return found + end
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # Of a batch, for that lets other threads run, and without offsets into the text.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _ends(self, text: str) -> tuple[list[int], list[int]]:
+        """What is put before a prompt with this text, and behind it."""
+        encoding = self._backend.encode(text)
+        own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
 
     def parts(self, text: str) -> list[str]:
         encoding = self._backend.encode_batch([text])[0]

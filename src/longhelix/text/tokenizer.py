@@ -32,7 +32,7 @@ class Tokenizer:
 
     Attributes:
         max_model_len: Most tokens of a prompt, if it is known. Text that cannot have as few is refused before it is
-            tokenized, which takes 150 bytes of memory for each of its characters.
+            tokenized.
         end_ids: Tokens that end an answer by what the tokenizer says, whatever the model's configuration says.
     """
 

@@ -7,10 +7,12 @@ import string
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from longhelix.models.gguf_file import GgufFile
+from longhelix.text import cuts
+from longhelix.text.encoder import BackendEncoder
 from longhelix.text.tokenizer import Tokenizer as OurTokenizer
 
 pytestmark = pytest.mark.unit
@@ -104,12 +106,12 @@ PIECES = [
 ]  # fmt: skip
 
 
-def drawn_texts(count: int) -> list[str]:
+def drawn_texts(count: int, pieces: list[str] = PIECES, longest: int = 30) -> list[str]:
     """Of many another draw each time, whose seed is printed."""
     seed = random.SystemRandom().randrange(2**32) if count > 30 else 11
     print(f"seed {seed}")
     chance = random.Random(seed)
-    return ["", " ", *("".join(chance.choices(PIECES, k=chance.randrange(30))) for _ in range(count - 2))]
+    return ["", " ", *("".join(chance.choices(pieces, k=chance.randrange(longest))) for _ in range(count - 2))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,3 +146,23 @@ def assert_alike(ours, oracle, texts):
             assert (ours.decode(ids) if hidden else ours.spell(ids)) == found, (text, ids)
             stream = ours.stream(skip_special_tokens=hidden)
             assert "".join(map(stream.push, ids)) + stream.finish() == found, (text, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_long_texts_are_cut_where_the_tokenizer_splits_them(kind, count, tmp_path, monkeypatch):
+    """Their parts together have the ids of the whole. What SentencePiece does not split is not cut."""
+    monkeypatch.setattr(cuts, "_PART", 10)
+    monkeypatch.setattr(cuts, "_WINDOW", 8)
+    backend = KINDS[kind]()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    backend.add_tokens(["and  so", AddedToken(" on", lstrip=True), AddedToken("one", rstrip=True, single_word=True)])
+    encoder, num_parts = BackendEncoder(backend), 0
+    for text in drawn_texts(count, [*PIECES, *[" words", " and", " so", " on", " one", "\nline"] * 8], 120):
+        num_parts += len([*cuts.Cuts(backend).parts(text)])
+        for adds in (True, False):
+            assert encoder.ids(text, adds) == backend.encode(text, add_special_tokens=adds).ids, text
+    is_split = kind not in ("llama 2", "gemma", "metaspace, always", "metaspace, first")
+    assert (num_parts > 2 * count) == is_split
