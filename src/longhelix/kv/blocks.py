@@ -65,7 +65,6 @@ class BlockAllocator:
 
     index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
     noted when they are handed out, with their hashes; None: nobody wants to know. watcher: None: nobody watches.
-    releases: how often blocks were given back, or promises taken back.
     """
 
     num_blocks: int
@@ -74,7 +73,6 @@ class BlockAllocator:
     evicted: list[tuple[Block, bytes]] | None = None
     watcher: CacheWatcher | None = None
     reserved: int = 0
-    releases: int = field(default=0, init=False)
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
     _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
@@ -108,7 +106,6 @@ class BlockAllocator:
     def unreserve(self, count: int) -> None:
         """Take back a promise of `count` blocks."""
         self.reserved -= count
-        self.releases += 1
         assert self.reserved >= 0
 
     def take_reserved(self) -> int:
@@ -209,7 +206,6 @@ class BlockAllocator:
     def release(self, ids: "array[int]", unused_reservation: int) -> None:
         """Take back the blocks of one holder, each once, in the order of its sequence, and what it was promised but
         never used. The allocator keeps `ids`."""
-        self.releases += 1
         if self._more_holders:
             ids = self._unshared(ids)
         if self._hashes:

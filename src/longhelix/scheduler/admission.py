@@ -52,7 +52,6 @@ class Admission:
         self._prefixes = prefixes
         self._cache = cache
         self._guides = guides
-        self._chances = 0
         self._hashes_left = _HASHED_A_STEP  # for the next step
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
 
@@ -106,14 +105,10 @@ class Admission:
         room = self._config.max_running - num_running
         if not room or not self._waiting:
             return begun
-        chances = self._chances + self._pool.chances
         self._hashes_left = _HASHED_A_STEP
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(begun) == 0
-            one = None
-            if alone or (job.tried_at != chances and self._is_hashed(job)):
-                one = self._try(job, alone=alone)
-                job.tried_at = chances
+            one = self._try(job, alone=alone) if alone or self._is_hashed(job) else None
             if one is not None:
                 begun.append(one)
                 for other in passed:
@@ -125,10 +120,6 @@ class Admission:
             if len(begun) == room:
                 break
         return begun
-
-    def try_again(self) -> None:
-        """The step has begun that a request with a guide was not to be in."""
-        self._chances += 1
 
     def chain(self, request: Request) -> list[bytes]:
         """See `PrefixCache.chain`."""
@@ -151,9 +142,11 @@ class Admission:
 
     def _try(self, job: Job, *, alone: bool) -> Begun | None:
         """See `_begin`, which looks at every block of a prefix: a request that did not fit before is asked only if it
-        may fit now."""
-        is_tried = job.tried_at >= 0 and self._cache is not None
-        return None if is_tried and not self._may_fit(job, alone=alone) else self._begin(job, alone=alone)
+        may fit now. That is looked up in every step, because almost anything may give it room."""
+        was_tried, job.was_tried = job.was_tried, True
+        if was_tried and self._cache is not None and not self._may_fit(job, alone=alone):
+            return None
+        return self._begin(job, alone=alone)
 
     def _may_fit(self, job: Job, *, alone: bool) -> bool:
         """Whether there may be room for a request now, by the numbers of its prefix's blocks alone. Says no only where

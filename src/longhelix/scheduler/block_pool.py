@@ -30,7 +30,6 @@ class BlockPool:
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
-        self._changes = 0  # how often blocks came to be found, or sequences to list others
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays)
         evicted = self.swaps.evicted if config.swap_blocks else None
@@ -41,11 +40,6 @@ class BlockPool:
         self.swaps.watcher = self.matches
         for allocator in self.allocators:
             allocator.watcher = self.matches
-
-    @property
-    def chances(self) -> int:
-        """How often something changed after which a request that did not fit may fit."""
-        return self._changes + self.matches.num_cuts + sum(allocator.releases for allocator in self.allocators)
 
     @property
     def available(self) -> int:
@@ -103,7 +97,6 @@ class BlockPool:
         if max(listed) > self._most_listed:
             return False
         self._listed, seq.room = listed, room
-        self._changes += 1
         return True
 
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
@@ -198,9 +191,6 @@ class BlockPool:
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
         """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
-        if not blocks:
-            return
-        self._changes += 1
         set_hashes(self.allocators, blocks, hashes)
         if self.swaps.num_slots:
             for index, content_hash in enumerate(hashes):

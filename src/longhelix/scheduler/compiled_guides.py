@@ -45,8 +45,8 @@ class CompiledGuides:
             if guide is not None and guide not in unheard.values():
                 missing.pop(guide, None)
 
-    def heard(self, new: Iterable[NewSequence]) -> bool:
-        """A step begins these sequences. Returns whether others may begin now that could not before."""
+    def heard(self, new: Iterable[NewSequence]) -> None:
+        """A step begins these sequences."""
         clocks = set()
         for one in new:
             if one.sampling.guide is not None:
@@ -54,9 +54,7 @@ class CompiledGuides:
                 self._kept[clock].want(one.sampling.guide, lambda guide: None)
                 self._kept[clock].follow(one.sampling.guide)
                 clocks.add(clock)
-        may_begin = any(self._missing[clock] for clock in clocks)
         for clock in clocks:  # whose ranks hear of all that they have to
             self._unheard[clock].clear()
             self._missing[clock].clear()
             self._kept[clock].trim()
-        return may_begin

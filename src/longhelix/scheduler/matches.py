@@ -80,7 +80,7 @@ class Matches:
     """The tree of all matches. Allocators and swaps report each block that is taken up, let go of or evicted.
 
     A change costs as much as the blocks that it concerns, however long the prompts are and however many wait.
-    `num_visits` counts the blocks that were looked at, for tests. `num_cuts` counts how often matches became shorter.
+    `num_visits` counts the blocks that were looked at, for tests.
 
     Args:
         allocators: those of all KVP ranks.
@@ -98,7 +98,6 @@ class Matches:
         self._run_of_block: list[dict[int, Run]] = [{} for _ in allocators]  # by rank and id
         self._run_of_slot: list[dict[int, Run]] = [{} for _ in allocators]
         self.num_visits = 0
-        self.num_cuts = 0
 
     def new(self) -> Match:
         """A match that has found nothing yet."""
@@ -279,7 +278,6 @@ class Matches:
         """A block's content is no longer found, or is found elsewhere."""
         run = self._runs_of(block).get(block.id)
         if run is not None:
-            self.num_cuts += 1
             at = len(run.blocks) - 1
             while run.blocks[at] != block:  # mostly the last ones go first
                 at -= 1

@@ -175,8 +175,7 @@ class Scheduler:
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
         new, copies = self._notices.begun_in(turn)
-        if self._guides.heard(new):
-            self._waiting.try_again()
+        self._guides.heard(new)
         enlisted = tuple(one for one in enlisted if one.id in self._running)
         joining += tuple(one.id for one in enlisted if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1

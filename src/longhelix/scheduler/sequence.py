@@ -16,10 +16,10 @@ class Job:
     cached_tokens: of its prompt, those whose KV was there when it began. preemptions: how often it was preempted;
     lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. swapped_tokens:
     those whose KV was swapped and came back when it began, all times. overtaken: requests that were admitted before it,
-    although it came first, because they fit and it did not. tried_at: how many chances there had been to fit when it
-    last did not: to look for its prefix takes long. moved_tokens: those whose KV moved between KVP ranks while
-    it ran, all times; moved_s: how long the steps that moved them were busy with that. scored_tokens: of its prompt's
-    first ones, those after whose rows steps were asked for log-probabilities, which are not asked for again.
+    although it came first, because they fit and it did not. was_tried: it has not fitted before. moved_tokens: those
+    whose KV moved between KVP ranks while it ran, all times; moved_s: how long the steps that moved them were busy with
+    that. scored_tokens: of its prompt's first ones, those after whose rows steps were asked for log-probabilities,
+    which are not asked for again.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class Job:
     swapped_tokens: int = 0
     lost_tokens: int = 0
     overtaken: int = 0
-    tried_at: int = -1
+    was_tried: bool = False
     moved_tokens: int = 0
     moved_s: float = 0.0
     scored_tokens: int = 0

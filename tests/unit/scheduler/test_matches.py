@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant
 from test_pressure import LONG, Pressed, Traffic, config, request
 from test_scheduler import expected_output
 
@@ -159,15 +158,6 @@ class Compared(Traffic):
     def __init__(self):
         super().__init__()
         self.may_fit, Admission._may_fit = self.begin_comparing()
-
-    @invariant()
-    def none_waits_beside_room(self):
-        """A request that is not tried again before anything changes does not fit."""
-        if hasattr(self, "engine") and self.engine.scheduler.running:
-            admission = self.engine.scheduler._waiting
-            for job in admission._waiting._jobs.values():
-                if job.tried_at == admission._chances + admission._pool.chances:
-                    assert not has_room(admission, job, alone=False)
 
     def teardown(self):
         try:
