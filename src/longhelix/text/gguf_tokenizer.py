@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file's `tokenizer.*` keys describe."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import tokenizers
 from gguf import TokenType
@@ -26,7 +26,7 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer
             code="unsupported_model",
         )
     backend, encoder = _GGUF_MODELS[model](metadata)
-    tokens = _gguf_list(metadata, "tokens", str)
+    tokens = _tokens(metadata)
     special_tokens = {f"{name}_token": tokens[token_id] for name, token_id in _special_ids(metadata).items()}
     template, for_tools = (
         None if metadata.get(key) is None else text(f"{key} in the GGUF file", metadata[key], "invalid_checkpoint")
@@ -49,7 +49,7 @@ _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 
 
 def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
-    last = len(_gguf_list(metadata, "tokens", str)) - 1
+    last = len(_tokens(metadata)) - 1
     is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
     found = {name: i for name, i in _SENTENCEPIECE_IDS.items() if i <= last} if is_sentencepiece else {}
     for name, key in _SPECIAL.items():
@@ -73,15 +73,27 @@ _ENDS = frozenset(
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
         "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
         "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+        # In code models: padding, the next repository, the next file.
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+        "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    }
+)  # fmt: skip
+# Names of tokens that are special whatever the file says: of the above, and of those around code to be filled in.
+_SPECIAL_NAMES = _ENDS | frozenset(
+    {
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>",
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+        "<|prefix|>", "<|suffix|>", "<|middle|>",
     }
 )  # fmt: skip
 
 
 def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
     """The tokens that end an answer: those that the file says, and those that llama.cpp knows by their names."""
-    tokens = _gguf_list(metadata, "tokens", str)
+    tokens = _tokens(metadata)
     found = {token_id for name, token_id in _special_ids(metadata).items() if name == "eos"}
-    for name in ("eot", "eom"):
+    for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
         key = f"tokenizer.ggml.{name}_token_id"
         if key in metadata:
             found.add(whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint"))
@@ -103,7 +115,7 @@ def _gguf_byte_level(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(_gguf_added_tokens(metadata))
+    backend.add_tokens(_gguf_added_tokens(metadata, made={"".join(pair) for pair in merges}))
     begin, end = _around(metadata)
     if begin or end:
         # Under names of their own: in a template, "$A" and "a:1" would not stand for themselves.
@@ -164,7 +176,7 @@ def _adds_bos_by_default(metadata: Mapping) -> bool:
 
 
 def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool) -> tokenizers.Tokenizer:
-    vocab = {token: token_id for token_id, token in enumerate(_gguf_list(metadata, "tokens", str))}
+    vocab = {token: token_id for token_id, token in enumerate(_tokens(metadata))}
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -193,9 +205,14 @@ def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Se
     return values
 
 
+def _tokens(metadata: Mapping) -> Sequence[str]:
+    found = _gguf_list(metadata, "tokens", str)
+    return [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(found)]  # as llama.cpp calls them
+
+
 def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
     """Each token with its kind and its score; as llama.cpp has it, they are normal ones if the file does not say."""
-    tokens = _gguf_list(metadata, "tokens", str)
+    tokens = _tokens(metadata)
     kinds, scores = (
         _gguf_list(metadata, key, kind) if f"tokenizer.ggml.{key}" in metadata else [unsaid] * len(tokens)
         for key, kind, unsaid in (("token_type", int, TokenType.NORMAL), ("scores", (int, float), 0.0))
@@ -209,11 +226,18 @@ def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
     return list(zip(tokens, kinds, scores, strict=True))
 
 
-def _gguf_added_tokens(metadata: Mapping) -> list[AddedToken]:
-    """The tokens found in a text before it is split: special ones, and those that the model's user defined."""
+def _gguf_added_tokens(metadata: Mapping, made: Collection[str] = ()) -> list[AddedToken]:
+    """The tokens found in a text before it is split: special ones, and those that the model's user defined.
+
+    made: tokens that merges make. Of those that they do not make, names alone say that some are special.
+    """
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
-    return [
-        AddedToken(token, special=kind in special, normalized=False)
+    found = (
+        (token, kind in special or (token in _SPECIAL_NAMES and token not in made), kind == TokenType.USER_DEFINED)
         for token, kind, _ in _gguf_rows(metadata)
-        if token and (kind in special or kind == TokenType.USER_DEFINED)
+    )
+    return [
+        AddedToken(token, special=is_special, normalized=False)
+        for token, is_special, is_defined in found
+        if is_special or is_defined
     ]

@@ -213,3 +213,26 @@ def test_another_way_is_refused(name):
 )
 def test_bos_and_eos(keys, expected):
     assert pieces(metadata("llama-bpe", text="ab", **keys), "ab") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("<|eot_id|>", True), ("<|file_sep|>", True), ("<fim-pad>", True), ("<PRE>", False)]
+)
+def test_tokens_that_llama_cpp_knows_by_their_names_are_special_whatever_the_file_says(name, ends):
+    file = metadata("llama-bpe", text="ab", whole_words=[name, "<other>"])
+    assert pieces(file, f"a{name}b<other>") == f"<s> a {name} b < o t h e r >"
+    tokenizer = Tokenizer.from_gguf(file)
+    assert tokenizer.decode(tokenizer.encode(f"a{name}b")) == "ab"
+    assert (file["tokenizer.ggml.tokens"].index(name) in tokenizer.end_ids) is ends
+
+
+@pytest.mark.parametrize("key", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_tokens_that_a_file_names_end_an_answer(key):
+    file = metadata("gpt-2", **{f"{key}_token_id": 7})
+    assert 7 in Tokenizer.from_gguf(file).end_ids
+
+
+def test_tokens_without_a_name_have_llama_cpps():
+    file = metadata("gpt-2", text="ab", whole_words=[""])
+    empty = file["tokenizer.ggml.tokens"].index("")
+    assert Tokenizer.from_gguf(file).spell([empty]) == f"[EMPTY_{empty}]"
