@@ -54,8 +54,11 @@ def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
     found = {name: i for name, i in _SENTENCEPIECE_IDS.items() if i <= last} if is_sentencepiece else {}
     for name, key in _SPECIAL.items():
         key = f"tokenizer.ggml.{key}"
-        if key in metadata:
-            found[name] = whole(key, metadata[key], 0, last, code="invalid_checkpoint")
+        value = metadata.get(key)
+        # Only templates need the others, and llama.cpp passes over ids that are no token's, such as -1.
+        is_none = name not in ("bos", "eos") and isinstance(value, int) and not 0 <= value <= last
+        if key in metadata and not is_none:
+            found[name] = whole(key, value, 0, last, code="invalid_checkpoint")
     return found
 
 

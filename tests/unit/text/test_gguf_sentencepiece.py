@@ -130,6 +130,7 @@ def test_an_answer_ends_at_the_eos_that_a_file_says_or_at_llama_cpps(keys, ends)
         ({}, "<s>|</s>|<unk>|"),
         ({"padding_token_id": 3, "unknown_token_id": 1}, "<s>|</s>|<s>|<pad>"),
         ({"bos_token_id": 3, "eos_token_id": 0}, "<pad>|<unk>|<unk>|"),
+        ({"padding_token_id": 2**32 - 1, "unknown_token_id": -1}, "<s>|</s>|<unk>|"),
     ],
 )
 def test_templates_know_the_special_tokens(keys, says):

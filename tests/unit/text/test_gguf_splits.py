@@ -14,8 +14,9 @@ from longhelix.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.unit
 
 TEXT = (
-    "DON'T don't we'Ll ab's 1234567 1234 ٣4x camelCase HTMLPage École Éa! ~x `y` ==> (a/b).\n\n  x\r\n \n\tab cd    e"
-    " 日本、。ー한국 ab\u3000…/\n?!\r\n IMGIMGABZ g\u0940h <sentinel:12>#if\nOh!\nAh!\nNo!\n   "
+    "DON'T don't we'Ll ab's 1234567 1234 ٣4x camelCase HTMLPage École Éa! éAb éAc éAd ~x `y` ==> (a/b)."
+    "\n\n  x\r\n \n\tab cd    e 日本、。ー한국 ab\u3000…/\n?!\r\n IMGIMGABZ g\u0940h <sentinel:12>#if"
+    "\nOh!\nAh!\nNo!\n   "
 )
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -59,100 +60,107 @@ def pieces(file, text=TEXT):
 
 RECORDED = {
     "default": (
-        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ ~ x Ġ` y ` Ġ = => Ġ ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
-        "Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a "
+        "! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ ~ x Ġ` y ` Ġ = => Ġ ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ "
+        "ĠĠĠ"
     ),
     "gpt-2": (
-        "DON ' T Ġdon 't Ġw e ' Ll Ġab 's Ġ1234567 Ġ1234 ĠÙ £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī a ! Ġ~ "
-        "x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ "
-        "? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon 't Ġw e ' Ll Ġab 's Ġ1234567 Ġ1234 ĠÙ £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! ĠÃ©Ab "
+        "ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
+        "Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
     ),
     "llama-bpe": (
-        "<s> DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "<s> DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī "
+        "a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "dbrx": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ "
-        "Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ "
-        "Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ "
+        "ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "stablelm2": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a "
+        "! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "smollm": (
-        "DON ' T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 1 2 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī "
+        "a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 1 2 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ "
+        "ĠĠĠ"
     ),
     "falcon": (
-        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 3 4 5 6 7 Ġ 12 3 4 ĠÙ £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ "
-        "Ãī a ! Ġ ~ x Ġ ` y ` Ġ = => Ġ ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
-        "Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 3 4 5 6 7 Ġ 12 3 4 ĠÙ £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a "
+        "! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ ~ x Ġ ` y ` Ġ = => Ġ ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ "
+        "ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! "
+        "Ċ ĠĠĠ"
     ),
     "tekken": (
-        "<s> DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam el C a se Ġ H TMLP ag e Ġ Ãī "
-        "col e Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ "
-        "ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "<s> DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam el Ca se ĠHTM LPag e ĠÃī col e "
+        "ĠÃī a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ "
+        "ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ "
+        "ĠĠĠ"
     ),
     "gpt-4o": (
-        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam el C a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī a ! "
-        "Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â "
-        "Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam el Ca se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ "
+        "ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "deepseek-llm": (
-        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 34 567 Ġ 12 34 Ġ Ù £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī "
-        "a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ "
-        "Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 12 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 12 34 567 Ġ 12 34 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ © A b ĠÃ © A c ĠÃ © A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ "
+        "ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 12 ># if Ċ O h ! Ċ A h ! "
+        "Ċ No ! Ċ ĠĠĠ"
     ),
     "deepseek-coder": (
-        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col "
-        "e Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
-        "Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 1 2 > # if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e "
+        "ĠÃī a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ "
+        "ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ< sen tin el : 1 2 > # if Ċ O h ! Ċ A h "
+        "! Ċ No ! Ċ ĠĠĠ"
     ),
     "deepseek-v3": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ "
-        "Ãī a ! Ġ ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ "
+        "íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "poro-chat": (
-        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ1234567 Ġ1234 ĠÙ£4x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī a ! Ġ~x Ġ`y` "
-        "Ġ==> Ġ( a/ b ) . ĊĊ Ġ Ġ x čĊĠ Ċĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢĢâ Ģ¦ / Ċ?! čĊ Ġ IMG "
-        "IMGABZ Ġgà¥ Ģh Ġ< sen tinel: 12># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ1234567 Ġ1234 ĠÙ£4x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d "
+        "Ġ~x Ġ`y` Ġ==> Ġ( a/ b ) . ĊĊ Ġ Ġ x čĊĠ Ċĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢĢâ Ģ¦ / Ċ?! "
+        "čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tinel: 12># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "viking": (
-        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī a "
-        "! Ġ~x Ġ`y` Ġ==> Ġ( a/ b ) . ĊĊ Ġ Ġ x čĊĠ Ċĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢĢâ Ģ¦ / "
-        "Ċ?! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tinel: 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~x Ġ`y` Ġ==> Ġ( a/ b ) . ĊĊ Ġ Ġ x čĊĠ Ċĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
+        "Ġab ãĢĢâ Ģ¦ / Ċ?! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tinel: 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "chameleon": (
-        "<s> DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī "
-        "col e Ġ Ãī a ! Ġ ~ x Ġ ` y ` Ġ = = > Ġ ( a / b ) . Ċ Ċ ĠĠ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠĠĠ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģ ãĢ Ĥ ã "
-        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 1 2 > # if Ċ O h ! Ċ A h ! Ċ No "
-        "! Ċ ĠĠ Ġ"
+        "<s> DON ' T Ġdon ' t Ġw e ' Ll Ġab ' s Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col "
+        "e ĠÃī a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ ~ x Ġ ` y ` Ġ = = > Ġ ( a / b ) . Ċ Ċ ĠĠ x č Ċ Ġ Ċ ĉ ab Ġcd ĠĠ ĠĠ e Ġæ Ĺ¥æ "
+        "ľ¬ ãĢ ģ ãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! č Ċ Ġ IMG IMGABZ Ġg à¥ Ģ h Ġ < sen tin el : 1 2 > # if Ċ O h "
+        "! Ċ A h ! Ċ No ! Ċ ĠĠ Ġ"
     ),
     "seed-coder": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a "
+        "! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h ! Ċ A h ! Ċ No ! Ċ "
+        "ĠĠĠ"
     ),
     "qwen35": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e "
-        "Ġ Ãī a ! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ Ġab "
-        "ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a "
+        "! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã "
+        "ĥ¼íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "exaone-moe": (
-        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elCaseĠHTMLPageĠÃī coleĠÃī a ! Ġ~ "
-        "x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ eĠæĹ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķľêµŃĠab ãĢ Ģ â Ģ¦/ Ċ ? ! "
-        "č Ċ Ġ IMG IMGABZĠgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCaseĠHTMLPag eĠÃīcol eĠÃī a ! "
+        "ĠÃ©AbĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . Ċ Ċ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ "
+        "ľêµŃĠab ãĢ Ģ â Ģ¦/ Ċ ? ! č Ċ Ġ IMG IMGABZĠgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "youtu": (
-        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x Ġcam elC a se Ġ H TMLP ag e Ġ Ãī col e Ġ Ãī a "
-        "! Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ íķ ľêµŃ Ġab ãĢ Ģ â "
-        "Ģ¦ / Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 1 2 3 4 5 6 7 Ġ 1 2 3 4 Ġ Ù £ 4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ "
+        "íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦ / Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 1 2 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
 }
 
