@@ -258,7 +258,12 @@ class Request:
     @property
     def capacity_tokens(self) -> int:
         """The most tokens it can ever hold: prompt and new ones."""
-        return len(self.prompt_token_ids) + self.sampling.most_sampled
+        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """The most tokens whose KV it can hold. The last new one has none."""
+        return len(self.prompt_token_ids) + self.sampling.most_sampled - 1
 
     @property
     def given_tokens(self) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from longhelix import LLM, Layout, SamplingParams
+from longhelix import LLM, Layout, SamplingParams, UserError
 from oracle import FAMILIES, VOCAB, make_oracle, save_tokenizer_files
 from tiers import few
 
@@ -207,3 +207,16 @@ def test_logits_without_a_probability_end_their_request_alone(broken_logits, ora
     words = "ValueError: no token has a probability, because the largest logit is nan"
     assert (two.finish_reason, two.error) == ("error", words)
     assert (other.finish_reason, other.token_ids) == ("length", oracle.tokens[3][:4])
+
+
+@pytest.mark.parametrize("layout", ["one rank", "kvp 2 x tpa 2", "growing over kvp 3", "tied, own clocks"])
+def test_a_prompt_may_fill_the_whole_context_where_no_new_token_is_wanted(oracle, layout):
+    """41 tokens fill blocks of 4 but for one token."""
+    layout, more = LAYOUTS[layout]
+    with LLM(str(oracle.path), layout, **SETTINGS | more | {"max_model_len": LENGTHS[-1]}) as llm:
+        results = llm.generate(oracle.prompts, asked(1, 0))
+        assert_all(oracle, results, 1)
+        with pytest.raises(UserError, match="41 prompt tokens plus 1 new tokens exceed"):
+            llm.generate([oracle.prompts[-1]], asked(1, 1))
+        with pytest.raises(UserError, match="the prompt has 42 tokens, but --max-model-len is 41"):
+            llm.generate([[1] * 42], asked(1, 0))

@@ -1,5 +1,6 @@
 """Fields that clients of other servers send, over HTTP."""
 
+import gzip
 import json
 
 import pytest
@@ -278,3 +279,19 @@ def test_log_probabilities_that_cannot_come_are_refused(server, path, fields, pa
     refused = client.post(path, json=prompts[path] | fields)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == (param or "prompt_logprobs")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x" * 500])
+def test_a_compressed_body_is_refused_in_words(server, encoding):
+    client, _ = server
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    refused = client.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert refused.status_code == 400
+    words = f"the body has content-encoding {encoding[:40]}: send it uncompressed"
+    assert refused.json()["error"]["message"] == words
+    plain = client.post(
+        "/v1/completions",
+        content=b'{"prompt": "x", "max_tokens": 1}',
+        headers=headers | {"content-encoding": "identity"},
+    )
+    assert plain.status_code == 200

@@ -148,7 +148,7 @@ class Contexts:
         """
         most = self._config.scheduler.max_model_len
         given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
-        if self._origin(len(given) + sampling.most_sampled).frequencies != context.saved.origin.frequencies:
+        if self._origin(len(given) + sampling.max_new_tokens).frequencies != context.saved.origin.frequencies:
             return given, ()
         self._take_up(context)
         return given, context.chain

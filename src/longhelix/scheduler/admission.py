@@ -60,7 +60,7 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """Raise UserError if a request could never run."""
-        prompt, new = len(request.prompt_token_ids), request.sampling.most_sampled
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_new_tokens
         if prompt == 0:
             raise UserError("the prompt is empty: give at least one token", "empty_prompt")
         if prompt + new > self._config.max_model_len:
@@ -72,7 +72,7 @@ class Admission:
                 "context_length_exceeded",
             )
         self._limits.check(request)
-        needed = blocks_needed(self.place(request), request.capacity_tokens - 1)
+        needed = blocks_needed(self.place(request), request.num_rows)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
             raise UserError(
@@ -164,7 +164,7 @@ class Admission:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()
         behind, own = self._behind(request, owners, match.last.owner), self._placement(request)
-        is_used = max(blocks_needed(behind, request.capacity_tokens - 1)) <= self._config.most_blocks
+        is_used = max(blocks_needed(behind, request.num_rows)) <= self._config.most_blocks
         depends = False  # on where each of the blocks is, whether the prefix is used
         if self._config.batch_invariant and isinstance(own, Local):
             is_used = is_used and len(owners) == 1
@@ -250,7 +250,7 @@ class Admission:
     def _room(self, job: Job, placement: Placement | Behind, shared: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """The blocks that a request may come to have of each rank, and those that it is promised when it begins.
         shared: how many of each rank it need not be promised."""
-        whole = blocks_needed(placement, job.request.capacity_tokens - 1)
+        whole = blocks_needed(placement, job.request.num_rows)
         bound = job.preemptions >= MOST_PREEMPTIONS
         wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
         later = () if self._config.batch_invariant else later_ranks(placement)
@@ -285,7 +285,7 @@ class Admission:
             return placement, NO_PREFIX
         continued = self._placement_behind(prefix, request)
         assert isinstance(continued, Continued)
-        if max(blocks_needed(continued, request.capacity_tokens - 1)) > self._config.most_blocks:
+        if max(blocks_needed(continued, request.num_rows)) > self._config.most_blocks:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, and only what is local may be anywhere.
         alone = self.place(request, continued.start) if isinstance(placement, Local) else placement

@@ -58,7 +58,7 @@ class GrowthLimits:
                 f"growth_limit_tokens is {named}, which is less than a KV block: set it to at least "
                 f"{config.block_tokens}"
             )
-        limit_tokens, held_tokens = named // config.block_tokens * config.block_tokens, request.capacity_tokens - 1
+        limit_tokens, held_tokens = named // config.block_tokens * config.block_tokens, request.num_rows
         if limit_tokens * config.kvp < held_tokens:
             share_blocks = -(-held_tokens // (config.kvp * config.block_tokens))
             raise UserError(

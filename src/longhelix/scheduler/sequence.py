@@ -85,7 +85,7 @@ class Sequence:
         self.request = self.job.request
         self.id = self.request.id
         self.num_prompt = len(self.request.prompt_token_ids)
-        self.num_rows = self.request.capacity_tokens - 1
+        self.num_rows = self.request.num_rows
         self.max_output = self.request.sampling.most_sampled
         self.is_scored = self.request.sampling.prompt_logprobs is not None
         self.stop_token_ids = self.request.stop_token_ids

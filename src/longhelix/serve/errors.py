@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -259,8 +259,12 @@ def _allowed(app: FastAPI, request: Request, of_route: str) -> str:
 
 
 def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
-    """The first thing that is wrong: message, code, the field that has it."""
-    found = error.errors()[0]
+    """The first thing that is wrong: message, code, the field that has it.
+
+    A field that takes several forms has an error for each of them. The one of the form that was meant says most.
+    """
+    of_field = [each for each in error.errors() if each["loc"][:2] == error.errors()[0]["loc"][:2]]
+    found = max(of_field, key=lambda each: _meant(error.body, each))
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
     if found["type"] == "model_attributes_type" and len(found["loc"]) == 1:
@@ -272,6 +276,11 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
     if not path and (about := _ABOUT.match(said)):  # of the body as a whole
         return said[:_LONGEST_QUOTE], "invalid_argument", about.group(1)
     return f"{path or 'the body'}: {said[:_LONGEST_QUOTE]}", "invalid_argument", re.split(r"[.\[]", path)[0] or None
+
+
+def _meant(body: object, found: Mapping[str, Any]) -> tuple[bool, int]:
+    """How likely an error is of the form that a client meant: it has the right type, or is about a part of it."""
+    return not found["type"].endswith("_type"), _path(body, found["loc"][1:], False).count("[")
 
 
 def _path(body: object, location: Sequence[int | str], is_missing: bool) -> str:

@@ -95,6 +95,9 @@ class _Read(Request):
 
     async def json(self) -> Any:
         """Returns JSON, or the route's own object where the text is long. Raises HTTPException."""
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HTTPException(400, f"the body has content-encoding {encoding[:40]}: send it uncompressed")
         body = await self.body()
         if len(body) > LONG_TEXT and self._form is not None:
             return await self._reading.run(_checked, self._form, body)

@@ -310,11 +310,11 @@ class Serving:
         for prompt in prompts:
             given = _num_tokens(prompt) + context_tokens
             left = self.max_model_len - given
-            if left < 1 or (most_tokens is not None and most_tokens > left):
-                wanted = given + (1 if most_tokens is None else most_tokens)
+            least = 1 if most_tokens is None else most_tokens
+            if least > left:
                 raise ClientError(
-                    f"the prompt has {given} tokens, and with the answer's there may be {wanted}, but the model's "
-                    f"context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
+                    f"the prompt has {given} tokens, and with the answer's there may be {given + least}, but the "
+                    f"model's context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
                     body.prompt_field if left < 1 else body.limit_field,
                     "context_length_exceeded",
                 )

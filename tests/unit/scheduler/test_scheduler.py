@@ -81,7 +81,7 @@ class Replica:
 
     @property
     def prompt_tokens(self) -> int:
-        return self.new.capacity_tokens - self.new.sampling.most_sampled
+        return self.new.capacity_tokens - self.new.sampling.max_new_tokens
 
     @property
     def wants_decode(self) -> bool:

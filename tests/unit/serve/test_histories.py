@@ -119,7 +119,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (ChatBody, user() | {"tools": [TOOL, {"type": "function"}]}, "tools[1].function"),
         (ChatBody, user() | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (ChatBody, user() | {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
-        (ChatBody, user() | {"stop": ["x", 5]}, "stop"),
+        (ChatBody, user() | {"stop": ["x", 5]}, "stop[1]"),
         (ChatBody, user() | {"logit_bias": {"5": "x"}}, "logit_bias.5"),
         (ChatBody, user() | {"stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
         (ChatBody, user() | {"response_format": {"type": "json_schema", "json_schema": {}}},
@@ -140,3 +140,20 @@ def test_what_is_wrong_has_the_path_that_its_client_wrote(body, given, path):
     message, _, param = _first(RequestValidationError(found, body=given))
     assert param == re.match("[a-z_]+", path).group()
     assert message.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["a"] * 5000, "stop: List should have at most"),
+        ("a" * 1001, "stop: String should have at most 1000 characters"),
+        (["a", 5], "stop[1]: Input should be a valid string"),
+        ("", "stop: String should have at least 1 character"),
+        (5, "stop: Input should be a valid string"),
+    ],
+)
+def test_a_field_of_several_forms_is_refused_for_the_one_that_was_meant(given, words):
+    with pytest.raises(ValidationError) as refusal:
+        CompletionBody.model_validate(body := {"prompt": "x", "stop": given})
+    found = [error | {"loc": ("body", *error["loc"])} for error in refusal.value.errors()]
+    assert _first(RequestValidationError(found, body=body))[0].startswith(words)

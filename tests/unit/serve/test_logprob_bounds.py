@@ -59,3 +59,13 @@ def test_a_chats_answer_may_be_as_long_as_the_context_leaves():
 def test_one_choice_has_those_of_the_prompt_for_all(most_tokens, others):
     found = asked([[1, 2], [3, 4]], most_tokens, echo=True, logprobs=5, n=3)
     assert [each.sampling.prompt_logprobs for each in found] == [5, others, others] * 2
+
+
+def test_a_prompt_may_fill_the_whole_context_where_no_new_token_is_wanted():
+    longest = [1] * SERVING.max_model_len
+    (found,) = asked([longest], 0, echo=True, logprobs=0)
+    assert (found.num_tokens, found.sampling.max_new_tokens) == (SERVING.max_model_len, 0)
+    for prompt, most_tokens in ((longest, 1), ([*longest, 1], 0)):
+        with pytest.raises(ClientError, match="the model's context has 131072") as refused:
+            asked([prompt], most_tokens, echo=True, logprobs=0)
+        assert refused.value.param == "prompt"
