@@ -92,7 +92,9 @@ class _Server(uvicorn.Server):
 def _listen(address: Address) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        listening = socket.socket(family)
+        # asyncio sends small pieces at once only where the protocol is named: else each waits for the last one's
+        # acknowledgement, 40 ms and more.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address.host, address.port))
         listening.listen(BACKLOG)
