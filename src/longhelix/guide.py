@@ -24,6 +24,11 @@ _MOST_KEPT, _MOST_KEPT_CHARACTERS = 256, 1 << 21
 MOST_STATES, STATE_BYTES = 10_000, 2048  # 650 to 2,000 bytes were measured
 MOST_STATES_BYTES = 1 << 29  # of all guides that are kept
 
+# Formats of strings that guides enforce. Others have no effect: JSON Schema has them as notes.
+FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
+_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+
 _Made = TypeVar("_Made")
 
 
@@ -184,7 +189,27 @@ def _most_states_bytes(guide: Guide) -> int:
 def in_lark(schema: Mapping[str, Any]) -> str:
     """A schema inside of a rule of a grammar."""
     # Last, because a schema from outside may have such a key itself.
-    return "%json " + json.dumps(dict(schema) | {"x-guidance": {"whitespace_pattern": _BETWEEN}})
+    return "%json " + json.dumps(_enforced(schema) | {"x-guidance": {"whitespace_pattern": _BETWEEN}})
+
+
+def _enforced(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without formats that are not enforced."""
+    return {
+        name: value if name in _DATA else _enforced_inside(value, by_name=name in _BY_NAME)
+        for name, value in schema.items()
+        if not (name == "format" and isinstance(value, str) and value not in FORMATS)
+    }
+
+
+def _enforced_inside(value: Any, by_name: bool) -> Any:
+    """The same of what a keyword has: a schema, a list of schemas, or schemas by their names."""
+    if isinstance(value, list):
+        return [_enforced_inside(inner, by_name=False) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if by_name:
+        return {name: _enforced_inside(inner, by_name=False) for name, inner in value.items()}
+    return _enforced(value)
 
 
 def _parsed(name: str, given: str) -> Any:

@@ -17,7 +17,7 @@ TOKEN_BYTES = 4
 
 
 class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that workers see for the first time; `capacity_tokens` freezes length-dependent RoPE.
+    """A request that workers see for the first time; `num_rows` freezes length-dependent RoPE.
 
     blocks_per_rank: the KV blocks that each KVP rank may ever hold of it. spread: every KVP rank takes part in its
     attention from the first row on; otherwise those that hold KV of it.
@@ -44,6 +44,11 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     instances: tuple[int, ...] = ()
     last_token: int | None = None
     images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """`Request.num_rows`: the most tokens that have KV. The last new one never has."""
+        return self.capacity_tokens - min(self.sampling.max_new_tokens, 1)
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,8 +9,18 @@ import torch
 from test_equality import TOLERANCE, assert_equal, deviation, make_case
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longhelix import LLM, Layout, SamplingParams
 from longhelix.kernels import native
-from oracle import FAMILIES, NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, VOCAB, make_oracle
+from oracle import (
+    FAMILIES,
+    NATIVE_EXPERTS,
+    NATIVE_LATENTS,
+    NATIVE_SIZES,
+    NEW_TOKENS,
+    VOCAB,
+    make_oracle,
+    save_tokenizer_files,
+)
 from tiers import few
 
 pytestmark = pytest.mark.dist
@@ -32,11 +42,11 @@ ROPE = {
 
 @torch.no_grad()
 def logits_with_whole_length(oracle, tokens):
-    """Logits of each request in one pass over all its tokens: the length by which transformers then chooses
-    frequencies is the request's capacity, by which longhelix freezes them."""
+    """Logits of each request in one pass over all of its tokens but the last: the length by which transformers then
+    chooses frequencies is the number of tokens that have keys, by which longhelix chooses them once."""
     model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=torch.float32, attn_implementation="eager").eval()
-    lines = [prompt + new for prompt, new in zip(oracle.prompts, tokens, strict=True)]
-    return [model(torch.tensor([line]), use_cache=False).logits[0, :-1].numpy() for line in lines]
+    lines = [prompt + new[:-1] for prompt, new in zip(oracle.prompts, tokens, strict=True)]
+    return [model(torch.tensor([line]), use_cache=False).logits[0].numpy() for line in lines]
 
 
 @pytest.mark.parametrize("kind", few(ROPE, 3))
@@ -52,6 +62,26 @@ def test_rope_kind_equals_transformers(worlds, tmp_path, kind):
     for index, reference in enumerate(logits_with_whole_length(oracle, tokens)):
         assert deviation(ranks[0][f"logits_{index}"], reference) <= TOLERANCE
         assert (reference[-NEW_TOKENS:].argmax(-1) == tokens[index]).mean() > 0.9  # greedy, near ties aside
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", MAX_POSITIONS), ("longrope", 48)])
+@torch.no_grad()
+def test_frequencies_change_at_the_length_at_which_those_of_transformers_do(tmp_path, kind, longest):
+    """Whether a prompt is only scored or gets one new token, whose key nobody needs."""
+    rope = {"rope_parameters": {"rope_theta": 10_000.0} | ROPE[kind], "max_position_embeddings": MAX_POSITIONS}
+    oracle = make_oracle(LlamaConfig(**FAMILIES["llama"].to_dict() | rope), tmp_path, prompt_lengths=(1,))
+    save_tokenizer_files(oracle.path)
+    model = AutoModelForCausalLM.from_pretrained(oracle.path, dtype=torch.float32, attn_implementation="eager").eval()
+    with LLM(str(oracle.path), Layout(kvp=2), dtype="float32", max_model_len=64) as llm:
+        for length in (longest, longest + 1):
+            prompt = [(7 * place + 3) % VOCAB for place in range(length)]
+            logits_TV = model(torch.tensor([prompt]), use_cache=False).logits[0]
+            expected = logits_TV.double().log_softmax(-1)[range(length - 1), prompt[1:]].tolist()
+            for new_tokens in (0, 1):
+                asked = SamplingParams(max_new_tokens=new_tokens, prompt_logprobs=0, ignore_eos=True)
+                (result,) = llm.generate([prompt], asked)
+                found = [entry[token] for token, entry in zip(prompt[1:], result.prompt_logprobs[1:], strict=True)]
+                assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_rope_scaling_given_by_the_user_replaces_the_models_own(worlds, tmp_path):

@@ -41,6 +41,35 @@ def test_no_schema_says_what_stands_between_tokens():
     assert Guide.of_schema(schema).lark == Guide("json").lark
 
 
+def test_formats_that_nobody_enforces_are_passed_over():
+    """JSON Schema has formats as notes. What only looks like one stays."""
+    schema = {
+        "properties": {
+            "format": {"type": "string", "format": "path"},
+            "const": {"type": ["integer", "string"], "format": "int64"},
+            "day": {"type": "string", "format": "date"},
+            "any": {"anyOf": [{"format": "binary"}, {"$ref": "#/$defs/format"}]},
+            "data": {"const": {"format": "path"}},
+            "wrong": {"format": 5},
+        },
+        "$defs": {"format": {"items": {"format": "uri-reference"}, "enum": [{"format": "path"}]}},
+    }
+    kept = {
+        "properties": {
+            "format": {"type": "string"},
+            "const": {"type": ["integer", "string"]},
+            "day": {"type": "string", "format": "date"},
+            "any": {"anyOf": [{}, {"$ref": "#/$defs/format"}]},
+            "data": {"const": {"format": "path"}},
+            "wrong": {"format": 5},
+        },
+        "$defs": {"format": {"items": {}, "enum": [{"format": "path"}]}},
+    }
+    assert Guide.of_schema(schema).lark == Guide.of_schema(kept).lark
+    assert '"path"' in Guide.of_schema(schema).lark
+    assert '"int64"' not in Guide.of_schema(schema).lark
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -114,7 +114,7 @@ class Contexts:
                 yield from self._write(held.blocks, folder)
                 context = SavedContext(
                     name=new.name,
-                    origin=self._origin(new.capacity_tokens),
+                    origin=self._origin(new.capacity_tokens - 1),
                     model=self._model,
                     saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
                     num_tokens=len(new.token_ids),
@@ -148,7 +148,7 @@ class Contexts:
         """
         most = self._config.scheduler.max_model_len
         given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
-        if self._origin(len(given) + sampling.max_new_tokens).frequencies != context.saved.origin.frequencies:
+        if self._origin(len(given) + sampling.most_sampled - 1).frequencies != context.saved.origin.frequencies:
             return given, ()
         self._take_up(context)
         return given, context.chain
@@ -157,7 +157,7 @@ class Contexts:
         """Read a context that this engine can use, except for its KV. Any thread may ask."""
         self._check_cache()
         saved = self._folder.manifest(name)
-        saved.check(self._origin(saved.capacity_tokens))
+        saved.check(self._origin(saved.capacity_tokens - 1))
         ids = self._folder.token_ids(saved)
         return ReadContext(saved, ids, cache_salt, self._core.chain(ids, saved.capacity_tokens, cache_salt))
 
@@ -203,12 +203,12 @@ class Contexts:
             if config.layout.keeps_kv_first(config.heads, rank) and totals[config.layout.kvp_rank(rank)]
         )
 
-    def _origin(self, capacity_tokens: int) -> Origin:
-        """What the KV of requests of this engine depends on."""
+    def _origin(self, num_rows: int) -> Origin:
+        """What the KV of requests of this engine depends on. num_rows: the most tokens of a request that have keys."""
         config = self._config
         if not self._fingerprint:
             self._fingerprint = fingerprint(config.spec, self._checkpoint)
-        frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, capacity_tokens)
+        frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, num_rows)
         return Origin(
             model=self._fingerprint,
             rope=hashlib.sha256(msgspec.json.encode(config.spec.rope)).hexdigest(),

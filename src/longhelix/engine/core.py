@@ -398,7 +398,7 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
     rope, size = config.spec.rope, config.spec.rotated_size
     if rope.kind not in ("dynamic", "longrope"):
         return lambda request: b""
-    return lambda request: repr(inverse_frequencies(rope, size, request.capacity_tokens)).encode()
+    return lambda request: repr(inverse_frequencies(rope, size, request.num_rows)).encode()
 
 
 def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:

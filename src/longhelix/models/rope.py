@@ -8,8 +8,9 @@ from longhelix.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
     """The C/2 angles per position step, in float64.
 
-    `length` is the request's capacity in tokens: dynamic and longrope choose by it, once, since keys are cached
-    rotated. Sources: RoPE arXiv 2104.09864; dynamic NTK, linear and yarn arXiv 2309.00071; longrope arXiv
+    `length` is the number of tokens that the request may come to have keys of, `Request.num_rows`. Dynamic and longrope
+    choose by it, once, since keys are cached rotated.
+    Sources: RoPE arXiv 2104.09864; dynamic NTK, linear and yarn arXiv 2309.00071; longrope arXiv
     2402.13753; llama3: the model card's smoothing between two wavelengths.
     """
     theta = rope.theta

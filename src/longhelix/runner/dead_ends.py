@@ -217,7 +217,9 @@ def _endless(root: Any) -> str | None:
         if len(still) == len(left):
             definitions = root.get("$defs", root.get("definitions"))
             names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in still)]
-            return f"the definition {names[0]!r}" if names else "it"
+            if names:
+                return f"the definition {names[0]!r}"
+            return "it" if any(root is node for node in still) else "a part of it"
         left = still
     return None
 

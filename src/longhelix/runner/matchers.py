@@ -32,6 +32,9 @@ _LIMITS = {
 # make of what has to follow: ranks have none. The last such line of a grammar counts.
 _ANY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 _LONGEST_REASON = 200  # characters
+# What it says of a schema: first its place in a grammar that nobody has seen, last an option that nobody can set.
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+_OPTION = re.compile(r" Enable 'coerce_one_of' option to approximate oneOf with anyOf$")
 _MORE = re.compile(r"\n *(<|[0-9]+ \| )")  # behind a reason: its state, or the lines that it is about
 _NAMES = {
     "json": "guide",
@@ -203,4 +206,7 @@ def _reason(error: str) -> str:
     said = " ".join(_MORE.split(error)[0].split())
     if said.startswith("NoExtension"):
         return "no text that the model has tokens for can follow it"
+    said = _OPTION.sub(
+        " Use anyOf, or alternatives that differ in the value of a required property", _PLACE.sub("", said)
+    )
     return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."

@@ -216,7 +216,7 @@ class ModelRunner:
         for enlisted in step.enlisted:
             self.sequences[enlisted.id].instances = enlisted.instances
         for new in step.new:
-            frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.capacity_tokens)
+            frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.num_rows)
             frequencies_R = self._frequencies(tuple(frequencies))
             seen = self._seen(new) if self._samples(new) else None
             adjustments = self._adjustments(new) if self._samples(new) else None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide, ReasoningTags, TokenTable
+from longhelix.guide import FORMATS, Guide, ReasoningTags, TokenTable
 from longhelix.runner import matchers as matchers_module
 from longhelix.runner.matchers import GuideError, Matcher, Matchers
 
@@ -224,6 +224,7 @@ def test_work_of_a_token_is_bounded_by_counts(monkeypatch):
         (Guide.of_schema({"type": "strange"}), "the JSON schema cannot be used: .*Invalid type"),
         (Guide.of_schema({"propertyNames": {"pattern": "a"}}), "Unimplemented keys"),
         (Guide.of_schema({"$ref": "http://example.com/schema"}), "Default retriever does not fetch resources"),
+        (Guide.of_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "not supported. Use anyOf"),
         (Guide.of_schema({"$ref": "#"}), "no text .* can follow it"),
         (Guide("grammar", "start: T\nT: " + " & ".join(f"/(.*a.{{{n}}}b.*)/" for n in range(12))), "fuel exhausted"),
     ],
@@ -231,8 +232,29 @@ def test_work_of_a_token_is_bounded_by_counts(monkeypatch):
 def test_what_cannot_be_followed_is_refused_in_a_sentence(matchers, guide, words):
     with pytest.raises(UserError, match=words) as refused:
         matchers.check(guide)
+    assert guide.kind != "json_schema" or "at 1(" not in str(refused.value)
     assert len(str(refused.value)) < 400
     assert refused.value.code == "invalid_guide"
+
+
+# Those of JSON Schema 2020-12, and some that pydantic, OpenAPI and Google's APIs write.
+KNOWN_FORMATS = [
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+    "path", "password", "binary", "byte", "int64", "double", "base64url",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN_FORMATS)
+def test_a_format_is_enforced_or_passed_over(matchers, name):
+    matcher = matchers.new(Guide.of_schema({"type": "string", "format": name}))
+    for byte in b'"\\':  # a backslash, which no format allows that is enforced
+        matcher.add_one(byte)
+    if name not in FORMATS:
+        assert matcher.allowed()[ord("\\")]
+        return
+    with pytest.raises(GuideError):
+        matcher.allowed()
 
 
 def test_a_text_that_the_model_has_no_tokens_for(matchers):
