@@ -170,7 +170,7 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
         requests=config.max_running,
         asked_tokens=options.kv_cache_tokens,
     )
-    return Server(setting, layout, replace(config, num_blocks=held), hop_b)
+    return Server(setting, layout, config.with_pools(held), hop_b)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def resolve(
         kv_dtype=kv_dtype,
         attention_dtype=_attention_dtype(options, kv_dtype, device),
         threads_per_rank=max(cores // layout.world_size, 1),
-        scheduler=replace(scheduler, num_blocks=held),
+        scheduler=scheduler.with_pools(held),
         device=device,
         system=system,
         compile=compile,

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longhelix.errors import UserError
 from longhelix.kv.placement import Placement, make_placement, placement_by_length
@@ -79,6 +79,17 @@ class SchedulerConfig:
     def clocks(self) -> int:
         """Into how many parts the ranks fall that may be in different steps."""
         return self.kvp if self.own_clocks else 1
+
+    def with_pools(self, num_blocks: int) -> "SchedulerConfig":
+        """The same with pools of so many KV blocks. No rank is meant to have more of a request than its pool holds, so
+        that whoever fits into all pools together is not refused."""
+        tokens, limit = num_blocks * self.block_tokens, self.growth_limit_tokens
+        return replace(
+            self,
+            num_blocks=num_blocks,
+            growth_limit_tokens=None if limit is None else min(limit, tokens),
+            kvp_threshold_tokens=min(self.kvp_threshold_tokens, tokens),
+        )
 
     def placement_of(self, prompt_tokens: int, capacity_tokens: int, limit_tokens: int | None = None) -> str:
         """The name of the placement of a request of these lengths. limit_tokens: see `place`."""

@@ -76,4 +76,5 @@ class GrowthLimits:
     def _derived(self, tbt_s: float) -> int:
         config = self._config
         assert self._cost is not None
-        return limit_within(self._cost, config.kvp, config.block_tokens, config.share_tokens, _SHARE * tbt_s)
+        most_tokens = min(config.share_tokens, config.num_blocks * config.block_tokens)
+        return limit_within(self._cost, config.kvp, config.block_tokens, most_tokens, _SHARE * tbt_s)

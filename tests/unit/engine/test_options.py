@@ -32,6 +32,13 @@ def resolved(layout=Layout(kvp=2), **settings):  # noqa: B008 - frozen
     return resolve(builtin(), layout, EngineOptions.of(SOUND | settings))
 
 
+@pytest.mark.parametrize("settings", [{"placement": "auto"}, {"kvp_threshold_tokens": 3000}, {"placement": "growing"}])
+def test_no_rank_is_meant_to_have_more_of_a_request_than_its_pool_holds(settings):
+    scheduler = resolved(max_model_len=4096, kv_cache_tokens=2048, **settings).scheduler
+    assert scheduler.num_blocks * scheduler.block_tokens == 1024
+    assert max(scheduler.kvp_threshold_tokens, scheduler.growth_limit_tokens) == 1024
+
+
 ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",
              "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"]  # fmt: skip
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["yarn", "dynamic", 2.0]), max_size=4)

@@ -9,7 +9,9 @@ from test_scheduler import expected_output
 
 from longhelix.errors import UserError
 from longhelix.request import ServiceLevel
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth_limits import limit_within
+from longhelix.scheduler.scheduler import Scheduler
 from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
@@ -20,6 +22,13 @@ class ByKv:
 
     def seconds(self, work):
         return 1.0 + float(work.decode_kv_tokens)
+
+
+class Free:
+    """Nothing takes time, so that a limit that is left to the cost is the longest."""
+
+    def seconds(self, work):
+        return 0.0
 
 
 @given(kvp=st.integers(1, 8), block_tokens=st.integers(1, 16), most_blocks=st.integers(1, 50), tbt_s=st.floats(0, 5000))
@@ -88,6 +97,43 @@ def test_limits_under_which_a_request_could_not_run_are_refused_in_a_sentence(se
     with pytest.raises(UserError, match=said):
         engine.add(request(0, LONG[:24], 8, growth_limit_tokens=limit_tokens))
     assert not engine.loop.has_work
+
+
+def assert_fits_as_all_pools_do(num_blocks, prompt_tokens, new_tokens, **settings):
+    config = SchedulerConfig(num_blocks=1, max_model_len=1000, block_tokens=4, **settings).with_pools(num_blocks)
+    scheduler, one = Scheduler(config, Free()), request(0, list(range(prompt_tokens)), new_tokens)
+    if -(-one.num_rows // 4) <= num_blocks * config.kvp:
+        scheduler.add(one)
+    else:
+        with pytest.raises(UserError, match="tokens of KV cache"):
+            scheduler.add(one)
+
+
+@given(
+    num_blocks=st.integers(1, 40),
+    prompt_tokens=st.integers(1, 700),
+    new_tokens=st.integers(1, 100),
+    kvp=st.integers(1, 4),
+    placement=st.sampled_from(["striped", "growing", "auto"]),
+    growth_limit_tokens=st.none() | st.integers(1, 175).map(lambda blocks: 4 * blocks),
+    kvp_threshold_tokens=st.integers(0, 700),
+)
+def test_whatever_all_pools_together_hold_runs(**drawn):
+    """Limit and threshold may be those of ranks with larger pools."""
+    assert_fits_as_all_pools_do(**drawn)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "settings"),
+    [
+        (60, {"placement": "auto", "kvp_threshold_tokens": 72}),
+        (45, {"placement": "auto", "kvp_threshold_tokens": 50}),
+        (60, {"placement": "growing", "growth_limit_tokens": 64}),
+        (60, {"placement": "growing", "growth_limit_tokens": None}),
+    ],
+)
+def test_a_request_takes_more_ranks_where_the_pool_of_one_is_smaller_than_its_limit(prompt_tokens, settings):
+    assert_fits_as_all_pools_do(10, prompt_tokens, 8, kvp=2, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_model_len": 40}])
