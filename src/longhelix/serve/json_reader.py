@@ -27,24 +27,40 @@ def read_json(text: str) -> Any:
 
     Raises json.JSONDecodeError for what is no JSON, and JsonBoundsError for what is more than the bounds.
     """
-    if len(text) > LONG_TEXT:
-        return _Reader().decode(text)
-    try:
-        found = json.loads(text)
-    except RecursionError as error:
-        raise _too_deep() from error
-    if _is_deeper(found, DEEPEST):
-        raise _too_deep()
-    return found
+    return JsonReader().read(text)
+
+
+class JsonReader:
+    """Parses texts that are kept together, and so have a bound on their values together."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def read(self, text: str) -> Any:
+        """Parse the next one. Raises as `read_json` does."""
+        if len(text) > LONG_TEXT:
+            reader = _Reader(self._num_values)
+            found = reader.decode(text)
+            self._num_values = reader.num_values
+            return found
+        try:
+            found = json.loads(text)
+        except RecursionError as error:
+            raise _too_deep() from error
+        self._num_values += _num_values(found)
+        if self._num_values > MOST_VALUES:
+            raise _too_many()
+        return found
 
 
 class _Reader(json.JSONDecoder):
     """Parses one text. The parser of the standard library that is written in Python calls these methods for each value,
     which is how `json.decoder` means them to be replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_values: int) -> None:
         super().__init__()
-        self._depth = self._objects = self._count = 0
+        self.num_values = num_values  # those of the texts before, too
+        self._depth = self._objects = 0
         self._keys: dict[str, str] = {}  # so that equal ones are one string
         self.parse_object = self._object
         self.parse_array = self._array
@@ -93,18 +109,26 @@ class _Reader(json.JSONDecoder):
             raise _too_deep()
 
     def _add(self, count: int) -> None:
-        self._count += count
-        if self._count > MOST_VALUES:
-            raise JsonBoundsError(f"has more than {MOST_VALUES} values, token ids left out: send fewer")
+        self.num_values += count
+        if self.num_values > MOST_VALUES:
+            raise _too_many()
 
 
 def _too_deep() -> JsonBoundsError:
     return JsonBoundsError(f"is nested deeper than {DEEPEST} levels: make it flatter")
 
 
-def _is_deeper(found: Any, levels: int) -> bool:
-    level = [found] if isinstance(found, (dict, list)) else []
-    for _ in range(levels):
+def _too_many() -> JsonBoundsError:
+    return JsonBoundsError(f"has more than {MOST_VALUES} values, token ids left out: send fewer")
+
+
+def _num_values(found: Any) -> int:
+    """Raises JsonBoundsError for what is nested too deep."""
+    count, level = 1, [found] if isinstance(found, (dict, list)) else []
+    for _ in range(DEEPEST):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        count += len(level)
         level = [inner for inner in level if isinstance(inner, (dict, list))]
-    return bool(level)
+    if level:
+        raise _too_deep()
+    return count

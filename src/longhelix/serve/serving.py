@@ -19,6 +19,7 @@ from longhelix.serve.driver import Answers, Driver
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
 from longhelix.serve.journal import Journal
+from longhelix.serve.json_reader import JsonReader
 from longhelix.serve.line import Line
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
@@ -215,10 +216,11 @@ class Serving:
         field: str,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> "array[int]":
+        reader = JsonReader()
         told = (
             given
             if isinstance(given, str)
-            else [message.for_template(f"{field}[{place}]") for place, message in enumerate(given)]
+            else [message.for_template(f"{field}[{place}]", reader) for place, message in enumerate(given)]
         )
         try:
             return _packed(encode(told) if tools is None else encode(told, tools))

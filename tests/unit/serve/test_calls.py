@@ -305,9 +305,9 @@ def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, pat
     """There may be very many."""
     threads, for_template = [], Message.for_template
 
-    def watched(message, path):
+    def watched(message, *given):
         threads.append(current_thread())
-        return for_template(message, path)
+        return for_template(message, *given)
 
     async def test(client, llm, serving):
         llm.tokenizer.encode_chat, llm.tokenizer.longest_token = lambda messages, **rendering: [len(messages)], 9
@@ -316,6 +316,22 @@ def test_messages_become_what_templates_take_off_the_event_loop(monkeypatch, pat
         assert current_thread() not in threads
 
     monkeypatch.setattr(Message, "for_template", watched)
+    run(test)
+
+
+@pytest.mark.parametrize("text", ['{"x": [[], {}, 1]}', " " * LONG_TEXT + '{"x": [[], {}, 1]}'])
+def test_the_arguments_of_all_calls_are_bounded_together(monkeypatch, text):
+    """Each is within the bounds of one text, be it short or long."""
+    monkeypatch.setattr(json_reader, "MOST_VALUES", 100)  # each has five
+    calls = [{"function": {"name": "f", "arguments": text}}] * 10
+    message = {"role": "assistant", "tool_calls": calls}
+
+    async def test(client, llm, serving):
+        most = [Message(**message)] * 2
+        assert await serving.token_ids(lambda told: [len(told)], most, "messages") == array("i", [2])
+        with pytest.raises(UserError, match=r"messages\[2\].*with the calls before it, has more than 100 values"):
+            await serving.token_ids(lambda told: [len(told)], [*most, Message(**message)], "messages")
+
     run(test)
 
 

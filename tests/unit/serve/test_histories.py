@@ -49,6 +49,12 @@ def test_other_arguments_are_refused_where_they_are(given, words):
     assert b'"param":"messages"' in of_error(refusal.value).body
 
 
+@pytest.mark.parametrize("field", ["content", "refusal", "reasoning", "reasoning_content"])
+def test_all_that_a_message_says_counts_as_its_length(field):
+    """Long conversations are tokenized one at a time."""
+    assert Message(role="assistant", **{field: "12345"}).num_characters == 5
+
+
 def test_refusals_stay_what_was_said():
     parts = [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": "I cannot."}]
     assert templated(content=parts) == {"role": "assistant", "content": "No. I cannot."}

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from longhelix.errors import UserError
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.unserved import Unserved, check_unserved
-from longhelix.serve.json_reader import JsonBoundsError, read_json
+from longhelix.serve.json_reader import JsonBoundsError, JsonReader
 
 # Of a conversation: parts and calls of all messages together. Each takes microseconds of the event loop.
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 32_768, 32_768, 128
@@ -71,17 +71,19 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self, path: str) -> dict[str, Any]:
-        """With its arguments as an object, which templates write as JSON. path: its place in the body. Raises
-        UserError."""
+    def for_template(self, path: str, reader: JsonReader) -> dict[str, Any]:
+        """With its arguments as an object, which templates write as JSON. path: its place in the body. reader: of the
+        arguments of all calls. Raises UserError."""
         arguments, path = self.function.arguments, f"{path}.function.arguments"
         if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             arguments = {}
         if isinstance(arguments, str):
             try:
-                arguments = read_json(arguments)
+                arguments = reader.read(arguments)
             except JsonBoundsError as error:
-                raise UserError(f"{path}: a call whose arguments are JSON that {error}") from error
+                raise UserError(
+                    f"{path}: a call whose arguments are JSON that, with the calls before it, {error}"
+                ) from error
             except ValueError as error:
                 raise UserError(f"{path}: a call whose arguments are not JSON ({error}): correct it") from error
         if not isinstance(arguments, dict):
@@ -121,17 +123,22 @@ class Message(Body):
 
     @property
     def num_characters(self) -> int:
-        """Of its text and of the calls' arguments, about as many as a chat template makes of them."""
-        content = self.content or ""
-        parts = [] if isinstance(content, str) else [_text(part) for part in content]
+        """Of its text, its reasoning and the calls' arguments, about as many as a chat template makes of them."""
+        content = self.content or self.refusal or ""
+        parts = [content] if isinstance(content, str) else [_text(part) for part in content]
         calls = [call.function.arguments for call in self.tool_calls or ()]
-        texts = [content, *calls] if isinstance(content, str) else [*parts, *calls]
+        texts = [*parts, self._told_reasoning, *calls]
         return sum(len(text) for text in texts if isinstance(text, str))
 
-    def for_template(self, path: str) -> dict[str, Any]:
+    @property
+    def _told_reasoning(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    def for_template(self, path: str, reader: JsonReader | None = None) -> dict[str, Any]:
         """As chat templates take it: text in one piece, and where there are images, parts, with a place for each. They
-        know a developer's messages as the system's, and reasoning by several names. path: its place in the body. Raises
-        UserError."""
+        know a developer's messages as the system's, and reasoning by several names. path: its place in the body.
+        reader: of the arguments of a conversation's calls. Raises UserError."""
+        reader = JsonReader() if reader is None else reader
         content = self.content or self.refusal or ""
         if not isinstance(content, str):
             texts = [_text(part) for part in content]
@@ -139,12 +146,12 @@ class Message(Body):
         found = self.model_dump(exclude_none=True, exclude={"content", "refusal"}) | {"content": content}
         if self.role == "developer":
             found["role"] = "system"
-        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        reasoning = self._told_reasoning
         if reasoning is not None:
             found |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
         if self.tool_calls:
             found["tool_calls"] = [
-                call.for_template(f"{path}.tool_calls[{place}]") for place, call in enumerate(self.tool_calls)
+                call.for_template(f"{path}.tool_calls[{place}]", reader) for place, call in enumerate(self.tool_calls)
             ]
         return found
 
