@@ -1,6 +1,7 @@
 """The server as a process: it listens, says where, and ends when it is told to."""
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import Callable
@@ -62,7 +63,13 @@ def run(serving: Serving, admission: Admission, address: Address, on_ready: Call
         )
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        _Server(config, serving, address.drain_s, lambda: on_ready(f"http://{shown}:{port}")).run(sockets=[listening])
+        server = _Server(config, serving, address.drain_s, lambda: on_ready(f"http://{shown}:{port}"))
+        gc.collect()
+        gc.freeze()  # the collector would stop the event loop for as long as it takes to walk all that is here
+        try:
+            server.run(sockets=[listening])
+        finally:
+            gc.unfreeze()
 
 
 class _Server(uvicorn.Server):
