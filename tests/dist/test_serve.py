@@ -432,6 +432,27 @@ def test_the_command_ends_when_it_is_told_to(tmp_path):
             process.kill()
 
 
+def test_the_command_that_is_interrupted_twice_ends_at_once_and_tells_its_clients(tmp_path):
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin"]
+    command += ["--port", "0", "--max-model-len", "4096", "--drain", "600s"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
+            body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as got:
+                lines = got.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                assert next(process.stderr).startswith("draining: 1 requests")
+                process.send_signal(signal.SIGINT)
+                *_, told, done = (line for line in lines if line)
+            assert (json.loads(told.removeprefix("data: "))["error"]["code"], done) == ("shutting_down", "data: [DONE]")
+            assert process.wait(60) == 0
+            assert [line.split()[0] for line in process.stderr if line.strip()] == ["request", "end"]
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

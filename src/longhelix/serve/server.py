@@ -92,7 +92,8 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_LOOK_S)
         driver.end_all(ShuttingDownError())
         await super().shutdown(sockets)
-        await driver.close()  # which does not happen above when it was told twice
+        if self.force_exit:  # told twice, uvicorn does not end the application, which closes the driver
+            await self.lifespan.shutdown()
         self._captured_signals.clear()  # or it would raise again what it was told to end by
 
 
