@@ -17,6 +17,7 @@ from served import MOST_BODY_BYTES, events, served, settled
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.serve.driver import Limits
 from longhelix.serve.engine_thread import Recovery
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
 
@@ -433,12 +434,13 @@ def test_the_command_ends_when_it_is_told_to(tmp_path):
 
 
 def test_the_command_that_is_interrupted_twice_ends_at_once_and_tells_its_clients(tmp_path):
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin"]
-    command += ["--port", "0", "--max-model-len", "4096", "--drain", "600s"]
+    save_tokenizer_files(make_oracle(FAMILIES["llama"], tmp_path, prompt_lengths=(1,)).path)
+    command = [sys.executable, "-m", "longhelix", "serve", "--model", str(tmp_path)]
+    command += ["--port", "0", "--max-model-len", "9000", "--drain", "600s"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
-            body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            body = {"prompt": [1, 2], "max_tokens": 8000, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as got:
                 lines = got.iter_lines()
                 next(lines)
