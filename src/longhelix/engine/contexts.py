@@ -57,11 +57,11 @@ class LoadedContext:
 
 @dataclass(frozen=True)
 class ReadContext:
-    """A saved context that has been read from disk, except for its KV: `LLM.read_context` makes it.
+    """A saved context whose manifest and token ids have been read from disk. `LLM.read_context` returns it.
 
     token_ids: int32.
-    cache_salt: that of the requests that may begin with it.
-    chain: the hashes of its KV blocks, as the prefix cache has them with that salt.
+    cache_salt: requests that use the context need the same one.
+    chain: block hashes under this salt, see `PrefixCache.chain`.
     """
 
     saved: SavedContext
@@ -141,7 +141,7 @@ class Contexts:
     def before(
         self, context: ReadContext, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple["array[int]", Sequence[bytes]]:
-        """The ids of a context and of a prompt behind it, and the hashes that are known of them.
+        """Return the token ids of a context followed by a prompt, and the block hashes that are known already.
 
         The ranks take the context up if there is room for it now and its keys are rotated by the request's angles. If
         not, the request computes it when its turn comes.
@@ -154,7 +154,7 @@ class Contexts:
         return given, context.chain
 
     def read(self, name: str, cache_salt: str) -> ReadContext:
-        """Read a context that this engine can use, except for its KV. Any thread may ask."""
+        """Read a context's manifest and token ids, and check that this engine can use it. Any thread may call it."""
         self._check_cache()
         saved = self._folder.manifest(name)
         saved.check(self._origin(saved.capacity_tokens - 1))

@@ -285,11 +285,11 @@ class TokenCore:
             raise
 
     def chain(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> list[bytes]:
-        """The hashes of a prompt: see `PrefixCache.chain`. Any thread may ask."""
+        """Return a prompt's block hashes, see `PrefixCache.chain`. Any thread may call it."""
         return self._scheduler.chain(_prefilled(prompt_ids, capacity_tokens, cache_salt))
 
     def has_cached(self, chain: Sequence[bytes]) -> bool:
-        """Whether the KV of all blocks of a prompt is cached, which is then the last to be evicted."""
+        """Return whether all blocks of a prompt are cached. If so, they become the last ones to be evicted."""
         hashes, pool = chain[1:], self._scheduler.pool
         blocks = pool.cached(hashes)
         if len(blocks) < len(hashes):
@@ -402,7 +402,7 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
 
 
 def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:
-    """A request that has the KV of a prompt. It is never queued."""
+    """Return a request that stands for a prompt's KV. It is never queued."""
     sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
     return Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, ServiceLevel(cache_salt=cache_salt))
 

@@ -206,8 +206,11 @@ class LLM:
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
 
     def read_context(self, name: str, cache_salt: str = "") -> ReadContext:
-        """Read a saved context for `add`, whose requests have this salt. As `read`, it may run on another thread while
-        the engine steps: for a million tokens it takes some 0.1 s. Raises UserError as `add` does."""
+        """Read a saved context, to give it to `add` with requests of the same cache_salt.
+
+        Like `read`, it may run on another thread while the engine steps: it takes about 0.1 s for a million tokens.
+        Raises UserError as `add` does.
+        """
         return self._contexts.read(name, cache_salt)
 
     @property
@@ -371,7 +374,7 @@ class LLM:
     def _after(
         self, context: ReadContext, prompt: Prompt, sampling: SamplingParams
     ) -> tuple[Sequence[int], Sequence[bytes]]:
-        """The tokens of a context, which the ranks take up, and of a prompt behind it; and the hashes of the first."""
+        """Load a context into the ranks. Return its token ids followed by the prompt's, and the known block hashes."""
         more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
         return self._contexts.before(context, more, sampling)
 

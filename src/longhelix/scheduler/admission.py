@@ -83,7 +83,7 @@ class Admission:
             )
 
     def push(self, job: Job, now_s: float, chain: Items[bytes] = ()) -> None:
-        """A request waits from now on. chain: the first ones of its `chain`, where they are known."""
+        """Queue a request. chain: the hashes at the beginning of its `chain`, if they are known."""
         if chain and self._cache is not None:
             self._cache.know(job.request.id, chain)
         self._order.shares.add(job.request.service.client)

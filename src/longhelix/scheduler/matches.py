@@ -165,7 +165,7 @@ class Matches:
         self._point_to(run, blocks)
 
     def _point_to(self, run: Run, blocks: Items[Block | Slot]) -> None:
-        """Blocks are a run's from now on."""
+        """Record that these blocks belong to a run."""
         self._count(run, blocks, 1)
         for block in blocks:
             self._runs_of(block)[block.id] = run
@@ -183,8 +183,8 @@ class Matches:
         return (self._run_of_slot if isinstance(block, Slot) else self._run_of_block)[block.owner]
 
     def _split(self, run: Run, at: int) -> Run:
-        """Let a run end before its block `at`, and another one begin there. Returns the first. The shorter part is the
-        new one, because each of its blocks has to be looked at."""
+        """Split a run before its block `at`, and return the first part. The shorter part becomes the new run, because
+        each of its blocks has to be visited."""
         if 2 * at < len(run.blocks):
             return self._split_front(run, at)
         rest = self._new_run(run, run.start + at)
@@ -235,7 +235,7 @@ class Matches:
             run = before
 
     def _join(self, run: Run, following: Run) -> None:
-        """Make one run of two, the first of which has no matches. The blocks of the shorter one move."""
+        """Join two runs. No match ends in the first one. The shorter run's blocks move to the longer one."""
         if len(run.blocks) < len(following.blocks):
             self._join_front(run, following)
             return

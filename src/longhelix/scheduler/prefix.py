@@ -131,7 +131,7 @@ class PrefixCache:
         return len(chain) == 1 or chain[-1] in self._index or chain[-1] in self._swapped
 
     def know(self, request_id: int, chain: Items[bytes]) -> None:
-        """Take the first hashes of a waiting request, which `chain` gave before."""
+        """Set the first hashes of a waiting request's chain, so that they are not computed again."""
         self._chains[request_id] = list(chain)
 
     def match(self, request: Request, most_blocks: int) -> Match:
@@ -163,7 +163,10 @@ class PrefixCache:
         return hash_of
 
     def chain(self, request: Request) -> list[bytes]:
-        """The hash of what comes before a prompt, and those of all blocks that it fills. Any thread may ask."""
+        """Return the root hash of a prompt, followed by the hash of each block that it fills.
+
+        Any thread may call it.
+        """
         first, num_full = self._first(request), self._num_full(request)
         if not num_full:
             return [first]

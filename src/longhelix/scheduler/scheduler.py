@@ -114,8 +114,10 @@ class Scheduler:
         self._waiting.check(request)
 
     def add(self, request: Request, chain: Items[bytes] = ()) -> None:
-        """Queue a request. chain: the first ones of its `chain`, where they are known. Raises UserError if it could
-        never run."""
+        """Queue a request. Raises UserError if it could never run.
+
+        chain: the hashes at the beginning of its `PrefixCache.chain`, if they are known.
+        """
         self.check(request)
         self._waiting.push(self._job(request), request.arrival_s, chain)
 

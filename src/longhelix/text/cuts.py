@@ -1,4 +1,4 @@
-"""Places where a long text can be cut so that its parts, tokenized alone, give the ids of the whole."""
+"""Cuts long texts into parts. Tokenized one by one, the parts give the same ids as the whole text."""
 
 import re
 from collections.abc import Iterator
