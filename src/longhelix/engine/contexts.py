@@ -61,13 +61,13 @@ class ReadContext:
 
     token_ids: int32.
     cache_salt: requests that use the context need the same one.
-    chain: block hashes under this salt, see `PrefixCache.chain`.
+    hashes: those of its blocks under this salt, see `PrefixCache.hashes`.
     """
 
     saved: SavedContext
     token_ids: "array[int]"
     cache_salt: str
-    chain: Sequence[bytes]
+    hashes: Sequence[bytes]
 
 
 class Contexts:
@@ -104,7 +104,7 @@ class Contexts:
         """Keep the KV of a prompt that was just computed, a part each time that it is asked: steps may run between two
         of them. Returns None if some of the KV is gone already. Where it is closed early, nothing stays on the disk."""
         prompt = new.token_ids, new.capacity_tokens, new.cache_salt
-        held = self._core.hold(*prompt, self._core.chain(*prompt))
+        held = self._core.hold(*prompt, self._core.hashes(*prompt))
         if held is None:
             return None
         with self._core.releasing(held):
@@ -151,7 +151,7 @@ class Contexts:
         if self._origin(len(given) + sampling.most_sampled - 1).frequencies != context.saved.origin.frequencies:
             return given, ()
         self._take_up(context)
-        return given, context.chain
+        return given, context.hashes
 
     def read(self, name: str, cache_salt: str) -> ReadContext:
         """Read a context's manifest and token ids, and check that this engine can use it. Any thread may call it."""
@@ -159,11 +159,11 @@ class Contexts:
         saved = self._folder.manifest(name)
         saved.check(self._origin(saved.capacity_tokens - 1))
         ids = self._folder.token_ids(saved)
-        return ReadContext(saved, ids, cache_salt, self._core.chain(ids, saved.capacity_tokens, cache_salt))
+        return ReadContext(saved, ids, cache_salt, self._core.hashes(ids, saved.capacity_tokens, cache_salt))
 
     def _take_up(self, context: ReadContext) -> int | None:
         """Have the ranks read the KV blocks that they do not have. Returns how many; None: there is no room now."""
-        if self._core.has_cached(context.chain):
+        if self._core.has_cached(context.hashes):
             return 0
         saved = context.saved
         if self._folder.manifest(saved.name) != saved:
@@ -171,7 +171,7 @@ class Contexts:
                 f"context {saved.name!r} was replaced while a request for it was on its way: ask again",
                 "context_mismatch",
             )
-        held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.chain)
+        held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
         if held is None:
             return None
         with self._core.releasing(held):

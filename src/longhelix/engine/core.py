@@ -169,14 +169,14 @@ class TokenCore:
         self._next_id += 1
         return request
 
-    def queue(self, request: Request, images: Sequence[ShownImage], chain: Sequence[bytes] = ()) -> None:
+    def queue(self, request: Request, images: Sequence[ShownImage], hashes: Sequence[bytes] = ()) -> None:
         """Queue a request: a new one, or the rest of one that the core before had. The ranks hear of it with a step.
-        chain: see `Scheduler.add`."""
+        hashes: see `Scheduler.add`."""
         self.check_running()
         if images:
             self._images.add(request.id, images)
         try:
-            self._loop.add(request, chain)
+            self._loop.add(request, hashes)
         except BaseException:
             self._images.forget(request.id)
             raise
@@ -284,13 +284,13 @@ class TokenCore:
             self.fail(error)
             raise
 
-    def chain(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> list[bytes]:
-        """Return a prompt's block hashes, see `PrefixCache.chain`. Any thread may call it."""
-        return self._scheduler.chain(_prefilled(prompt_ids, capacity_tokens, cache_salt))
+    def hashes(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> list[bytes]:
+        """Return a prompt's block hashes, see `PrefixCache.hashes`. Any thread may call it."""
+        return self._scheduler.hashes(_prefilled(prompt_ids, capacity_tokens, cache_salt))
 
-    def has_cached(self, chain: Sequence[bytes]) -> bool:
+    def has_cached(self, hashes: Sequence[bytes]) -> bool:
         """Return whether all blocks of a prompt are cached. If so, they become the last ones to be evicted."""
-        hashes, pool = chain[1:], self._scheduler.pool
+        pool = self._scheduler.pool
         blocks = pool.cached(hashes)
         if len(blocks) < len(hashes):
             return False
@@ -298,11 +298,11 @@ class TokenCore:
         return True
 
     def hold(
-        self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, chain: Sequence[bytes]
+        self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]
     ) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see
-        `Scheduler.hold`. chain: what `chain` gives for them."""
-        return self._scheduler.hold(_prefilled(prompt_ids, capacity_tokens, cache_salt), chain[1:])
+        `Scheduler.hold`. hashes: what `hashes` gives for them."""
+        return self._scheduler.hold(_prefilled(prompt_ids, capacity_tokens, cache_salt), hashes)
 
     @contextmanager
     def releasing(self, held: HeldPrefix) -> Iterator[None]:

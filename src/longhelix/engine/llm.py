@@ -329,7 +329,7 @@ class LLM:
         sampling = SamplingParams() if sampling is None else sampling
         self._core.check_asked(sampling, service)
         images: Sequence[ShownImage] = ()
-        chain: Sequence[bytes] = ()
+        hashes: Sequence[bytes] = ()
         if isinstance(prompt, ImagePrompt | ReadPrompt):
             read = self._shown(prompt, context)
             given, images = read.token_ids, read.images
@@ -337,7 +337,7 @@ class LLM:
             given = self._token_ids(prompt)
         else:
             context = self._read(context, service)
-            given, chain = self._after(context, prompt, sampling)
+            given, hashes = self._after(context, prompt, sampling)
         before = self._core.counters.exchanges.now
         request = self._core.request(given, sampling, service, arrival_s, images)
         tags = frozenset() if reasoning is None else reasoning.special_ids
@@ -348,7 +348,7 @@ class LLM:
         live = Live(request, stream, stops, deltas, before, name, unseen)
         live.reasoning = None if reasoning is None else Reasoning(reasoning)
         if not self._lost.take(live, self._live):
-            self._core.queue(request, images, chain)
+            self._core.queue(request, images, hashes)
             self._live[request.id] = live
         return request.id
 

@@ -29,6 +29,9 @@ _MOST_OVERTAKEN = 32
 _LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
 # Blocks of waiting prompts that are hashed for one step, which takes about 3 ms, and of each prompt at least.
 _HASHED_A_STEP, _HASHED_OF_EACH = 4096, 64
+_LOOKED_AT_A_STEP = (
+    4096  # blocks of prompts that are tried for the first time, which takes about 2 ms; one may have more
+)
 
 
 class Admission:
@@ -53,6 +56,7 @@ class Admission:
         self._cache = cache
         self._guides = guides
         self._hashes_left = _HASHED_A_STEP  # for the next step
+        self._num_looked_at = 0  # blocks of long prompts that this step has tried for the first time
         self._waiting = WaitingQueue(order.waiting, lambda: order.shares.compete)
 
     def __len__(self) -> int:
@@ -82,10 +86,10 @@ class Admission:
                 "kv_cache_exceeded",
             )
 
-    def push(self, job: Job, now_s: float, chain: Items[bytes] = ()) -> None:
-        """Queue a request. chain: the hashes at the beginning of its `chain`, if they are known."""
-        if chain and self._cache is not None:
-            self._cache.know(job.request.id, chain)
+    def push(self, job: Job, now_s: float, hashes: Items[bytes] = ()) -> None:
+        """Queue a request. hashes: those of its first blocks, if they are known."""
+        if hashes and self._cache is not None:
+            self._cache.know(job.request, hashes)
         self._order.shares.add(job.request.service.client)
         self._waiting.push(job, now_s)
 
@@ -105,10 +109,10 @@ class Admission:
         room = self._config.max_running - num_running
         if not room or not self._waiting:
             return begun
-        self._hashes_left = _HASHED_A_STEP
+        self._hashes_left, self._num_looked_at = _HASHED_A_STEP, 0
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(begun) == 0
-            one = self._try(job, alone=alone) if alone or self._is_hashed(job) else None
+            one = self._try(job, alone=alone) if alone or (self._is_hashed(job) and self._is_in_turn(job)) else None
             if one is not None:
                 begun.append(one)
                 for other in passed:
@@ -121,10 +125,10 @@ class Admission:
                 break
         return begun
 
-    def chain(self, request: Request) -> list[bytes]:
-        """See `PrefixCache.chain`."""
+    def hashes(self, request: Request) -> list[bytes]:
+        """See `PrefixCache.hashes`."""
         assert self._cache is not None
-        return self._cache.chain(request)
+        return self._cache.hashes(request)
 
     def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
@@ -140,11 +144,28 @@ class Admission:
         self._hashes_left = max(self._hashes_left - count, 0)
         return is_all
 
+    def _is_in_turn(self, job: Job) -> bool:
+        """Whether a request may be tried in this step. The first time, all cached blocks of its prompt are looked at:
+        long ones take turns."""
+        if self._cache is None or job.was_tried or self._cache.is_alike(job.request):
+            return True
+        num_blocks = self._cache.num_hashed(job.request)
+        if num_blocks <= _HASHED_OF_EACH:
+            return True
+        if self._num_looked_at and self._num_looked_at + num_blocks > _LOOKED_AT_A_STEP:
+            return False
+        self._num_looked_at += num_blocks
+        return True
+
     def _try(self, job: Job, *, alone: bool) -> Begun | None:
-        """See `_begin`, which looks at every block of a prefix: a request that did not fit before is asked only if it
-        may fit now. That is looked up in every step, because almost anything may give it room."""
-        was_tried, job.was_tried = job.was_tried, True
-        if was_tried and self._cache is not None and not self._may_fit(job, alone=alone):
+        """Begin a request if it fits, see `_begin`, which looks at every block of a prefix.
+
+        A request that has not fitted before, or whose prompt begins like that of one that has not, is looked up first.
+        That happens in every step, because almost anything may give it room.
+        """
+        is_known = job.was_tried or (self._cache is not None and self._cache.is_alike(job.request))
+        job.was_tried = True
+        if is_known and self._cache is not None and not self._may_fit(job, alone=alone):
             return None
         return self._begin(job, alone=alone)
 

@@ -77,10 +77,10 @@ class Loop:
     def has_work(self) -> bool:
         return bool(self._of_step) or self.scheduler.has_work
 
-    def add(self, request: Request, chain: Sequence[bytes] = ()) -> None:
-        """Queue a request. chain: see `Scheduler.add`. Raises UserError if it could never run."""
-        self.scheduler.add(request, chain)
-        self.hear(Added(request, chain))
+    def add(self, request: Request, hashes: Sequence[bytes] = ()) -> None:
+        """Queue a request. hashes: see `Scheduler.add`. Raises UserError if it could never run."""
+        self.scheduler.add(request, hashes)
+        self.hear(Added(request, hashes))
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.

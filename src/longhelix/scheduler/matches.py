@@ -1,11 +1,13 @@
 """Cached prefixes of waiting requests, kept up to date block by block, so that no step looks through a whole prompt."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import islice
 
 from longhelix.kv.blocks import Block, BlockAllocator, Slot
+from longhelix.scheduler.chain import Chain
 
 
 @dataclass(eq=False, slots=True)
@@ -105,48 +107,40 @@ class Matches:
         self._root.matches.add(match)
         return match
 
+    def has(self, first_hash: bytes) -> bool:
+        """Whether a run begins with this block."""
+        return first_hash in self._root.after
+
     def drop(self, match: Match) -> None:
         """Forget a match."""
         match.run.matches.discard(match)
         self._prune(match.run)
 
-    def extend(self, match: Match, most_blocks: int, hash_of: Callable[[int], bytes]) -> None:
-        """Follow a prompt as far as it is cached, to at most `most_blocks`.
-
-        hash_of: the hash of the prompt's block with this index.
-        """
+    def extend(self, match: Match, most_blocks: int, chain: Chain) -> None:
+        """Follow a prompt as far as it is cached, to at most `most_blocks`."""
         run = match.run
         while run.stop < most_blocks:
-            following = run.after.get(hash_of(run.stop))
+            following = run.after.get(chain[run.stop])
             if following is None:
-                found = self._find(run.stop, most_blocks, hash_of)
+                found = self._find(run.stop, most_blocks, chain)
                 if found:
                     run = self._append(run, match, *found)
                 break
-            same = self._num_same(following, most_blocks, hash_of)
+            same = chain.num_same(following.start, most_blocks, following.hashes)
+            self.num_visits += same
             run = following if same == len(following.blocks) else self._split(following, same)
         self._move(match, run)
 
-    def _find(
-        self, start: int, most_blocks: int, hash_of: Callable[[int], bytes]
-    ) -> tuple[list[Block | Slot], list[bytes]] | None:
+    def _find(self, start: int, most_blocks: int, chain: Chain) -> tuple[list[Block | Slot], list[bytes]] | None:
         """The cached blocks of a prompt from index `start` on."""
         blocks, hashes = list[Block | Slot](), list[bytes]()
-        for index in range(start, most_blocks):
-            digest = hash_of(index)
+        for digest in islice(chain.since(start), most_blocks - start):
             block = self._index.get(digest) or self._swapped.get(digest)
             if block is None:
                 break
             blocks.append(block)
             hashes.append(digest)
         return (blocks, hashes) if blocks else None
-
-    def _num_same(self, run: Run, most_blocks: int, hash_of: Callable[[int], bytes]) -> int:
-        """How many blocks of a run a prompt has."""
-        indices = range(run.start, min(run.stop, most_blocks))
-        same = next((at for at, index in enumerate(indices) if hash_of(index) != run.hashes[at]), len(indices))
-        self.num_visits += same
-        return same
 
     def _append(self, run: Run, match: Match, blocks: list[Block | Slot], hashes: list[bytes]) -> Run:
         """Add blocks behind a run: to it, or to a new one, if anything else ends or goes on there."""

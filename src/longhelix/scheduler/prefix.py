@@ -6,15 +6,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from operator import attrgetter
 from typing import Protocol
 
 from longhelix.kv.blocks import Block, Slot, kept
-from longhelix.request import ImageSpan, Request
+from longhelix.request import Request
+from longhelix.scheduler.chain import Chain, block_hashes
 from longhelix.scheduler.matches import Match, Matches
 from longhelix.scheduler.sequence import Sequence
-from longhelix.step import TOKEN_BYTES
-
-_HASHED_AT_ONCE = 16  # blocks of a prompt that is looked for
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,13 @@ class Prefixes(Protocol):
 
 
 class PrefixCache:
-    """Prefixes of full KV blocks, by what is in them and before them: each block's hash is the SHA-256 of the hash
-    before it, the digests of the images that begin in it, and its tokens; a request's first one is that of its root and
-    its salt.
+    """Prefixes of full KV blocks, found by their hashes, see `Chain`.
 
     index: blocks by hash, as the allocators have them.
     swapped: slots by hash.
     matches: cached prefixes of waiting requests.
-    root: gives everything but the tokens that a request's KV depends on. Its hash begins the chain.
+    root: gives everything but the tokens that a request's KV depends on. The hash before a prompt's first block is that
+        of it and of the request's salt.
     """
 
     def __init__(
@@ -97,13 +95,12 @@ class PrefixCache:
         self._match_of: dict[int, Match] = {}  # by request
         self._block_tokens = block_tokens
         self._root = root
-        self._chains: dict[int, list[bytes]] = {}  # of requests that were looked for, as far as they were found
+        self._chains: dict[int, Chain] = {}  # of requests that were looked for
 
     def find(self, request: Request) -> Prefix:
-        blocks, hash_of = list[Block | Slot](), self._hashing(request)
-        chain, found, swapped = self._chains[request.id], self._index.get, self._swapped.get
-        for index in range(self._num_full(request)):
-            digest = chain[index + 1] if len(chain) > index + 1 else hash_of(index)
+        blocks = list[Block | Slot]()
+        found, swapped = self._index.get, self._swapped.get
+        for digest in self._chain(request).since(0):
             block = found(digest) or swapped(digest)
             if block is None:
                 break
@@ -113,65 +110,67 @@ class PrefixCache:
     def hash_ahead(self, request: Request, most_blocks: int) -> tuple[int, bool]:
         """Hash a prompt as far as it is cached, about `most_blocks` further than before.
 
-        `find` and `match` then hash at most `_HASHED_AT_ONCE` blocks themselves.
+        `find` and `match` then hash only a few blocks themselves.
 
         Returns:
             How many blocks were hashed, and whether that was all.
         """
-        hash_of, chain = self._hashing(request), self._chains[request.id]
-        before, num_full = len(chain), self._num_full(request)
-        while len(chain) <= num_full and self._is_found(chain):
-            if len(chain) - before >= most_blocks:
-                return len(chain) - before, False
-            hash_of(len(chain) - 1)
-        return len(chain) - before, True
+        chain = self._chain(request)
+        if chain.num_hashed < chain.num_blocks and self._is_found(chain):
+            # Many questions about one document may wait: it is hashed for one of them.
+            ahead = [other for other in self._chains.values() if chain.is_behind(other)]
+            if ahead:
+                chain.copy(max(ahead, key=attrgetter("num_hashed")))
+        before = chain.num_hashed
+        while chain.num_hashed < chain.num_blocks and self._is_found(chain):
+            if chain.num_hashed - before >= most_blocks:
+                return chain.num_hashed - before, False
+            chain[chain.num_hashed]
+        return chain.num_hashed - before, True
 
-    def _is_found(self, chain: list[bytes]) -> bool:
-        """Whether the last block that was hashed is cached. The first hash of a chain is that of no block."""
-        return len(chain) == 1 or chain[-1] in self._index or chain[-1] in self._swapped
+    def num_hashed(self, request: Request) -> int:
+        """How many blocks of a waiting request's prompt have been hashed."""
+        return self._chain(request).num_hashed
 
-    def know(self, request_id: int, chain: Items[bytes]) -> None:
-        """Set the first hashes of a waiting request's chain, so that they are not computed again."""
-        self._chains[request_id] = list(chain)
+    def _is_found(self, chain: Chain) -> bool:
+        """Whether the last block that was hashed is cached, if there is any."""
+        last = chain.before(chain.num_hashed)
+        return not chain.num_hashed or last in self._index or last in self._swapped
+
+    def know(self, request: Request, hashes: Items[bytes]) -> None:
+        """Set the hashes of a waiting request's first blocks, so that they are not computed again."""
+        self._chains[request.id] = self._new_chain(request, hashes)
 
     def match(self, request: Request, most_blocks: int) -> Match:
         """The blocks that `find` would give, at most so many. Looks at none of them again that it has seen before."""
         match = self._match_of.get(request.id)
         if match is None:
             match = self._match_of[request.id] = self._matches.new()
-        self._matches.extend(match, min(most_blocks, self._num_full(request)), self._hashing(request))
+        chain = self._chain(request)
+        self._matches.extend(match, min(most_blocks, chain.num_blocks), chain)
         return match
 
-    def _num_full(self, request: Request) -> int:
-        """How many blocks a prompt fills."""
-        return len(request.prompt_token_ids) // self._block_tokens
+    def is_alike(self, request: Request) -> bool:
+        """Whether a prompt begins as that of a waiting request does that has been matched."""
+        chain = self._chain(request)
+        return chain.num_blocks > 0 and self._matches.has(chain[0])
 
-    def _hashing(self, request: Request) -> Callable[[int], bytes]:
-        """Gives the hashes of a prompt's blocks by index: those that are known, or the next one."""
-        chain = self._chains.setdefault(request.id, [])
-        if not chain:
-            chain.append(self._first(request))
-        tokens, images, size = request.prompt_token_ids, request.images, self._block_tokens
-        num_full = self._num_full(request)
+    def _chain(self, request: Request) -> Chain:
+        """The hashes of a waiting request's prompt."""
+        chain = self._chains.get(request.id)
+        if chain is None:
+            chain = self._chains[request.id] = self._new_chain(request)
+        return chain
 
-        def hash_of(index: int) -> bytes:
-            if len(chain) == index + 1:
-                start, count = index * size, min(_HASHED_AT_ONCE, num_full - index)
-                chain.extend(_chain(chain[-1], tokens[start : start + count * size].tobytes(), count, start, images))
-            return chain[index + 1]
+    def _new_chain(self, request: Request, hashes: Items[bytes] = ()) -> Chain:
+        # Of one length and by a word apart, so that no salt is what blocks are hashed from.
+        salt = sha256(request.service.cache_salt.encode()).digest()
+        root = sha256(b"root" + sha256(self._root(request)).digest() + salt).digest()
+        return Chain(root, request, self._block_tokens, hashes)
 
-        return hash_of
-
-    def chain(self, request: Request) -> list[bytes]:
-        """Return the root hash of a prompt, followed by the hash of each block that it fills.
-
-        Any thread may call it.
-        """
-        first, num_full = self._first(request), self._num_full(request)
-        if not num_full:
-            return [first]
-        token_bytes = request.prompt_token_ids[: num_full * self._block_tokens].tobytes()
-        return [first, *_chain(first, token_bytes, num_full, 0, request.images)]
+    def hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of the blocks that a prompt fills. Any thread may call it."""
+        return self._new_chain(request).all()
 
     def forget(self, request_id: int) -> None:
         """It waits no longer."""
@@ -182,8 +181,7 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, num_blocks: int) -> None:
         """A sequence begins with the first `num_blocks` of the prefix that was found for it."""
-        chain = self._chains.get(seq.id) or [self._first(seq.request)]
-        seq.digest = chain[num_blocks]
+        seq.digest = self._chain(seq.request).before(num_blocks)
         self.forget(seq.id)
 
     def named(self, seq: Sequence) -> tuple[list[Block], list[bytes], int]:
@@ -195,33 +193,7 @@ class PrefixCache:
         if full < 1:
             return [], [], start
         blocks, token_bytes = unnamed[:full], seq.token_bytes(start, start + full * block_tokens)
-        hashes = _chain(seq.digest, token_bytes, full, start, seq.request.images)
+        hashes = block_hashes(seq.digest, token_bytes, full, start, seq.request.images)
         del unnamed[:full]
         seq.digest = hashes[-1]
         return blocks, hashes, start
-
-    def _first(self, request: Request) -> bytes:
-        # Of one length and by a word apart, so that no salt is what blocks are hashed from.
-        salt = sha256(request.service.cache_salt.encode()).digest()
-        return sha256(b"root" + sha256(self._root(request)).digest() + salt).digest()
-
-
-def _chain(before: bytes, token_bytes: bytes, num_blocks: int, start: int, images: Items[ImageSpan]) -> list[bytes]:
-    """The hashes of `num_blocks` blocks with these tokens, from position `start` on, after the block with the hash
-    `before`. `images`: those of the prompt."""
-    size, hashes = len(token_bytes) // num_blocks, list[bytes]()
-    if not images:
-        for at in range(0, len(token_bytes), size):
-            before = sha256(before + token_bytes[at : at + size]).digest()
-            hashes.append(before)
-        return hashes
-    for at in range(0, len(token_bytes), size):
-        shown = _begun(images, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES)
-        before = sha256(before + shown + token_bytes[at : at + size]).digest()
-        hashes.append(before)
-    return hashes
-
-
-def _begun(images: Items[ImageSpan], start: int, stop: int) -> bytes:
-    """The digests of the images that begin from `start` up to `stop`."""
-    return b"".join(image.digest for image in images if start <= image.start < stop)

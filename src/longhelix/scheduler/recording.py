@@ -8,10 +8,10 @@ from longhelix.step import Step, StepResult
 
 
 class Added(NamedTuple):
-    """A request was queued. chain: see `Scheduler.add`."""
+    """A request was queued. hashes: see `Scheduler.add`."""
 
     request: Request
-    chain: Sequence[bytes] = ()
+    hashes: Sequence[bytes] = ()
 
 
 class Aborted(NamedTuple):

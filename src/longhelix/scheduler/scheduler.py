@@ -113,13 +113,13 @@ class Scheduler:
         """Raise UserError if a request could never run."""
         self._waiting.check(request)
 
-    def add(self, request: Request, chain: Items[bytes] = ()) -> None:
+    def add(self, request: Request, hashes: Items[bytes] = ()) -> None:
         """Queue a request. Raises UserError if it could never run.
 
-        chain: the hashes at the beginning of its `PrefixCache.chain`, if they are known.
+        hashes: those of its first blocks, if they are known, see `hashes`.
         """
         self.check(request)
-        self._waiting.push(self._job(request), request.arrival_s, chain)
+        self._waiting.push(self._job(request), request.arrival_s, hashes)
 
     def _job(self, request: Request) -> Job:
         prefill_s = self._prefill_s(request)
@@ -131,9 +131,9 @@ class Scheduler:
     def _prefill_s(self, request: Request) -> float:
         return self._times.until(len(request.prompt_token_ids), self._waiting.place(request).alone_tokens)
 
-    def chain(self, request: Request) -> list[bytes]:
-        """See `PrefixCache.chain`."""
-        return self._waiting.chain(request)
+    def hashes(self, request: Request) -> list[bytes]:
+        """See `PrefixCache.hashes`."""
+        return self._waiting.hashes(request)
 
     def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
         """See `Admission.hold`."""

@@ -32,13 +32,13 @@ class Core:
         )
         self.has_room, self.carried, self.published, self.is_cached = has_room, [], 0, False
 
-    def chain(self, prompt_ids, capacity_tokens, cache_salt):
-        return [b"before", b"first", b"second"]
+    def hashes(self, prompt_ids, capacity_tokens, cache_salt):
+        return [b"first", b"second"]
 
-    def has_cached(self, chain):
+    def has_cached(self, hashes):
         return self.is_cached
 
-    def hold(self, prompt_ids, capacity_tokens, cache_salt, chain):
+    def hold(self, prompt_ids, capacity_tokens, cache_salt, hashes):
         assert not self.is_cached
         return HeldPrefix((Block(0, 5), Block(0, 6)), 1, (b"first", b"second")) if self.has_room else None
 
@@ -120,7 +120,7 @@ def test_what_is_cached_is_not_held(contexts_with):
     core.is_cached = True
     contexts = contexts_with(core)
     context = contexts.read("papers", "")
-    assert contexts.before(context, [7, 8], NEW) == (TOKENS + array("i", [7, 8]), context.chain)
+    assert contexts.before(context, [7, 8], NEW) == (TOKENS + array("i", [7, 8]), context.hashes)
     assert (core.carried, core.published) == ([], 0)
     assert contexts.load("papers").loaded_blocks == 0
 

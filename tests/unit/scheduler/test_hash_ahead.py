@@ -1,10 +1,16 @@
 """A long cached prompt is hashed a part at a time, so that the steps of others do not wait for all of it."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_prefix import BLOCK_TOKENS, LONG, config, request
 from test_scheduler import Engine, expected_output
 
-from longhelix.scheduler import admission, prefix
+from longhelix.request import ImageSpan
+from longhelix.scheduler import admission, chain
+from longhelix.scheduler.chain import Chain
 
 pytestmark = pytest.mark.unit
 
@@ -12,16 +18,16 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def hashed(monkeypatch):
     """How many blocks each step has hashed: at most 4, or 2 more of each waiting prompt."""
-    monkeypatch.setattr(prefix, "_HASHED_AT_ONCE", 2)
+    monkeypatch.setattr(chain, "_HASHED_AT_ONCE", 2)
     monkeypatch.setattr(admission, "_HASHED_A_STEP", 4)
     monkeypatch.setattr(admission, "_HASHED_OF_EACH", 2)
-    counts, chain = [0], prefix._chain
+    counts, block_hashes = [0], chain.block_hashes
 
     def counted(before, token_bytes, num_blocks, *rest):
         counts[-1] += num_blocks
-        return chain(before, token_bytes, num_blocks, *rest)
+        return block_hashes(before, token_bytes, num_blocks, *rest)
 
-    monkeypatch.setattr(prefix, "_chain", counted)
+    monkeypatch.setattr(chain, "block_hashes", counted)
     return counts
 
 
@@ -87,10 +93,62 @@ def test_short_prompts_do_not_wait_for_long_ones(hashed):
 def test_hashes_that_are_known_are_not_computed_again(hashed):
     engine = engine_with(hashed, LONG)
     asked = request(1, [*LONG, 5, 6], 4)
-    known = engine.scheduler.chain(request(-1, LONG, 1))
-    assert len(known) == 1 + len(LONG) // BLOCK_TOKENS
+    known = engine.scheduler.hashes(request(-1, LONG, 1))
+    assert len(known) == len(LONG) // BLOCK_TOKENS
     hashed[:] = [0]
     engine.scheduler.add(asked, known)
     engine.scheduler.schedule(0.0)
     assert engine.scheduler.has_begun(1)
     assert hashed == [0]
+
+
+def test_a_document_is_hashed_once_for_all_questions_about_it(hashed):
+    engine = engine_with(hashed, LONG)
+    engine.add(request(1, [1, 2, 3] * 40, 5))  # so that there is no room for the questions
+    engine.step()
+    engine.add(*(request(id, [*LONG, *[id] * 200], 3) for id in range(2, 6)))
+    hashed[:] = [0]
+    while engine.scheduler.num_waiting and len(hashed) < 20:
+        engine.step()
+    assert sum(hashed) < 2 * (len(LONG) // BLOCK_TOKENS)
+
+
+@given(same=st.integers(0, 60), ahead=st.integers(0, 20), behind=st.integers(0, 20), salt=st.sampled_from(["", "a"]))
+def test_hashes_that_are_copied_are_those_of_the_tokens(same, ahead, behind, salt):
+    first = request(1, LONG[:70], 1)
+    second = request(2, [*LONG[:same], 49, *LONG[20:]], 1)
+    chains = [Chain(root, asked, BLOCK_TOKENS) for root, asked in ((b"", first), (salt.encode(), second))]
+    for one, count in zip(chains, (ahead, behind), strict=True):
+        while one.num_hashed < min(count, one.num_blocks):
+            one[one.num_hashed]
+    before = chains[1].num_hashed
+    if chains[1].is_behind(chains[0]):
+        assert not salt
+        chains[1].copy(chains[0])
+        assert chains[1].num_hashed == max(before, min(same // BLOCK_TOKENS, chains[0].num_hashed))
+    assert chains[1].all() == Chain(salt.encode(), second, BLOCK_TOKENS).all()
+
+
+def test_hashes_of_prompts_with_images_are_not_copied():
+    """The same tokens may stand for other images."""
+    shown = [replace(request(1, LONG, 1), images=(ImageSpan(3, 1, 2, mark * 32),)) for mark in (b"a", b"b")]
+    first, second = (Chain(b"", asked, BLOCK_TOKENS) for asked in shown)
+    first.all()
+    second.copy(first)
+    assert not second.num_hashed
+
+
+def test_long_prompts_whose_hashes_are_known_begin_one_in_each_step(hashed, monkeypatch):
+    monkeypatch.setattr(admission, "_LOOKED_AT_A_STEP", 4)
+    prompts = [LONG, LONG[::-1], LONG[1:]]
+    engine = engine_with(hashed, *prompts)
+    for id, tokens in enumerate([*prompts, [7, 8]], 1):
+        engine.add(request(id, [*tokens, id], 3))
+        engine.scheduler._cache.know(request(id, [*tokens, id], 3), engine.scheduler.hashes(request(-1, tokens, 1)))
+    assert [step_begins(engine) for _ in range(3)] == [[1, 4], [2], [3]]
+
+
+def step_begins(engine):
+    """The requests that begin in the next step."""
+    engine.step()
+    return [new.id for new in engine.runner.steps[-1].new]

@@ -323,7 +323,7 @@ def swapping():
 
 
 def hold(run, request):
-    return run.scheduler.hold(request, run.scheduler.chain(request)[1:])
+    return run.scheduler.hold(request, run.scheduler.hashes(request))
 
 
 def test_kv_that_is_yet_to_be_swapped_in_is_not_saved(swapping):

@@ -92,7 +92,7 @@ def test_a_request_begins_elsewhere_when_its_prefix_is_gone():
     engine.add(request(1, LONG[50:86], 12))
     engine.step()
     engine.add(request(2, LONG[:30], 1))
-    while engine.scheduler.pool.index.keys() & engine.scheduler.chain(request(-1, LONG[:8], 1)):
+    while engine.scheduler.pool.index.keys() & engine.scheduler.hashes(request(-1, LONG[:8], 1)):
         engine.step()
         assert 2 not in engine.runner.new
     engine.step()

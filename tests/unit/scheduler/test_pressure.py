@@ -12,7 +12,7 @@ from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expecte
 
 from longhelix.kv.placement import PLACEMENTS
 from longhelix.request import Request, SamplingParams, ServiceLevel
-from longhelix.scheduler import admission, prefix
+from longhelix.scheduler import admission, chain
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
@@ -22,7 +22,7 @@ from longhelix.work import Work
 
 pytestmark = pytest.mark.unit
 
-_HASHED = prefix._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH
+_HASHED = chain._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH
 LONG = [(7 * index + index // 9) % VOCAB for index in range(100)]
 
 
@@ -174,7 +174,7 @@ class Traffic(RuleBasedStateMachine):
     @staticmethod
     def hash_no_more_than(few):
         """Of a prompt in a step: `few` blocks, or as many as always, which is more than any prompt here has."""
-        prefix._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH = (1, 2, 1) if few else _HASHED
+        chain._HASHED_AT_ONCE, admission._HASHED_A_STEP, admission._HASHED_OF_EACH = (1, 2, 1) if few else _HASHED
 
     def limits(self, capacity_tokens):
         """Those that a request may name: it has room on all ranks, and no rank has to hold more than it may."""

@@ -391,7 +391,7 @@ class Engine:
             self.outcomes[new.id] = Outcome()
 
     def hold(self, request: Request) -> HeldPrefix | None:
-        return self.scheduler.hold(request, self.scheduler.chain(request)[1:])
+        return self.scheduler.hold(request, self.scheduler.hashes(request))
 
     def step(self) -> None:
         stepped = self.loop.step()
